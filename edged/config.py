@@ -1,0 +1,196 @@
+"""Typed settings of edged: a TOML file, the environment and flags, in rising order of precedence.
+
+Owns every setting's name, unit, default and bounds. Must not know anything else of edged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+"""What a user (and so an adapter) may be called: it becomes a folder's name."""
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, of the wrong type or out of bounds; the message names it and the way out."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSettings(_Section):
+    """Which model is served."""
+
+    path: str = Field("demo", description='directory of save_pretrained, hub name, or "demo" (embedded)')
+    name: str = Field("", description="name in the API; empty: the directory's name")
+    device: str = Field("auto", description='"auto", "cpu", "cuda" or "cuda:N"')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
+    )
+    max_context_tokens: int = Field(0, ge=0, description="longest prompt plus answer; 0: what the model and cache allow")
+
+
+class ServingSettings(_Section):
+    """How requests are batched."""
+
+    max_sequences: Count = Field(64, description="sequences that run at once; others wait")
+    max_queue: Count = Field(1024, description="requests that may wait; beyond it the API answers 429")
+    max_batch_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="tokens of one iteration's forward")
+    default_max_tokens: Count = Field(512, description="answer length when the request names none")
+    on_update: Literal["hot", "pin"] = Field(
+        "hot", description='a new version reaches running answers ("hot") or only later ones ("pin")'
+    )
+    drain_s: Positive = Field(8.0, description="how long SIGTERM waits for running answers")
+
+
+class CacheSettings(_Section):
+    """The paged K/V cache."""
+
+    page_size: Count = Field(16, description="tokens of one page")
+    memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
+    prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+
+
+class SchedulerSettings(_Section):
+    """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
+
+    policy: str = Field("mace", description="mace or fcfs")
+    finetune_max_wait_s: Positive = Field(0.5, description="longest time that serving may starve fine-tuning")
+    finetune_min_share: Share = Field(0.10, description="share of time that fine-tuning keeps under overload")
+    idle_quantum_ms: Positive = Field(50.0, description="fine-tuning per iteration when nothing is served")
+    ttft_factor: Positive = Field(5.0, description="TTFT target over the prompt's own forward latency")
+    ttft_floor_ms: Positive = Field(200.0, description="TTFT targets are never tighter than this")
+    tbt_factor: Positive = Field(2.0, description="TBT target over the decode latency of the batch without fine-tuning")
+    tbt_floor_ms: Positive = Field(50.0, description="TBT targets are never tighter than this")
+    lambda_memory: float = Field(1.0, ge=0.0, description="lambda1 of MACE 4.2: weight of unused memory")
+    lambda_latency: float = Field(1.0, ge=0.0, description="lambda2 of MACE 4.2: weight of latency mismatch")
+    gamma: float = Field(0.1, ge=0.0, description="gamma of MACE 4.1: weight of the DPO loss in a priority")
+    tau_memory: Share = Field(0.95, description="tau_mem of Algorithm 1: share of pages at which a bin closes")
+    tau_tasks: Count = Field(256, description="tau_task of Algorithm 1: tasks looked at in one decision")
+
+
+class AlignSettings(_Section):
+    """Preference learning: DPO on LoRA."""
+
+    enabled: bool = Field(True, description="train on feedback; off: feedback is only stored")
+    beta: Positive = Field(0.1, description="DPO's temperature")
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO (Rafailov et al.) or IPO (Azar et al.)")
+    learning_rate: Positive = Field(1e-3, description="AdamW's step size")
+    weight_decay: float = Field(0.0, ge=0.0)
+    max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this L2 norm")
+    rank: Count = Field(16, description="LoRA rank")
+    alpha: Positive = Field(32.0, description="LoRA alpha; the update is scaled by alpha / rank")
+    target_modules: str | list[str] = Field("all-linear", description="PEFT's target_modules")
+    epochs: Count = Field(1, description="times that a pair is trained on")
+    micro_batch_pairs: Count = Field(4, description="pairs of one optimizer step")
+    replay_share: Share = Field(0.25, description="older pairs added to a step, as a share of its new pairs")
+    loss_threshold: float = Field(0.05, ge=0.0, description="a pair whose loss is below it is learnt (CheckEnd)")
+    window_tokens: Count = Field(256, description="tokens of one backward unit")
+    max_pair_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="longer pairs keep the prompt's end")
+    max_active_adapters: Count = Field(32, description="adapters held in the model at once")
+
+
+class GuardSettings(_Section):
+    """When a version is taken back by itself."""
+
+    held_out_share: Share = Field(0.1, description="share of pairs kept out of training as a test")
+    held_out_pairs: Annotated[int, Field(ge=0)] = Field(16, description="most held-out pairs per user")
+    min_pairs: Count = Field(4, description="held-out pairs needed before the guard judges")
+    evaluate_every: Count = Field(8, description="versions between two held-out tests while pairs keep coming")
+    max_accuracy_drop: Share = Field(0.34, description="held-out reward accuracy lost against the best version")
+    max_kl_nats: Positive = Field(20.0, description="KL to the base per held-out answer token, in nats")
+
+
+class ApiSettings(_Section):
+    """The socket."""
+
+    socket: str = Field("", description="Unix socket; empty: EDGED_SOCKET, then the runtime folders")
+    listen: str = Field("", description="HOST:PORT of an additional TCP listener; empty: none")
+    token: str = Field("", description="bearer token of the TCP listener; needed beyond loopback")
+    max_body_kb: Count = Field(1024, description="largest request body in KiB")
+    max_stop_chars: Count = Field(1024, description="longest stop string")
+
+
+class StoreSettings(_Section):
+    """What is kept on disk."""
+
+    data_dir: str = Field("", description="folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
+    keep_completions: Count = Field(100_000, description="completions kept; feedback's own are never dropped")
+    keep_samples: Count = Field(20_000, description="iteration samples kept")
+    keep_versions: Count = Field(5, description="adapter versions kept on disk per user")
+    save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
+
+
+class Settings(_Section):
+    """All settings of one daemon."""
+
+    model: ModelSettings = ModelSettings()
+    serving: ServingSettings = ServingSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    align: AlignSettings = AlignSettings()
+    guard: GuardSettings = GuardSettings()
+    api: ApiSettings = ApiSettings()
+    store: StoreSettings = StoreSettings()
+
+
+def load_settings(
+    path: str | Path | None = None,
+    environ: dict[str, str] | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> Settings:
+    """Settings from a TOML file, then `EDGED_SECTION__KEY` variables, then dotted `overrides`.
+
+    Raises ConfigError that names the file, the key and the nearest valid name.
+    """
+    values: dict[str, Any] = {}
+    source = "settings"
+    if path is not None:
+        source = str(path)
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f'config file "{path}" cannot be read: {error}') from None
+    for name, value in sorted((dict(os.environ) if environ is None else environ).items()):
+        if name.startswith("EDGED_") and "__" in name:
+            section, key = name[len("EDGED_") :].lower().split("__", 1)
+            values.setdefault(section, {})[key] = value
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            section, key = dotted.split(".", 1)
+            values.setdefault(section, {})[key] = value
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    """One validation error as a sentence: the dotted name, the value, the way out."""
+    where = [str(part) for part in item["loc"]]
+    dotted = ".".join(where)
+    if item["type"] == "extra_forbidden":
+        known = Settings.model_fields if len(where) == 1 else _section_fields(where[0])
+        near = difflib.get_close_matches(where[-1], known, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
+        return f'unknown setting "{dotted}": {hint}'
+    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+
+
+def _section_fields(section: str) -> dict[str, Any]:
+    field = Settings.model_fields.get(section)
+    return dict(field.annotation.model_fields) if field and field.annotation else {}  # type: ignore[union-attr]

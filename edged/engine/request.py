@@ -1,0 +1,80 @@
+"""What is asked of the engine and what it answers: requests, sampling parameters, events.
+
+Owns the data that crosses between the engine thread and its callers. Must not know HTTP, SQL or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Defaults are OpenAI's; `top_k` 0 and `min_p` 0 switch those off.
+
+    `logprobs` is the number of alternatives to report beside the drawn token's log-probability (0-20),
+    None to report nothing. Log-probabilities are the model's own, before penalties and temperature.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion asked for. `adapter` None is the base model.
+
+    `follows` names a request with the same prompt (another choice of the same `n`): this one starts when that
+    one's prompt is computed, so that they share its pages.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None = None
+    follows: str | None = None
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One sampled token. `top` has (token id, log-probability), best first."""
+
+    request_id: str
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+
+
+@dataclass(slots=True)
+class FinishEvent:
+    """A request's end; nothing follows it. Times are seconds since submission (monotonic clock)."""
+
+    request_id: str
+    reason: FinishReason
+    error: str = ""
+    adapter: str | None = None
+    version: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+
+Event = TokenEvent | FinishEvent

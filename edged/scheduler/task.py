@@ -1,0 +1,119 @@
+"""What the scheduler packs: tasks, the grants of one iteration, and what came of them.
+
+Owns the data that passes between scheduler and engine. Must not know torch, models or sockets.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """MACE's three workloads."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINETUNE = "finetune"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest preemptible piece of a fine-tune step after its forward.
+
+    `kind` is "head", "layer" or "step" (the optimizer); `tokens` is the window it covers.
+    """
+
+    kind: str
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One schedulable piece of work; it lives from `Scheduler.add` until it is finished or removed.
+
+    Units of fields: seconds of the injected clock, tokens, pages.
+    """
+
+    task_id: int
+    kind: Kind
+    arrival_s: float
+    """Start of the wait that raises the priority: its request's arrival; reset when a fine-tune task ran."""
+    deadline_s: float = math.inf
+    """When its next token is due (TTFT or TBT target); `Scheduler.add` sets it when it is inf."""
+    tokens: int = 1
+    """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
+    context: int = 0
+    """Tokens whose K/V exist already and are attended to."""
+    held_pages: int = 0
+    """Pages that it holds (and would give back if preempted)."""
+    capacity: int = 0
+    """Tokens for which it holds room: `held_pages * page_size`, less what a prefix hit occupies twice."""
+    loss: float = 0.0
+    """Latest DPO loss of a fine-tune task; ln 2 before its first forward."""
+    units: tuple[Unit, ...] = ()
+    """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
+    next_unit: int = 0
+    last_run_s: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one task may do in this iteration: `tokens` of forward, then up to `units` units."""
+
+    task: Task
+    tokens: int
+    units: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """One bin, ready to run.
+
+    `preempt` tasks give their pages back first; the engine answers each with `Scheduler.restart`.
+    """
+
+    grants: list[Grant] = field(default_factory=list)
+    preempt: list[Task] = field(default_factory=list)
+    pages: int = 0
+    """Pages that the grants will allocate."""
+    budget_s: float = math.inf
+    """Latency budget: the least slack of the members."""
+    predicted_forward_s: float = 0.0
+    predicted_units_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a grant came to. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
+
+    task: Task
+    tokens: int
+    units: int
+    next_kind: Kind | None
+
+
+@dataclass(slots=True)
+class Result:
+    """An iteration as it was measured."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    forward_s: float = 0.0
+    """Wall time of the packed forward with sampling; 0 when there was none."""
+    units: list[tuple[Unit, float]] = field(default_factory=list)
+    """Each unit that ran with its wall time in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the next bin may use."""
+
+    free_pages: int
+    """Pages that are free or can be evicted at once."""
+    total_pages: int
+    page_size: int
+    max_tokens: int
+    """Most forward tokens of an iteration."""
+    max_sequences: int
+    """Most sequences that hold pages at once."""

@@ -1,0 +1,83 @@
+"""Small random-weight models of real architectures, with a byte-level tokenizer, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+SPECIALS = ["<pad>", "<s>", "</s>"]
+VOCAB = len(SPECIALS) + 256
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+    "phi3": {},
+}
+
+
+def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a three-layer model of `kind` (a transformers model type)."""
+    return AutoConfig.for_model(kind, **{**_SHAPE, **ARCHITECTURES[kind], **changes})
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random-weight fp32 model whose next-token distributions are far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.12, generator=generator)
+    return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that any text round-trips and multi-byte characters span tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(SPECIALS + alphabet)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tiny(directory: Path, kind: str = "llama", seed: int = 0, **changes: Any) -> Path:
+    """Write model and tokenizer to `directory` and return it."""
+    tiny_model(kind, seed, **changes).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
