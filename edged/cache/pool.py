@@ -1,0 +1,108 @@
+"""The page pool: which pages of K/V storage are free, and who else holds those that are not.
+
+Owns reference counts and the free list, nothing of what the pages hold. Must not know torch, models or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class OutOfPages(RuntimeError):
+    """More pages were wanted than are free; nothing was allocated."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(f"wanted {wanted} pages, {free} are free: evict cached pages or preempt a sequence first")
+        self.wanted = wanted
+        self.free = free
+
+
+class PagePool:
+    """`pages` pages of `page_size` tokens each, numbered from 0; every operation is O(1) per page.
+
+    A page has one reference for each sequence that holds it, and one more while the prefix trie keeps it
+    (`adopt`, `abandon`). The pool counts the pages that only the trie keeps: those can be evicted at once.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"a pool of {pages} pages of {page_size} tokens holds nothing: both must be at least 1")
+        self.pages = pages
+        self.page_size = page_size
+        self.evictable_pages = 0
+        """Pages that only the prefix trie holds."""
+        self._references = [0] * pages
+        self._adopted = bytearray(pages)
+        self._free = list(range(pages - 1, -1, -1))  # a stack: the page freed last is the warmest
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        """How many holders `page` has, the trie included; 0 when it is free."""
+        return self._references[page]
+
+    def is_adopted(self, page: int) -> bool:
+        """Whether the prefix trie keeps `page`."""
+        return bool(self._adopted[page])
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each, or OutOfPages and no page at all."""
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._references[page] = 1
+        return taken
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more reference to each of `pages`; ValueError for a page that is free."""
+        for page in pages:
+            references = self._references[page]
+            if references == 0:
+                raise ValueError(f"page {page} is free: only an allocated page can be retained")
+            if references == 1 and self._adopted[page]:
+                self.evictable_pages -= 1
+            self._references[page] = references + 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Give back one reference to each of `pages`; ValueError for a page that the caller cannot hold."""
+        for page in pages:
+            references = self._references[page] - 1
+            if references < self._adopted[page]:
+                raise ValueError(f"page {page} was released more often than it was retained")
+            self._references[page] = references
+            if references == 0:
+                self._free.append(page)
+            elif references == 1 and self._adopted[page]:
+                self.evictable_pages += 1
+
+    def adopt(self, page: int) -> None:
+        """The prefix trie keeps `page` from now on; the caller still holds it, so it is not evictable yet."""
+        if self._adopted[page]:
+            raise ValueError(f"page {page} is in the prefix trie already")
+        self.retain((page,))
+        self._adopted[page] = 1
+
+    def abandon(self, page: int) -> bool:
+        """The prefix trie lets go of `page`. True when that freed it, False when a sequence still holds it."""
+        if not self._adopted[page]:
+            raise ValueError(f"page {page} is not in the prefix trie")
+        if self._references[page] == 1:
+            self.evictable_pages -= 1
+        self._adopted[page] = 0
+        self.release((page,))
+        return self._references[page] == 0
+
+    def check(self) -> None:
+        """AssertionError on any inconsistency; linear in the pool, for tests and idle moments."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is in the free list twice"
+        for page, references in enumerate(self._references):
+            assert references >= 0, f"page {page} has {references} references"
+            assert (references == 0) == (page in free), f"page {page}: {references} references, free: {page in free}"
+            assert references >= self._adopted[page], f"page {page} is in the trie without a reference"
+        evictable = sum(self._adopted[page] and self._references[page] == 1 for page in range(self.pages))
+        assert evictable == self.evictable_pages, f"{evictable} pages are evictable, {self.evictable_pages} counted"

@@ -1,0 +1,275 @@
+"""The prefix trie returns what was computed for equal tokens by equal weights, and gives pages back under pressure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from edged.cache import Key, PagePool, PrefixTrie
+
+BASE: Key = (None, 0)
+ALICE: Key = ("alice", 1)
+
+
+def cached(trie: PrefixTrie, pool: PagePool, key: Key, tokens: Sequence[int]) -> list[int]:
+    """Run a sequence of `tokens` to its end: its pages, which only the trie holds afterwards."""
+    pages = pool.allocate(-(-len(tokens) // pool.page_size))
+    trie.insert(key, tokens, pages)
+    pool.release(pages)
+    return pages
+
+
+def make(pages: int = 8, page_size: int = 2) -> tuple[PagePool, PrefixTrie]:
+    pool = PagePool(pages, page_size)
+    return pool, PrefixTrie(pool)
+
+
+def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
+    pool, trie = make()
+    pages = cached(trie, pool, BASE, [1, 2, 3, 4, 5])
+    assert trie.match(BASE, [1, 2, 3, 4, 5, 6]) == pages[:2]
+    assert trie.match(BASE, [1, 2, 3, 9, 5, 6]) == pages[:1]
+    assert trie.match(BASE, [9, 2, 3, 4]) == []
+    trie.check()
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    pool, trie = make()
+    pages = cached(trie, pool, BASE, [1, 2, 3, 4])
+    assert trie.match(BASE, [1, 2, 3, 4]) == pages[:1]
+    assert trie.match(BASE, [1, 2]) == []
+    assert trie.match(BASE, []) == []
+
+
+def test_a_match_is_retained_for_the_caller() -> None:
+    pool, trie = make(pages=3)
+    cached(trie, pool, BASE, [1, 2, 3, 4])
+    pages = trie.match(BASE, [1, 2, 3, 4, 5])
+    assert trie.evictable_pages == 0
+    assert trie.evict(2) == 0
+    pool.release(pages)
+    assert trie.evict(2) == 2
+
+
+def test_nothing_is_shared_between_adapters_or_versions() -> None:
+    pool, trie = make()
+    cached(trie, pool, ALICE, [1, 2, 3, 4])
+    assert trie.match(BASE, [1, 2, 3, 4, 5]) == []
+    assert trie.match(("alice", 2), [1, 2, 3, 4, 5]) == []
+    assert len(trie.match(ALICE, [1, 2, 3, 4, 5])) == 2
+
+
+def test_the_page_that_was_cached_first_stays_and_the_copy_is_freed() -> None:
+    pool, trie = make()
+    first = cached(trie, pool, BASE, [1, 2, 3, 4])
+    twin = pool.allocate(3)
+    trie.insert(BASE, [1, 2, 3, 4, 5, 6], twin)
+    pool.release(twin)
+    assert trie.match(BASE, [1, 2, 3, 4, 5, 6, 7]) == [*first, twin[2]]
+    assert pool.free_pages == pool.pages - 3
+
+
+def test_the_least_recently_used_branch_is_evicted_from_its_leaves() -> None:
+    pool, trie = make()
+    old = cached(trie, pool, BASE, [1, 1, 2, 2])
+    new = cached(trie, pool, BASE, [1, 1, 3, 3])
+    pool.release(trie.match(BASE, [1, 1, 2, 2, 0]))
+    assert trie.evict(1) == 1
+    assert trie.match(BASE, [1, 1, 3, 3, 0]) == [old[0]], f"page {new[1]} was used before {old[1]}"
+    assert trie.match(BASE, [1, 1, 2, 2, 0]) == old
+    trie.check()
+
+
+def test_a_parent_that_nobody_holds_can_be_evicted_below_a_held_page() -> None:
+    pool, trie = make()
+    cached(trie, pool, BASE, [1, 2])
+    running = pool.allocate(2)
+    trie.insert(BASE, [1, 2, 3, 4], running)  # adopts only the second page: the first is cached already
+    assert trie.evictable_pages == 1
+    assert trie.evict(5) == 1
+    trie.check()
+    assert trie.match(BASE, [1, 2, 3, 4, 5]) == []
+    pool.release(running)
+    assert pool.free_pages == pool.pages
+
+
+def test_a_page_in_use_is_still_found_after_an_eviction() -> None:
+    pool, trie = make()
+    used = cached(trie, pool, BASE, [1, 2, 3, 4])
+    idle = cached(trie, pool, BASE, [5, 6])
+    running = trie.match(BASE, [1, 2, 3, 4, 0])
+    cached(trie, pool, BASE, [7, 8])
+    assert trie.evict(2) == 2
+    assert trie.match(BASE, [5, 6, 0]) == [], f"page {idle} was idle"
+    assert trie.match(BASE, [1, 2, 3, 4, 0]) == used == running
+
+
+def test_no_more_pages_are_evicted_than_asked_for() -> None:
+    pool, trie = make()
+    cached(trie, pool, BASE, [1, 2])
+    running = pool.allocate(2)
+    trie.insert(BASE, [1, 2, 3, 4], running)
+    cached(trie, pool, BASE, [5, 6])
+    pool.release(trie.match(BASE, [1, 2, 0]))  # oldest first: [3, 4] in use, [5, 6], [1, 2]
+    assert trie.evict(1) == 1
+    pool.release(running)
+    assert trie.evict(1) == 1
+    assert len(trie.match(BASE, [1, 2, 3, 4, 0])) == 1
+
+
+def test_expiring_a_version_frees_its_pages_and_leaves_the_running_ones_alone() -> None:
+    pool, trie = make()
+    running = pool.allocate(2)
+    trie.insert(ALICE, [1, 2, 3, 4], running)
+    cached(trie, pool, ALICE, [1, 2, 7, 8])
+    kept = cached(trie, pool, BASE, [1, 2])
+    assert trie.expire(ALICE) == 1
+    assert trie.match(ALICE, [1, 2, 3, 4, 5]) == []
+    assert trie.match(BASE, [1, 2, 3]) == kept
+    assert trie.expire(ALICE) == 0
+    pool.release(running)
+    trie.check()
+    assert pool.free_pages == pool.pages - 1
+
+
+def test_a_page_of_another_version_is_never_taken_over() -> None:
+    pool, trie = make()
+    pages = pool.allocate(3)
+    trie.insert(ALICE, [1, 2, 3, 4], pages)
+    trie.insert(("alice", 2), [1, 2, 3, 4, 5, 6], pages)
+    trie.check()
+    assert trie.match(("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
+
+
+def test_the_hit_share_is_counted() -> None:
+    pool, trie = make()
+    cached(trie, pool, BASE, [1, 2, 3, 4])
+    trie.match(BASE, [1, 2, 3, 4, 5])
+    trie.match(BASE, [9, 9, 9])
+    assert (trie.stats.lookups, trie.stats.prompt_tokens, trie.stats.hit_tokens) == (2, 8, 4)
+    pool.release([0, 1])
+    trie.evict(1)
+    assert trie.stats.evicted_pages == 1
+
+
+def test_a_lookup_is_linear_in_the_prompt_however_deep() -> None:
+    pool, trie = make(pages=20_000, page_size=1)
+    cached(trie, pool, BASE, list(range(20_000)))
+    pages = trie.match(BASE, list(range(20_001)))
+    assert len(pages) == 20_000
+    pool.release(pages)
+    assert trie.expire(BASE) == 20_000
+
+
+@dataclass
+class Running:
+    key: Key
+    tokens: list[int]
+    pages: list[int]
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+keys = st.sampled_from([BASE, ALICE, ("alice", 2)])
+
+
+class TrieMachine(RuleBasedStateMachine):
+    """Sequences come, share, are cached and go; a plain dict of (key, prefix) -> page says what must be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.trie = make(pages=10)
+        self.running: list[Running] = []
+        self.known: dict[tuple[Key, tuple[int, ...]], int] = {}
+
+    def prefixes(self, tokens: Sequence[int], count: int) -> list[tuple[int, ...]]:
+        return [tuple(tokens[: 2 * (index + 1)]) for index in range(count)]
+
+    def forget_dropped_pages(self) -> None:
+        self.known = {name: page for name, page in self.known.items() if self.pool.is_adopted(page)}
+
+    @rule(key=keys, tokens=prompts)
+    def start(self, key: Key, tokens: list[int]) -> None:
+        expected = []
+        for prefix in self.prefixes(tokens, (len(tokens) - 1) // 2):
+            if (key, prefix) not in self.known:
+                break
+            expected.append(self.known[key, prefix])
+        pages = self.trie.match(key, tokens)
+        assert pages == expected
+        missing = -(-len(tokens) // 2) - len(pages)
+        if missing > self.pool.free_pages:
+            evictable, free = self.trie.evictable_pages, self.pool.free_pages
+            wanted = missing - free
+            assert self.trie.evict(wanted) == min(wanted, evictable)
+            assert self.pool.free_pages == free + min(wanted, evictable)
+            self.forget_dropped_pages()
+        if missing > self.pool.free_pages:
+            self.pool.release(pages)
+            return
+        fresh = self.pool.allocate(missing)
+        assert not set(fresh) & {page for other in self.running for page in other.pages}
+        assert not set(fresh) & set(self.known.values())
+        self.running.append(Running(key, tokens, pages + fresh))
+
+    def draw_running(self, data: st.DataObject) -> Running:
+        return self.running[data.draw(st.integers(0, len(self.running) - 1))]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def cache(self, data: st.DataObject) -> None:
+        sequence = self.draw_running(data)
+        self.insert(sequence.key, sequence)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), key=keys)
+    def cache_under_the_version_that_was_published_meanwhile(self, data: st.DataObject, key: Key) -> None:
+        self.insert(key, self.draw_running(data))
+
+    def insert(self, key: Key, sequence: Running) -> None:
+        for prefix, page in zip(
+            self.prefixes(sequence.tokens, len(sequence.tokens) // 2), sequence.pages, strict=False
+        ):
+            if (key, prefix) not in self.known:
+                if page in self.known.values():
+                    break
+                self.known[key, prefix] = page
+        self.trie.insert(key, sequence.tokens, sequence.pages)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        sequence = self.draw_running(data)
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count: int) -> None:
+        free, evictable = self.pool.free_pages, self.trie.evictable_pages
+        assert self.trie.evict(count) == min(count, evictable)
+        assert self.pool.free_pages == free + min(count, evictable)
+        self.forget_dropped_pages()
+
+    @rule(key=keys)
+    def expire(self, key: Key) -> None:
+        free = self.pool.free_pages
+        freed = self.trie.expire(key)
+        assert self.pool.free_pages == free + freed
+        self.known = {name: page for name, page in self.known.items() if name[0] != key}
+
+    @invariant()
+    def no_page_leaks_or_is_shared_wrongly(self) -> None:
+        self.trie.check()
+        held = [page for sequence in self.running for page in sequence.pages]
+        kept = set(self.known.values())
+        assert len(kept) == len(self.known) == len(self.trie)
+        for page in range(self.pool.pages):
+            assert self.pool.references(page) == held.count(page) + (page in kept)
+        assert self.trie.evictable_pages == len(kept - set(held))
+
+
+TestTrieMachine = TrieMachine.TestCase
+TestTrieMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
