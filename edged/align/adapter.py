@@ -1,0 +1,276 @@
+"""One user's LoRA adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
+
+Owns initial values, the optimizer step and the files. Must not know when a step is due or who is served.
+
+On disk: `<root>/<adapter>/v000012/` with `adapter_config.json` and `adapter_model.safetensors` (PEFT's own, loadable by
+PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with checksums, written last).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from edged.config import AlignSettings
+
+_PREFIX = "base_model.model."
+_MANIFEST = "edged.json"
+
+
+class AdapterError(ValueError):
+    """An adapter's files cannot be used; the message names the folder and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """What the adapters of one base model look like: `shapes` maps a linear's name to (in_features, out_features)."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    rank: int
+    alpha: float
+    base_model: str
+    fingerprint: str
+    """Identifies the base model's weights: adapters and reference log-probabilities of another base are not used."""
+    peft_targets: tuple[str, ...]
+    """`target_modules` as PEFT's config shall name them."""
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+class AdapterState:
+    """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them."""
+
+    def __init__(self, name: str, spec: LoraSpec, align: AlignSettings, device: torch.device) -> None:
+        self.name, self.spec, self.align, self.device = name, spec, align, device
+        self.version = 0
+        self.weights = self._initial()
+        self._new_optimizer()
+
+    def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Version 0 answers as the base: A uniform as PEFT's Kaiming start, B zero."""
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
+        )
+        weights = {}
+        for name, (fan_in, fan_out) in self.spec.shapes.items():
+            a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+            b = torch.zeros(fan_out, self.spec.rank)
+            weights[name] = (_leaf(a, self.device), _leaf(b, self.device))
+        return weights
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All A and B, in a fixed order."""
+        return [tensor for pair in self.weights.values() for tensor in pair]
+
+    def _new_optimizer(self) -> None:
+        self._optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True
+        )
+
+    def step(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]], pairs: int) -> float:
+        """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
+
+        Raises FloatingPointError, with nothing changed, when the norm is not finite.
+        """
+        for name, leaves in self.weights.items():
+            for leaf, gradient in zip(leaves, gradients[name], strict=True):
+                leaf.grad = gradient / pairs
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
+        try:
+            if norm != norm or norm == float("inf"):
+                raise FloatingPointError(f"gradient norm is {norm}")
+            self._optimizer.step()
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return norm
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights by PEFT's names, copied to the host."""
+        named = {}
+        for name, (a, b) in self.weights.items():
+            named[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().clone()
+            named[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().clone()
+        return named
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over weights (PEFT's names) as `version`, with a fresh optimizer. Raises AdapterError on a mismatch."""
+        with torch.no_grad():
+            for name, (a, b) in self.weights.items():
+                for part, leaf in (("A", a), ("B", b)):
+                    value = tensors.get(f"{_PREFIX}{name}.lora_{part}.weight")
+                    if value is None or value.shape != leaf.shape:
+                        found = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                        raise AdapterError(
+                            f'adapter "{self.name}": lora_{part} of {name} is {found}, {tuple(leaf.shape)} is needed '
+                            "(another rank or other target_modules?)"
+                        )
+                    leaf.copy_(value)
+        self.version = version
+        self._new_optimizer()
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """AdamW's moments and step count by parameter index, copied to the host."""
+        state = self._optimizer.state_dict()["state"]
+        return {f"{i}.{key}": value.detach().cpu().clone() for i, slot in state.items() for key, value in slot.items()}
+
+    def restore_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `optimizer_tensors` gave."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        whole = self._optimizer.state_dict()
+        whole["state"] = state
+        self._optimizer.load_state_dict(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A version on the host, ready to be written by any thread."""
+
+    adapter: str
+    version: int
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+
+
+class AdapterFiles:
+    """The versions on disk under `root`."""
+
+    def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
+        self.root, self.spec, self.keep = root, spec, keep
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
+        """Write a version so that it is there whole or not at all; returns its folder and the versions removed."""
+        folder = self.root / snapshot.adapter
+        folder.mkdir(exist_ok=True)
+        final = folder / f"v{snapshot.version:06d}"
+        draft = folder / f".v{snapshot.version:06d}.draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
+        save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(snapshot.optimizer, draft / "optimizer.safetensors")
+        sums = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+        manifest = {
+            "adapter": snapshot.adapter,
+            "version": snapshot.version,
+            "base_model": self.spec.base_model,
+            "base_fingerprint": self.spec.fingerprint,
+            "sha256": sums,
+        }
+        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in draft.iterdir():
+            _fsync(path)
+        _fsync(draft)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(draft, final)
+        _fsync(folder)
+        _fsync(self.root)
+        return final, self._retire(snapshot.adapter)
+
+    def _retire(self, adapter: str) -> tuple[int, ...]:
+        old = self.versions(adapter)[: -self.keep]
+        for version in old:
+            shutil.rmtree(self.path(adapter, version), ignore_errors=True)
+        return tuple(old)
+
+    def path(self, adapter: str, version: int) -> Path:
+        """The folder of a version."""
+        return self.root / adapter / f"v{version:06d}"
+
+    def adapters(self) -> list[str]:
+        """Names with at least one version."""
+        return sorted(p.name for p in self.root.iterdir() if p.is_dir() and self.versions(p.name))
+
+    def versions(self, adapter: str) -> list[int]:
+        """Versions that have a folder, oldest first; they may be damaged."""
+        folder = self.root / adapter
+        return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir()) if folder.is_dir() else []
+
+    def check(self, adapter: str, version: int) -> Path:
+        """The folder of a version whose files are whole and fit the base model. Raises AdapterError."""
+        folder = self.path(adapter, version)
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_text())
+            sums = manifest["sha256"]
+            damaged = [name for name, value in sums.items() if _sha256(folder / name) != value]
+        except (OSError, ValueError, KeyError) as error:
+            raise AdapterError(f"{folder}: not a whole adapter version ({error})") from None
+        if damaged:
+            raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
+        if manifest.get("base_fingerprint") != self.spec.fingerprint:
+            raise AdapterError(
+                f'{folder}: learnt on another base model ("{manifest.get("base_model")}", '
+                f'not "{self.spec.base_model}" as it is now)'
+            )
+        return folder
+
+    def load(self, adapter: str, version: int) -> Snapshot:
+        """Read a checked version. Raises AdapterError."""
+        folder = self.check(adapter, version)
+        return Snapshot(
+            adapter,
+            version,
+            load_file(folder / "adapter_model.safetensors"),
+            load_file(folder / "optimizer.safetensors"),
+        )
+
+    def newest(self, adapter: str) -> tuple[int, list[str]]:
+        """The newest version that is whole (0: none), and what was wrong with newer ones."""
+        problems: list[str] = []
+        for version in reversed(self.versions(adapter)):
+            try:
+                self.check(adapter, version)
+                return version, problems
+            except AdapterError as error:
+                problems.append(str(error))
+        return 0, problems
+
+    def forget(self, adapter: str) -> None:
+        """Remove all versions."""
+        shutil.rmtree(self.root / adapter, ignore_errors=True)
+
+    def _peft_config(self) -> dict[str, object]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.spec.base_model,
+            "r": self.spec.rank,
+            "lora_alpha": self.spec.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+            "target_modules": list(self.spec.peft_targets),
+            "fan_in_fan_out": False,
+        }
+
+
+def _leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.to(device).requires_grad_(True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,56 @@
+"""The preference losses: from four sums of log-probabilities to a loss and its two derivatives.
+
+Owns the equations, on the host and in floats. Must not know tensors or models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class PairLogps:
+    """Summed log-probabilities of a pair's answers in nats, under the policy and the reference, and their lengths."""
+
+    chosen: float
+    rejected: float
+    ref_chosen: float
+    ref_rejected: float
+    chosen_tokens: int
+    rejected_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """`chosen_grad` and `rejected_grad` are d loss / d summed log-probability of that answer."""
+
+    loss: float
+    reward_margin: float
+    chosen_grad: float
+    rejected_grad: float
+
+
+def preference_loss(logps: PairLogps, beta: float, kind: Literal["sigmoid", "ipo"] = "sigmoid") -> PairLoss:
+    """The loss of one pair.
+
+    "sigmoid": -log sigmoid(beta * margin), Rafailov et al. 2023 Eq. 7 (MACE 3.1).
+    "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.
+    The reward margin is beta times the difference of the summed log-ratios for both, as TRL reports it.
+    """
+    chosen_ratio, rejected_ratio = logps.chosen - logps.ref_chosen, logps.rejected - logps.ref_rejected
+    margin = beta * (chosen_ratio - rejected_ratio)
+    if kind == "sigmoid":
+        return PairLoss(_softplus(-margin), margin, -beta * _sigmoid(-margin), beta * _sigmoid(-margin))
+    chosen_n, rejected_n = max(logps.chosen_tokens, 1), max(logps.rejected_tokens, 1)
+    gap = chosen_ratio / chosen_n - rejected_ratio / rejected_n - 1.0 / (2.0 * beta)
+    return PairLoss(gap * gap, margin, 2.0 * gap / chosen_n, -2.0 * gap / rejected_n)
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

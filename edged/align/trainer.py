@@ -1,0 +1,352 @@
+"""Who learns what, and when a version is published: queues of pairs, steps, tests, versions of all adapters.
+
+Owns the life of a pair from submission to its outcome. Must not know when its steps run (the scheduler's matter) nor
+how a version reaches the packed batch (the engine's). Not thread-safe: the engine thread alone uses it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from edged.align.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.guard import HeldOutScore, judge
+from edged.align.pair import (
+    PairRetired,
+    PairState,
+    Record,
+    StepSkipped,
+    TokenPair,
+    VersionPublished,
+)
+from edged.align.step import Decoder, DpoStep, FineTuneStep, HeldOutTest
+from edged.config import AlignSettings, GuardSettings
+
+_REPLAY_POOL = 64
+
+
+class UnknownAdapter(KeyError):
+    """No adapter of that name."""
+
+
+class UnknownVersion(KeyError):
+    """The adapter has no such version on disk."""
+
+
+@dataclass(slots=True)
+class Learner:
+    """One adapter's pairs and progress."""
+
+    state: AdapterState
+    queue: deque[TokenPair] = field(default_factory=deque)
+    replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
+    held_out: dict[int, TokenPair] = field(default_factory=dict)
+    unscored: set[int] = field(default_factory=set)
+    """Held-out pairs that no version was tested on yet."""
+    seen: int = 0
+    step: FineTuneStep | None = None
+    tested_version: int = -1
+    best: HeldOutScore | None = None
+    best_weights: Snapshot | None = None
+    loss: float = 0.6931
+    saved_version: int = 0
+    saved_at_s: float = 0.0
+
+
+class Trainer:
+    """All adapters of one base model."""
+
+    def __init__(
+        self,
+        spec: LoraSpec,
+        align: AlignSettings,
+        guard: GuardSettings,
+        decoder: Decoder,
+        files: AdapterFiles,
+        release: Callable[[np.ndarray], None],
+    ) -> None:
+        self.spec, self._align, self._guard = spec, align, guard
+        self._decoder, self.files, self._release = decoder, files, release
+        self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
+        self._learners: dict[str, Learner] = {}
+        self._random = random.Random(0)
+        self._versions: dict[str, int] = {}
+        self.records: list[Record] = []
+        self.problems: list[str] = []
+        """What was wrong with files found at start, for the log."""
+        self.pairs_trained = 0
+        self.steps = 0
+        for name in files.adapters():
+            version, problems = files.newest(name)
+            self.problems += problems
+            self._versions[name] = version
+
+    def on_publish(self, published: Callable[[AdapterState, int], None]) -> None:
+        """Whom to tell of a new version: called with its state and the version that it follows."""
+        self._published = published
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def versions(self) -> dict[str, int]:
+        """Current version by adapter; 0 is an adapter that has not learnt yet."""
+        return dict(self._versions)
+
+    def version(self, adapter: str | None) -> int:
+        """The adapter's current version; 0 when it has not learnt, or is not there at all."""
+        return self._versions.get(adapter or "", 0)
+
+    def state(self, adapter: str) -> AdapterState:
+        """The current weights. Raises UnknownAdapter."""
+        if adapter not in self._versions:
+            raise UnknownAdapter(adapter)
+        return self._learner(adapter).state
+
+    def pairs_queued(self) -> int:
+        """Pairs that wait for training or are in a step."""
+        waiting = sum(len(learner.queue) for learner in self._learners.values())
+        return waiting + sum(len(x.step.fresh) for x in self._learners.values() if isinstance(x.step, DpoStep))
+
+    def loss(self, adapter: str) -> float:
+        """Mean loss of the adapter's latest step; ln 2 before the first."""
+        return self._learners[adapter].loss
+
+    def _learner(self, adapter: str) -> Learner:
+        learner = self._learners.get(adapter)
+        if learner is None:
+            state = AdapterState(adapter, self.spec, self._align, self._decoder.device)
+            version = self._versions.setdefault(adapter, 0)
+            if version:
+                version = self._versions[adapter] = self._load_newest(state)
+            learner = self._learners[adapter] = Learner(state, saved_version=version)
+        return learner
+
+    def _load_newest(self, state: AdapterState) -> int:
+        """Fill `state` from the newest version that is whole; 0 when none is."""
+        version, problems = self.files.newest(state.name)
+        self.problems += problems
+        if version:
+            snapshot = self.files.load(state.name, version)
+            state.restore(snapshot.weights, version)
+            state.restore_optimizer(snapshot.optimizer)
+        return version
+
+    # -- pairs in ----------------------------------------------------------------------------------------------------
+
+    def submit(self, pairs: Sequence[TokenPair]) -> None:
+        """Take pairs in: new ones are queued or held out; earlier ones go where their state says."""
+        for pair in pairs:
+            learner = self._learner(pair.adapter)
+            if pair.state == "held_out":
+                learner.held_out[pair.pair_id] = pair
+            elif pair.state != "queued":
+                learner.replay.append(pair)
+            elif self._hold_out(learner, pair):
+                learner.held_out[pair.pair_id] = replace(pair, state="held_out")
+                learner.unscored.add(pair.pair_id)
+                self._retire(pair, "held_out", learner.state.version, 0)
+            else:
+                learner.queue.append(pair)
+
+    def _hold_out(self, learner: Learner, pair: TokenPair) -> bool:
+        if pair.epochs_done:
+            return False
+        learner.seen += 1
+        share, room = self._guard.held_out_share, len(learner.held_out) < self._guard.held_out_pairs
+        return share > 0 and room and learner.seen % max(1, round(1 / share)) == 0
+
+    # -- work out ----------------------------------------------------------------------------------------------------
+
+    def ready(self) -> list[str]:
+        """Adapters that have work and no step under way."""
+        return [name for name, x in self._learners.items() if x.step is None and (x.queue or self._test_due(x))]
+
+    def _test_due(self, learner: Learner) -> bool:
+        if not learner.held_out:
+            return False
+        behind = learner.state.version - learner.tested_version
+        return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
+
+    def open(self, adapter: str) -> FineTuneStep:
+        """Begin the adapter's next step or test; `close` ends it."""
+        learner = self._learner(adapter)
+        if self._test_due(learner):
+            learner.step = HeldOutTest(
+                adapter,
+                learner.state.version,
+                list(learner.held_out.values()),
+                self._decoder,
+                self._align,
+                self._release,
+            )
+            return learner.step
+        fresh = [learner.queue.popleft() for _ in range(min(len(learner.queue), self._align.micro_batch_pairs))]
+        wanted = min(len(learner.replay), round(len(fresh) * self._align.replay_share + 1e-9))
+        if self._align.replay_share and not wanted and learner.replay:
+            # Single pairs would never be accompanied: chance keeps the share.
+            wanted = int(self._random.random() < len(fresh) * self._align.replay_share)
+        older = self._random.sample(list(learner.replay), wanted)
+        learner.step = DpoStep(learner.state, fresh, older, self._decoder, self._align, self._release)
+        return learner.step
+
+    def close(self, adapter: str) -> None:
+        """Take in a finished step: outcomes, a new version, the guard's judgement."""
+        learner = self._learners[adapter]
+        step, learner.step = learner.step, None
+        assert step is not None
+        if isinstance(step, HeldOutTest):
+            self._close_test(learner, step)
+        else:
+            self._close_step(learner, step)
+
+    def _close_step(self, learner: Learner, step: DpoStep) -> None:
+        state = learner.state
+        self.records += step.scores
+        learner.loss = step.loss
+        if step.error:
+            self._skipped(learner, step, step.error)
+            return
+        for pair, loss, trained in step.outcomes:
+            epochs = pair.epochs_done + int(trained)
+            if trained and epochs < self._align.epochs:
+                learner.queue.append(replace(pair, epochs_done=epochs))
+                self._retire(pair, "queued", state.version, epochs)
+                continue
+            ended: PairState = "trained" if trained else "learnt"
+            learner.replay.append(replace(pair, epochs_done=epochs, state=ended))
+            reason = "" if trained else f"loss {loss:.4f} is under align.loss_threshold"
+            self._retire(pair, ended, state.version, epochs, reason)
+            self.pairs_trained += 1
+        if step.trained:
+            self.steps += 1
+            self._publish(learner, step.version, "trained", step)
+
+    def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
+        score = HeldOutScore.of(test.version, test.scores)
+        learner.tested_version = test.version
+        for scored in test.scores:
+            self.records.append(scored)
+            if scored.pair_id in learner.unscored:
+                self.records.append(replace(scored, split="prequential", kl_nats=None))
+        learner.unscored -= {scored.pair_id for scored in test.scores}
+        if test.version != learner.state.version:
+            return
+        reason = judge(score, learner.best, self._guard)
+        if reason:
+            self._restore(learner, learner.best_weights, reason)
+        elif learner.best is None or score.accuracy >= learner.best.accuracy:
+            learner.best = score
+            learner.best_weights = self._snapshot(learner)
+
+    def _publish(self, learner: Learner, parent: int, reason: str, step: DpoStep | None = None) -> None:
+        state = learner.state
+        self._versions[state.name] = state.version
+        self.records.append(
+            VersionPublished(
+                adapter=state.name,
+                version=state.version,
+                parent=parent,
+                reason=reason,
+                pairs=step.trained if step else 0,
+                loss=step.loss if step else None,
+                grad_norm=step.grad_norm if step else None,
+            )
+        )
+        self._published(state, parent)
+
+    def _retire(self, pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> None:
+        self.records.append(PairRetired(pair.pair_id, pair.adapter, state, version, epochs, reason))
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def rollback(self, adapter: str, version: int) -> int:
+        """Publish an earlier version's weights as a new version; returns its number.
+
+        Version 0 is the untrained adapter. Raises UnknownAdapter, UnknownVersion.
+        """
+        if adapter not in self._versions:
+            raise UnknownAdapter(adapter)
+        learner = self._learner(adapter)
+        snapshot = None
+        if version == learner.state.version:
+            return version
+        if version:
+            try:
+                snapshot = self.files.load(adapter, version)
+            except AdapterError as error:
+                raise UnknownVersion(f"version {version} of {adapter} is not on disk: {error}") from None
+        self.abandon(adapter)
+        self._restore(learner, snapshot, f"rollback to {version}")
+        learner.best, learner.best_weights = None, None
+        return learner.state.version
+
+    def _restore(self, learner: Learner, snapshot: Snapshot | None, reason: str) -> None:
+        parent = learner.state.version
+        if snapshot is None:
+            learner.state = AdapterState(learner.state.name, self.spec, self._align, self._decoder.device)
+            learner.state.version = parent + 1
+        else:
+            learner.state.restore(snapshot.weights, parent + 1)
+        learner.tested_version = learner.state.version
+        self._publish(learner, parent, reason)
+
+    def abandon(self, adapter: str) -> None:
+        """Drop the step under way; its pairs go back to the head of the queue."""
+        learner = self._learners.get(adapter)
+        if learner is None or learner.step is None:
+            return
+        learner.step.free()
+        if isinstance(learner.step, DpoStep):
+            learner.queue.extendleft(reversed(learner.step.fresh))
+        learner.step = None
+
+    def skip(self, adapter: str, reason: str) -> None:
+        """Drop the step under way because it failed; its pairs are retired as skipped."""
+        learner = self._learners[adapter]
+        step, learner.step = learner.step, None
+        if step is None:
+            return
+        step.free()
+        if isinstance(step, DpoStep):
+            self._skipped(learner, step, reason)
+        else:
+            learner.tested_version = step.version
+            learner.unscored.clear()
+
+    def _skipped(self, learner: Learner, step: DpoStep, reason: str) -> None:
+        ids = tuple(pair.pair_id for pair in step.fresh)
+        self.records.append(StepSkipped(step.adapter, step.version, ids, reason))
+        for pair in step.fresh:
+            self._retire(pair, "skipped", learner.state.version, pair.epochs_done, reason)
+
+    def forget(self, adapter: str) -> None:
+        """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""
+        if adapter not in self._versions:
+            raise UnknownAdapter(adapter)
+        self.abandon(adapter)
+        self._learners.pop(adapter, None)
+        self._versions.pop(adapter)
+        self.files.forget(adapter)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def next_save_s(self, every_s: float) -> float | None:
+        """When the next unsaved version is due to be written; None when all are."""
+        due = [x.saved_at_s + every_s for x in self._learners.values() if x.state.version != x.saved_version]
+        return min(due, default=None)
+
+    def to_save(self, now: float, every_s: float) -> list[Snapshot]:
+        """Copies of the versions that are due, which count as saved from here on."""
+        snapshots = []
+        for learner in self._learners.values():
+            if learner.state.version != learner.saved_version and now >= learner.saved_at_s + every_s:
+                snapshots.append(self._snapshot(learner))
+                learner.saved_version, learner.saved_at_s = learner.state.version, now
+        return snapshots
+
+    def _snapshot(self, learner: Learner) -> Snapshot:
+        state = learner.state
+        return Snapshot(state.name, state.version, state.tensors(), state.optimizer_tensors())

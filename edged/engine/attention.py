@@ -1,0 +1,256 @@
+"""Attention over the paged cache, registered with transformers so that unmodified models use it.
+
+Owns what a packed token attends to: the current pass decides, `paged_attention` only dispatches to it. Must not know
+requests, adapters or policies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from edged.align.step import Branches
+from edged.engine.batch import PackedBatch, Prefill
+from edged.engine.kv import KvStore
+
+IMPLEMENTATION = "edged_paged"
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
+
+
+class UnsupportedAttention(ValueError):
+    """The model asks its attention for something that the paged cache does not do."""
+
+
+class AttentionPass(Protocol):
+    """One forward's meaning of attention."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """`query` [heads, tokens, d], `key` and `value` [kv_heads, tokens, d] -> [tokens, heads, d]."""
+
+
+_current = threading.local()
+
+
+@contextmanager
+def attention_pass(current: AttentionPass) -> Iterator[None]:
+    """Make `current` answer every attention call of this thread."""
+    before = getattr(_current, "value", None)
+    _current.value = current
+    try:
+        yield
+    finally:
+        _current.value = before
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind `attn_implementation="edged_paged"`; shapes are transformers' own, batch size 1."""
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttention(
+                f'the model passes "{name}" to its attention, which the paged cache cannot honour'
+            )
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedAttention("the model's attention is not plainly causal (it passes a mask)")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    current: AttentionPass = _current.value
+    out = current.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window, softcap)  # type: ignore[arg-type]
+    return out[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Grouped-query attention: [n, heads, q, d] over [n, kv_heads, k, d] -> [n, heads, q, d].
+
+    `mask` is boolean, True where a key is seen, broadcastable to [n, heads, q, k]. `softcap` bounds the scores as in
+    Gemma 2: cap * tanh(score / cap).
+    """
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+    scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights @ value.repeat_interleave(groups, dim=1)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean [queries, keys]: the last query sees the last key; with a window, only the latest `window` keys."""
+    ahead = torch.arange(keys, device=device)[None, :] - torch.arange(keys - queries, keys, device=device)[:, None]
+    seen = ahead <= 0
+    return seen if window is None else seen & (ahead > -window)
+
+
+class PagedPass:
+    """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
+
+    Single tokens are attended together, padded to the longest; longer segments one by one.
+    """
+
+    def __init__(self, batch: PackedBatch, kv: KvStore) -> None:
+        self.batch, self.kv = batch, kv
+        self._decode_masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionPass.attend`."""
+        batch = self.batch
+        self.kv.write(layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
+        heads, tokens, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        if len(batch.decode_rows):
+            out.index_copy_(0, batch.decode_rows, self._decode(layer, query, scaling, window, softcap))
+        for chunk in batch.prefills:
+            piece = self._prefill(layer, chunk, query, key, value, scaling, window, softcap)
+            out[chunk.start : chunk.stop] = piece[0].transpose(0, 1)
+        return out
+
+    def _decode(
+        self, layer: int, query: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        batch = self.batch
+        n = len(batch.decode_rows)
+        keys, values = self.kv.read(layer, batch.decode_blocks, n)
+        rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
+        # The heads of a group become query rows of their KV head: no key is copied per head.
+        grouped = rows.reshape(n, self.kv.kv_heads, -1, self.kv.head_dim)
+        if window not in self._decode_masks:
+            ahead = torch.arange(keys.shape[2], device=keys.device)[None, :] - batch.decode_context[:, None]
+            seen = ahead <= 0
+            if window is not None:
+                seen &= ahead > -window
+            self._decode_masks[window] = seen[:, None, None, :]
+        out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
+        return out.reshape(n, -1, self.kv.head_dim)
+
+    def _prefill(
+        self,
+        layer: int,
+        chunk: Prefill,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        new = slice(chunk.start, chunk.stop)
+        if chunk.blocks is None:
+            keys, values = key[None, :, new], value[None, :, new]
+        else:
+            keys, values = self.kv.read(layer, chunk.blocks, 1)
+            stop = chunk.context + chunk.stop - chunk.start
+            keys, values = keys[:, :, :stop], values[:, :, :stop]
+            if chunk.hidden is not None:
+                first, last = chunk.hidden
+                keys = torch.cat((keys[:, :, :first], keys[:, :, last:]), dim=2)
+                values = torch.cat((values[:, :, :first], values[:, :, last:]), dim=2)
+        queries, seen = chunk.stop - chunk.start, keys.shape[2]
+        narrow = window is not None and seen > window
+        if queries == seen and not narrow:
+            return attend(query[None, :, new], keys, values, None, scaling, softcap, causal=True)
+        limit = window if narrow else None
+        if limit not in chunk.mask:
+            chunk.mask[limit] = causal_mask(queries, seen, limit, query.device)
+        return attend(query[None, :, new], keys, values, chunk.mask[limit], scaling, softcap)
+
+
+class BranchPass:
+    """One layer on a window of preference pairs, with autograd: each pair attends to its earlier K/V and its own.
+
+    `keys` and `values` [kv_heads, tokens, head_dim] are the window's own, kept so that gradients can enter them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, branches: Sequence[Branches]) -> None:
+        self._branches = branches
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionPass.attend`."""
+        self.keys, self.values = key, value
+        outputs = []
+        for branch in self._branches:
+            keys, values = key[:, branch.first : branch.last], value[:, branch.first : branch.last]
+            if branch.earlier is not None:
+                keys = torch.cat((branch.earlier[0], keys), dim=1)
+                values = torch.cat((branch.earlier[1], values), dim=1)
+            for piece in branch.pieces:
+                seen_k, seen_v = keys[:, : piece.stop], values[:, : piece.stop]
+                if piece.hidden is not None:
+                    first, last = piece.hidden
+                    seen_k = torch.cat((seen_k[:, :first], seen_k[:, last:]), dim=1)
+                    seen_v = torch.cat((seen_v[:, :first], seen_v[:, last:]), dim=1)
+                start = branch.first + piece.start - branch.start
+                rows = query[None, :, start : start + piece.stop - piece.start]
+                n, m = rows.shape[2], seen_k.shape[1]
+                narrow = window is not None and m > window
+                plain = n == m and not narrow
+                mask = None if plain else causal_mask(n, m, window if narrow else None, query.device)
+                out = attend(rows, seen_k[None], seen_v[None], mask, scaling, softcap, causal=plain)
+                outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)

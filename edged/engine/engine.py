@@ -1,0 +1,302 @@
+"""The engine thread: plan, run, complete.
+
+Owns the lives of requests and fine-tune steps between submission and their last event. Must not know HTTP or SQL: it is
+spoken to through thread-safe methods and answers through two callbacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from edged.align.pair import IterationSample, Record, TokenPair
+from edged.config import Settings
+from edged.engine.learning import Learning
+from edged.engine.parts import EngineParts, build_parts
+from edged.engine.request import Event, FinishReason, Request
+from edged.engine.serving import Serving
+from edged.scheduler.task import Kind, Plan, Resources, Result
+
+log = logging.getLogger("edged.engine")
+_MOST_FAILURES = 3
+_SAMPLE_EVERY_S = 1.0
+
+
+class EngineBusy(RuntimeError):
+    """The queue is full, or the engine is stopping."""
+
+
+class RequestRefused(ValueError):
+    """The request can never be served; the message says why."""
+
+
+class Engine:
+    """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
+
+    def __init__(
+        self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
+    ) -> None:
+        self.settings, self.max_context_tokens = parts.settings, parts.max_context_tokens
+        self.error: str | None = None
+        self._parts, self._deliver, self._journal = parts, deliver, journal
+        self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
+        self._serving = Serving(parts)
+        self._learning = Learning(parts, self._serving.on_publish, journal)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._requests_waiting = 0
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._deadline_s: float | None = None
+        self._failures = 0
+        self._sampled_at_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="edged-engine", daemon=True)
+
+    @classmethod
+    def build(
+        cls,
+        settings: Settings,
+        model_dir: Path,
+        deliver: Callable[[list[Event]], None],
+        journal: Callable[[list[Record]], None],
+        data_dir: Path | None,
+    ) -> Engine:
+        """Load the model and make all parts. Raises ModelRefused with the reason.
+
+        `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
+        temporary folder.
+        """
+        return cls(build_parts(settings, model_dir, data_dir), deliver, journal)
+
+    # -- from any thread ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        """Refuse new requests, finish running ones within `drain_s`, cancel the rest, save adapters."""
+        with self._wake:
+            self._stopping = True
+            self._deadline_s = time.monotonic() + drain_s
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineBusy or RequestRefused."""
+        if self.error or self._stopping:
+            raise EngineBusy(self.error or "the daemon is stopping")
+        total = len(request.prompt_ids) + request.sampling.max_tokens
+        if not request.prompt_ids:
+            raise RequestRefused("the prompt is empty")
+        if total > self.max_context_tokens:
+            raise RequestRefused(
+                f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.sampling.max_tokens}) exceed the "
+                f"context of {self.max_context_tokens} tokens"
+            )
+        if self._serving.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+            raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
+        self._requests_waiting += 1
+        submitted = time.monotonic()
+
+        def take() -> None:
+            self._requests_waiting -= 1
+            try:
+                self._serving.add(request, submitted)
+            except Exception as error:
+                log.exception("request %s could not be queued", request.request_id)
+                self._serving.cancel(request.request_id, "error", time.monotonic(), str(error))
+
+        self._post(take)
+
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
+        """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
+        self._post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
+
+    def submit_pairs(self, pairs: list[TokenPair]) -> None:
+        """Queue preference pairs for learning (or, by their state, for tests and replay)."""
+        if pairs:
+            self._post(lambda: self._learning.submit(pairs))
+
+    def rollback(self, adapter: str, version: int) -> Future[int]:
+        """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
+        return self._ask(lambda: self._learning.rollback(adapter, version))
+
+    def forget(self, adapter: str) -> Future[None]:
+        """Remove an adapter and its files; the future raises UnknownAdapter."""
+        return self._ask(lambda: self._learning.forget(adapter))
+
+    def pause_finetuning(self, paused: bool) -> None:
+        """Stop opening fine-tune steps (those under way end), or go on."""
+        self._post(lambda: self._learning.pause(paused))
+
+    def adapters(self) -> dict[str, int]:
+        """Current version by adapter name."""
+        return self._learning.versions
+
+    def status(self) -> dict[str, Any]:
+        """What `GET /v1/status` shows of the engine."""
+        return {
+            **self._stats.report(time.monotonic()),
+            **self._parts.report(),
+            "queue": {**self._serving.queue_report(), "finetune": self._learning.pairs_queued},
+            "finetune": self._learning.report(),
+        }
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _ask(self, command: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    # -- the engine thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._done():
+                self._take_inbox()
+                self._learning.feed(time.monotonic())
+                plan = self._plan()
+                busy = bool(plan.grants or plan.preempt)
+                if busy:
+                    self._iterate(plan)
+                self._flush()
+                if not busy:
+                    self._rest()
+        except Exception as error:
+            log.exception("the engine stopped")
+            self.error = f"the engine stopped: {error}"
+            self._serving.fail_all(self.error, time.monotonic())
+        finally:
+            self._learning.close()
+            self._flush()
+
+    def _plan(self) -> Plan:
+        started = time.perf_counter()
+        plan = self._scheduler.plan(time.monotonic(), self._resources())
+        self._stats.decision_ms.append((time.perf_counter() - started) * 1e3)
+        return plan
+
+    def _iterate(self, plan: Plan) -> None:
+        """One iteration; its failure ends the tasks that were in it, not the daemon."""
+        started = time.monotonic()
+        try:
+            for task in plan.preempt:
+                self._preempt(task.task_id, started)
+            self._serving.admit(plan, started)
+            work = self._executor.run(plan, self._serving.running, self._learning.jobs, lambda: bool(self._inbox))
+            now = time.monotonic()
+            outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
+            result = Result(outcomes, work.forward_s, work.units)
+            self._account(plan, result, now - started)
+            self._scheduler.complete(result, now)
+            self._learning.close_finished()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= _MOST_FAILURES:
+                raise
+            log.exception("an iteration failed")
+            now = time.monotonic()
+            ids = {grant.task.task_id for grant in plan.grants}
+            self._serving.fail(ids, f"the iteration failed: {error}", now)
+            self._learning.fail(ids, str(error))
+
+    def _preempt(self, task_id: int, now: float) -> None:
+        if not self._learning.preempt(task_id, now):
+            self._serving.preempt(task_id, now)
+            self._stats.totals.preemptions += 1
+
+    def _resources(self) -> Resources:
+        pool, trie = self._executor.pool, self._executor.trie
+        return Resources(
+            free_pages=pool.free_pages + (trie.evictable_pages if trie else 0),
+            total_pages=self._parts.pages,
+            page_size=pool.page_size,
+            max_tokens=self.settings.serving.max_batch_tokens,
+            max_sequences=self.settings.serving.max_sequences,
+        )
+
+    def _account(self, plan: Plan, result: Result, elapsed_s: float) -> None:
+        stats = self._stats
+        tokens = dict.fromkeys(Kind, 0)
+        for outcome in result.outcomes:
+            tokens[outcome.task.kind] += outcome.tokens
+        predicted = plan.predicted_forward_s + plan.predicted_units_s
+        budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
+        stats.totals.iterations += 1
+        stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
+        stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
+        stats.iteration_ms.append(elapsed_s * 1e3)
+        stats.bins.append(
+            {
+                "prefill_tokens": tokens[Kind.PREFILL],
+                "decode_tokens": tokens[Kind.DECODE],
+                "finetune_tokens": tokens[Kind.FINETUNE],
+                "finetune_units": len(result.units),
+                "latency_ms": elapsed_s * 1e3,
+                "budget_ms": budget,
+            }
+        )
+        now = time.monotonic()
+        stats.mark(now)
+        if now - self._sampled_at_s >= _SAMPLE_EVERY_S:
+            self._sampled_at_s = now
+            sample = IterationSample(
+                prefill_tokens=tokens[Kind.PREFILL],
+                decode_tokens=tokens[Kind.DECODE],
+                finetune_tokens=tokens[Kind.FINETUNE],
+                finetune_units=len(result.units),
+                latency_ms=elapsed_s * 1e3,
+                predicted_ms=predicted * 1e3,
+                budget_ms=budget,
+                free_pages=self._executor.pool.free_pages,
+            )
+            self._journal([sample])
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                log.exception("a command failed")
+
+    def _flush(self) -> None:
+        events = self._serving.take_events()
+        if events:
+            self._deliver(events)
+        self._learning.flush(time.monotonic())
+
+    def _rest(self) -> None:
+        """Wait for a command, or until an adapter is due to be saved."""
+        due = self._learning.next_save_s()
+        with self._wake:
+            if not self._inbox and not self._stopping:
+                self._wake.wait(None if due is None else max(0.0, due - time.monotonic()))
+            elif self._stopping and not self._inbox:
+                self._wake.wait(0.01)
+
+    def _done(self) -> bool:
+        if not self._stopping:
+            return False
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            self._serving.cancel_all(time.monotonic())
+            return True
+        return not self._inbox and not self._serving.busy

@@ -1,0 +1,235 @@
+"""Runs one plan: a packed forward over serving and fine-tune tokens, sampling, then fine-tune units.
+
+Owns the translation of grants into tensors and back. Must not know priorities, sockets or files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from edged.align.step import FineTuneStep
+from edged.cache.pool import OutOfPages, PagePool
+from edged.cache.trie import PrefixTrie
+from edged.engine.attention import PagedPass, attention_pass
+from edged.engine.batch import Segment, pack
+from edged.engine.decoder import LayerTap, PagedDecoder, Take
+from edged.engine.finetune import Taken, segments_of, take_of
+from edged.engine.kv import KvStore
+from edged.engine.model import ServedModel
+from edged.engine.sampling import Drawn, SampledRows, sample
+from edged.engine.sequence import Sequence
+from edged.scheduler.task import Plan, Unit
+
+log = logging.getLogger("edged.engine")
+
+
+@dataclass(slots=True)
+class FineTuneJob:
+    """A step under way, with the slot that its policy streams use."""
+
+    step: FineTuneStep
+    slot: int
+
+
+@dataclass(slots=True)
+class Work:
+    """What a plan came to. `sampled` sequences are in the order of `drawn`."""
+
+    prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences whose K/V advanced, with the number of tokens."""
+    sampled: list[Sequence] = field(default_factory=list)
+    drawn: Drawn | None = None
+    finetuned: list[tuple[FineTuneJob, int]] = field(default_factory=list)
+    """Jobs whose forward advanced."""
+    units_run: dict[int, int] = field(default_factory=dict)
+    """Task id -> units that ran."""
+    units: list[tuple[Unit, float]] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Task id of fine-tune jobs whose unit raised -> why."""
+    forward_s: float = 0.0
+
+
+class _Clock:
+    """Times a row of units; on CUDA by events, so that the host waits once, after the last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        """End the present lap and begin the next."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds of each lap."""
+        if not self._cuda:
+            return [b - a for a, b in itertools.pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
+
+
+class Executor:
+    """Owns the model with its pages; the engine thread alone calls it."""
+
+    def __init__(self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None) -> None:
+        assert model.lora is not None
+        self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
+        self.decoder = PagedDecoder(model, kv)
+        self._lora = model.lora
+        self._tap = LayerTap(model)
+        self._end_ids: frozenset[int] = frozenset()
+
+    def set_end_ids(self, end_ids: frozenset[int]) -> None:
+        """Tokens that end an answer; they are forbidden before `min_tokens`."""
+        self._end_ids = end_ids
+
+    def allocate(self, pages: int) -> list[int]:
+        """Free pages, evicting shared prefixes that nobody uses. Raises OutOfPages."""
+        missing = pages - self.pool.free_pages
+        if missing > 0 and self.trie is not None:
+            self.trie.evict(missing)
+        return self.pool.allocate(pages)
+
+    def run(
+        self,
+        plan: Plan,
+        sequences: dict[int, Sequence],
+        jobs: dict[int, FineTuneJob],
+        interrupted: Callable[[], bool],
+    ) -> Work:
+        """Run a plan. Between units `interrupted` may ask to stop: a request has come."""
+        work = Work()
+        segments: list[Segment] = []
+        takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
+        for grant in plan.grants:
+            if not grant.tokens:
+                continue
+            try:
+                if grant.task.task_id in sequences:
+                    segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.tokens, work))
+                else:
+                    job = jobs[grant.task.task_id]
+                    taken = job.step.group.take(grant.tokens)
+                    parts = segments_of(taken, job.slot, self.kv.page_size, self._allocate_array)
+                    takes.append((job, taken, parts))
+                    segments += parts
+            except OutOfPages:
+                # The plan was made from the same counts, so this is rare: the task simply waits an iteration.
+                continue
+        if segments:
+            started = time.perf_counter()
+            self._forward(segments, takes, work)
+            work.forward_s = time.perf_counter() - started
+        for grant in plan.grants:
+            if grant.units:
+                self._run_units(jobs[grant.task.task_id], grant.task.task_id, grant.units, interrupted, work)
+        return work
+
+    def _sequence_segment(self, sequence: Sequence, tokens: int, work: Work) -> Segment:
+        first = sequence.computed
+        tokens = min(tokens, len(sequence.tokens) - first)
+        needed = -(-(first + tokens) // self.kv.page_size) - len(sequence.pages)
+        if needed > 0:
+            sequence.add_pages(self.allocate(needed))
+        work.prefilled.append((sequence, tokens))
+        done = first + tokens == len(sequence.tokens)
+        if done:
+            work.sampled.append(sequence)
+        return Segment(
+            tokens=sequence.tokens[first : first + tokens],
+            context=first,
+            pages=sequence.table,
+            slot=sequence.slot,
+            position=first,
+            samples=done,
+        )
+
+    def _allocate_array(self, pages: int) -> np.ndarray:
+        return np.array(self.allocate(pages), np.int64)
+
+    def _forward(
+        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: Work
+    ) -> None:
+        rows: SampledRows | None = None
+        with torch.inference_mode():
+            batch = pack(segments, self.kv, self.model.device)
+            kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
+            self._tap.arm(kept)
+            try:
+                with attention_pass(PagedPass(batch, self.kv)), self._lora.packed(batch.runs):
+                    logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+            finally:
+                self._tap.arm([])
+            if work.sampled:
+                rows = sample(logits, [sequence.row(self._end_ids) for sequence in work.sampled])
+            if rows is not None:
+                work.drawn = rows.read()
+            elif self.model.device.type == "cuda":
+                # Nothing is read, but the cost model must see the forward's time, not that of its launches.
+                torch.cuda.current_stream(self.model.device).synchronize()
+        for sequence, tokens in work.prefilled:
+            sequence.computed += tokens
+        for job, taken, _ in takes:
+            tokens = sum(piece.stop - piece.start for _, piece in taken)
+            job.step.group.advance(tokens)
+            work.finetuned.append((job, tokens))
+
+    def _run_units(
+        self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: Work
+    ) -> None:
+        clock = _Clock(self.model.device)
+        ran: list[Unit] = []
+        for count in range(units):
+            # At least one unit runs, so that a stream of arrivals cannot starve a granted step for ever.
+            if job.step.finished or job.step.tokens_left or (count and interrupted()):
+                break
+            try:
+                ran.append(Unit(*job.step.run_unit()))
+            except Exception as error:
+                log.exception("a fine-tune unit failed")
+                work.failed[task_id] = f"{type(error).__name__}: {error}"
+                break
+            clock.lap()
+        work.units += zip(ran, clock.laps(), strict=True)
+        work.units_run[task_id] = len(ran)
+
+    def begin(self, sequence: Sequence) -> None:
+        """First pages of an admitted sequence: the longest shared prefix, if there is one."""
+        if self.trie is None:
+            return
+        pages = self.trie.match(sequence.trie_key, sequence.tokens)
+        if pages:
+            sequence.add_pages(pages)
+            sequence.computed = len(pages) * self.kv.page_size
+            sequence.cached_tokens = max(sequence.cached_tokens, sequence.computed)
+
+    def share(self, sequence: Sequence) -> None:
+        """Let later sequences of the same adapter version use what this one computed."""
+        if self.trie is not None and sequence.shareable and sequence.computed:
+            full = sequence.computed // self.kv.page_size
+            self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.kv.page_size], sequence.pages[:full])
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give a sequence's pages back."""
+        if sequence.pages:
+            self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = 0
+
+    def release(self, pages: np.ndarray) -> None:
+        """Give a fine-tune stream's pages back."""
+        self.pool.release(pages.tolist())

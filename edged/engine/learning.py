@@ -1,0 +1,224 @@
+"""Fine-tuning as the scheduler's tasks: opens steps, keeps their tasks in step, publishes and saves versions.
+
+Owns the bridge between the trainer and the scheduler. Must not know losses or packing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from edged.align.adapter import AdapterState, Snapshot
+from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.align.step import DpoStep
+from edged.engine.executor import FineTuneJob, Work
+from edged.engine.parts import EngineParts
+from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
+
+log = logging.getLogger("edged.align")
+
+
+class Learning:
+    """Used by the engine thread alone, but for `versions` and `report`."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        on_publish: Callable[[AdapterState, int], None],
+        journal: Callable[[list[Record]], None],
+    ) -> None:
+        self._parts, self._journal, self._on_publish = parts, journal, on_publish
+        self._trainer, self._scheduler = parts.trainer, parts.scheduler
+        self._page_size = parts.executor.pool.page_size
+        self._save_every_s = parts.settings.store.save_every_s
+        self._tasks: dict[int, Task] = {}
+        self.jobs: dict[int, FineTuneJob] = {}
+        """Steps under way, by task id."""
+        self.versions: dict[str, int] = self._trainer.versions()
+        self.pairs_queued = 0
+        self._failed: dict[int, str] = {}
+        self._paused = not parts.settings.align.enabled or bool(parts.model.trainable_error)
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="edged-saver")
+        self._trainer.on_publish(self._published)
+        for problem in self._trainer.problems:
+            log.warning("%s: an older version is used", problem)
+
+    # -- pairs and steps ---------------------------------------------------------------------------------------------
+
+    def submit(self, pairs: list[TokenPair]) -> None:
+        """Hand pairs to the trainer."""
+        self._trainer.submit(pairs)
+        self.versions = self._trainer.versions()
+
+    def pause(self, paused: bool) -> None:
+        """Open no new steps, or go on."""
+        self._paused = paused
+
+    def feed(self, now: float) -> None:
+        """Open the steps that are due and give them to the scheduler."""
+        if self._paused:
+            return
+        for adapter in self._trainer.ready():
+            slot = self._parts.slots.acquire(self._trainer.state(adapter))
+            if slot is None:
+                continue
+            step = self._trainer.open(adapter)
+            task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
+            self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot), task
+            self._sync(task)
+            self._scheduler.add(task, now)
+
+    def _sync(self, task: Task) -> None:
+        """Bring a task's view of its step up to date."""
+        step = self.jobs[task.task_id].step
+        streams = step.group.streams
+        task.tokens, task.next_unit = step.tokens_left, 0
+        task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
+        task.loss = self._trainer.loss(step.adapter)
+        task.context = sum(stream.done for stream in streams)
+        task.held_pages = sum(len(stream.pages) for stream in streams)
+        # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
+        unfinished = sum(stream.done < stream.layout.tokens for stream in streams)
+        task.capacity = task.context - unfinished * self._page_size
+
+    def after(self, plan: Plan, work: Work) -> list[Outcome]:
+        """What came of the fine-tune grants."""
+        tokens = {id(job): n for job, n in work.finetuned}
+        outcomes = []
+        for grant in plan.grants:
+            job = self.jobs.get(grant.task.task_id)
+            if job is None:
+                continue
+            task_id = grant.task.task_id
+            ended = job.step.finished or task_id in work.failed
+            outcomes.append(
+                Outcome(
+                    grant.task,
+                    tokens.get(id(job), 0),
+                    work.units_run.get(task_id, 0),
+                    None if ended else Kind.FINETUNE,
+                )
+            )
+        self._failed = work.failed
+        return outcomes
+
+    def close_finished(self) -> None:
+        """Take finished steps in; bring the others' tasks up to date."""
+        for task_id in list(self._tasks):
+            task, job = self._tasks[task_id], self.jobs[task_id]
+            if task_id in self._failed:
+                self._skip(task_id, self._failed[task_id])
+            elif job.step.finished:
+                self._drop(task_id)
+                self._trainer.close(job.step.adapter)
+                self.versions = self._trainer.versions()
+            else:
+                self._sync(task)
+                self._scheduler.update(task)
+
+    def _drop(self, task_id: int) -> None:
+        job = self.jobs.pop(task_id)
+        self._tasks.pop(task_id)
+        self._parts.slots.release(job.slot)
+
+    def _skip(self, task_id: int, reason: str) -> None:
+        adapter = self.jobs[task_id].step.adapter
+        self._drop(task_id)
+        self._trainer.skip(adapter, reason)
+
+    def preempt(self, task_id: int, now: float) -> bool:
+        """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
+        if task_id not in self.jobs:
+            return False
+        step, task = self.jobs[task_id].step, self._tasks[task_id]
+        step.restart()
+        self._scheduler.restart(task, step.tokens_left, now)
+        self._sync(task)
+        self._scheduler.update(task)
+        return True
+
+    def fail(self, task_ids: set[int], reason: str) -> None:
+        """An iteration failed: the steps that were in it are skipped, with the reason on record."""
+        for task_id in task_ids & self.jobs.keys():
+            self._scheduler.remove(task_id)
+            self._skip(task_id, reason)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def _published(self, state: AdapterState, previous: int) -> None:
+        self._on_publish(state, previous)
+        self.versions = self._trainer.versions()
+
+    def _abandon(self, adapter: str) -> None:
+        for task_id, job in list(self.jobs.items()):
+            if job.step.adapter == adapter:
+                self._scheduler.remove(task_id)
+                self._drop(task_id)
+        self._trainer.abandon(adapter)
+
+    def rollback(self, adapter: str, version: int) -> int:
+        """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
+        self._abandon(adapter)
+        return self._trainer.rollback(adapter, version)
+
+    def forget(self, adapter: str) -> None:
+        """Remove an adapter, its pairs in memory and its files. Raises UnknownAdapter."""
+        self._abandon(adapter)
+        version = self.versions.get(adapter, 0)
+        self._saver.submit(lambda: None).result()
+        self._trainer.forget(adapter)
+        self._parts.slots.forget(adapter)
+        if self._parts.executor.trie is not None and version:
+            self._parts.executor.trie.expire((adapter, version))
+        self.versions = self._trainer.versions()
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def flush(self, now: float) -> None:
+        """Hand records to the journal and due versions to the saver."""
+        self.pairs_queued = self._trainer.pairs_queued()
+        if self._trainer.records:
+            records, self._trainer.records = self._trainer.records, []
+            self._journal(records)
+        for snapshot in self._trainer.to_save(now, self._save_every_s):
+            self._saver.submit(self._save, snapshot)
+
+    def _save(self, snapshot: Snapshot) -> None:
+        try:
+            path, removed = self._trainer.files.save(snapshot)
+        except OSError as error:
+            # The version stays in memory and the next one is tried again; its pairs are requeued after a restart.
+            log.error("adapter %s version %d could not be saved: %s", snapshot.adapter, snapshot.version, error)
+            return
+        self._journal([VersionSaved(snapshot.adapter, snapshot.version, str(path), removed)])
+
+    def next_save_s(self) -> float | None:
+        """When the next version is due to be saved."""
+        return self._trainer.next_save_s(self._save_every_s)
+
+    def close(self) -> None:
+        """Abandon steps, save every unsaved version."""
+        for job in list(self.jobs.values()):
+            self._abandon(job.step.adapter)
+        self.flush(float("inf"))
+        self._saver.shutdown(wait=True)
+
+    def progress(self) -> tuple[int, int]:
+        """(optimizer steps, pairs trained) since start."""
+        return self._trainer.steps, self._trainer.pairs_trained
+
+    def report(self) -> dict[str, Any]:
+        """The finetune part of the status."""
+        jobs = list(self.jobs.values())
+        return {
+            "enabled": not self._paused,
+            "reason": self._parts.model.trainable_error,
+            "pairs_queued": self.pairs_queued,
+            "pairs_trained": self._trainer.pairs_trained,
+            "steps": self._trainer.steps,
+            "active_adapter": jobs[0].step.adapter if jobs else None,
+            "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "adapters_active": self._parts.slots.adapters,
+        }

@@ -1,0 +1,280 @@
+"""The served model: an unmodified transformers decoder, checked at start, with the handles that the engine needs.
+
+Owns loading, the check that the model can be served, and running one decoder layer or the head alone. Must not know
+requests, pages' owners or policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from edged.config import AlignSettings, ModelSettings
+from edged.engine.attention import IMPLEMENTATION, AttentionPass, PagedPass, attention_pass
+from edged.engine.batch import Segment, pack
+from edged.engine.kv import KvStore
+from edged.engine.lora import LoraSlots, target_linears
+
+_PROBE_TOKENS = 6
+
+
+class ModelRefused(ValueError):
+    """The model cannot be served; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that the cache, the cost model and the status need."""
+
+    architecture: str
+    parameters: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+
+class ServedModel:
+    """A decoder in eval mode whose attention is `edged.engine.attention` and whose linears hold LoRA slots."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+        self.body = model.base_model
+        self.layers, self.norm = _find_decoder(self.body)
+        self.head: nn.Module = model.get_output_embeddings()
+        self.config = model.config.get_text_config()
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.shape, self.trainable_error = self._probe()
+        self.lora: LoraSlots | None = None
+
+    @classmethod
+    def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
+        """Load what `save_pretrained` wrote. Raises ModelRefused with the reason."""
+        device = pick_device(settings.device)
+        dtype = pick_dtype(settings.dtype, device)
+        model = _from_pretrained(str(directory), dtype, device)
+        return cls(model.eval().requires_grad_(False), device, dtype)
+
+    def attach_lora(self, align: AlignSettings, slots: int) -> None:
+        """Wrap the target linears; to be called once."""
+        targets = target_linears(self.model, align.target_modules)
+        self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
+
+    def fingerprint(self) -> str:
+        """Identifies the base weights: what was learnt or scored on others does not fit these."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, by the model's own configurations."""
+        found: set[int] = set()
+        for config in (self.config, getattr(self.model, "generation_config", None)):
+            value = getattr(config, "eos_token_id", None)
+            if value is not None:
+                found.update([value] if isinstance(value, int) else value)
+        return frozenset(found)
+
+    def new_kv(self, pages: int, page_size: int) -> KvStore:
+        """K/V storage that fits this model."""
+        s = self.shape
+        return KvStore(pages, page_size, s.layers, s.kv_heads, s.head_dim, self.dtype, self.device)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of K/V."""
+        s = self.shape
+        return KvStore.bytes_per_page(page_size, s.layers, s.kv_heads, s.head_dim, self.dtype)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Logits [len(logit_rows), vocab] of a packed batch; the caller sets the attention pass and the LoRA runs."""
+        out = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows, return_dict=True
+        )
+        return out.logits[0]
+
+    def run_layer(
+        self, layer: int, hidden: torch.Tensor, inputs: dict[str, Any], attention: AttentionPass
+    ) -> torch.Tensor:
+        """One decoder layer alone: `hidden` [tokens, hidden_size], `inputs` as the model passed them."""
+        with attention_pass(attention):
+            out = self.layers[layer](hidden[None], **inputs)
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
+        out = self.head(self.norm(hidden[None]))[0].float()
+        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+
+    def _probe(self) -> tuple[ModelShape, str]:
+        """Run a few tokens in two chunks through pages and compare with the model's own attention.
+
+        Returns the shape and, where the head cannot be recomputed alone, why it cannot be trained.
+        Raises ModelRefused.
+        """
+        name = type(self.model).__name__
+        spy = _ShapeSpy()
+        vocab = int(self.config.vocab_size)
+        ids = torch.arange(7, 7 + _PROBE_TOKENS, device=self.device)[None] % vocab
+        positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
+        rows = torch.arange(_PROBE_TOKENS, device=self.device)
+        with torch.inference_mode():
+            try:
+                with attention_pass(spy):
+                    self.forward(ids, positions, rows)
+            except ModelRefused:
+                raise
+            except Exception as error:
+                raise ModelRefused(f"{name} cannot be served: {error}") from error
+            shape = self._shape_from(spy)
+            self.model.set_attn_implementation("eager")
+            wanted = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+            self.model.set_attn_implementation(IMPLEMENTATION)
+            kv = KvStore(2, _PROBE_TOKENS, shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device)
+            half = _PROBE_TOKENS // 2
+            keeper = _LastHidden(self.norm)
+            got, last = [], []
+            for first in (0, half):
+                tokens = ids[0, first : first + half].tolist()
+                batch = pack([Segment(tokens, first, np.array([1]), position=first)], kv, self.device)
+                with attention_pass(PagedPass(batch, kv)):
+                    got.append(self.forward(batch.input_ids, batch.position_ids, rows[:half]).float())
+                last.append(keeper.value)
+            keeper.close()
+            tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+            scale = float(wanted.abs().max()) + 1e-6
+            if not float((torch.cat(got) - wanted).abs().max()) <= tolerance * scale:
+                raise ModelRefused(
+                    f"{name} cannot be served: over paged K/V it answers differently from its own attention "
+                    "(its attention is not plainly causal, or its positions are not rotary)"
+                )
+            alone = self.logits(torch.cat([h for h in last if h is not None]))
+            same = float((alone - wanted).abs().max()) <= tolerance * scale
+        return (
+            shape,
+            "" if same else f"{name}'s head does more than norm, linear and soft cap: it is served, not trained",
+        )
+
+    def _shape_from(self, spy: _ShapeSpy) -> ModelShape:
+        name = type(self.model).__name__
+        if sorted(spy.seen) != list(range(len(self.layers))):
+            raise ModelRefused(
+                f"{name} cannot be served: {len(spy.seen)} of its {len(self.layers)} layers use the attention "
+                "interface (layers without attention, or with their own, need a cache that edged does not page)"
+            )
+        if len(set(spy.seen.values())) != 1:
+            raise ModelRefused(f"{name} cannot be served: its layers differ in K/V heads or head size: {spy.seen}")
+        kv_heads, head_dim = spy.seen[0]
+        return ModelShape(
+            architecture=name,
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            layers=len(self.layers),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=int(self.config.hidden_size),
+            vocab_size=int(self.config.vocab_size),
+            max_positions=int(self.config.max_position_embeddings),
+        )
+
+
+class _ShapeSpy:
+    """An attention pass that records each layer's (kv_heads, head_dim) and attends plainly."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionPass.attend`."""
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise ModelRefused("keys and values of different head sizes cannot share a page")
+        self.seen[layer] = (key.shape[0], key.shape[2])
+        return query.transpose(0, 1).clone()
+
+
+class _LastHidden:
+    """Catches what the final norm is given."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.value: torch.Tensor | None = None
+        self._handle = norm.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.value = args[0][0]
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
+    """The list of decoder layers and the final norm, by the names that transformers' decoders use."""
+    layers = next(
+        (getattr(body, n) for n in ("layers", "h", "blocks") if isinstance(getattr(body, n, None), nn.ModuleList)), None
+    )
+    norm = next(
+        (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None
+    )
+    if layers is None or norm is None:
+        raise ModelRefused(
+            f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it "
+            "(it is not a decoder-only model that edged knows how to page)"
+        )
+    return layers, norm
+
+
+def _from_pretrained(directory: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    path = Path(directory)
+    if path.exists() and not (path / "config.json").is_file():
+        raise ModelRefused(f'model "{directory}" has no config.json: give a directory that save_pretrained wrote')
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            device_map={"": device} if device.type == "cuda" else None,
+        )
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelRefused(f'model "{directory}" cannot be loaded: {first}') from error
+    return model
+
+
+def pick_device(setting: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises ModelRefused for a device that is not there."""
+    if setting == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(setting)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ModelRefused(f'model.device = "{setting}" is not there: {str(error).splitlines()[0]}') from None
+    return device
+
+
+def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 on CPU."""
+    if setting == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[setting]

@@ -1,0 +1,138 @@
+"""Builds what an engine is made of, from settings and a model directory.
+
+Owns the composition and the sizes that follow from the model and free memory. Must not know how the parts cooperate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edged.align.adapter import AdapterFiles, LoraSpec
+from edged.align.trainer import Trainer
+from edged.cache.pool import PagePool
+from edged.cache.trie import PrefixTrie
+from edged.config import Settings
+from edged.engine.executor import Executor
+from edged.engine.memory import page_count
+from edged.engine.model import ServedModel
+from edged.engine.slots import SlotTable
+from edged.engine.stats import Stats, percentile
+from edged.scheduler.cost import CostModel
+from edged.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("edged.engine")
+_GUESSED_RATES = {"cpu": (4e10, 8e9), "cuda": (2e13, 2e11)}
+"""Operations per second and bytes per second that the cost model starts from; measured iterations correct them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything that the engine thread works with."""
+
+    settings: Settings
+    name: str
+    path: str
+    model: ServedModel
+    executor: Executor
+    scheduler: Scheduler
+    cost: CostModel
+    slots: SlotTable
+    trainer: Trainer
+    stats: Stats
+    pages: int
+    max_context_tokens: int
+    end_ids: frozenset[int]
+    task_ids: itertools.count[int]
+
+    def report(self) -> dict[str, Any]:
+        """Model, pages, prefixes, cost model and scheduler, as the status shows them."""
+        model, pool, trie = self.model, self.executor.pool, self.executor.trie
+        prompt_tokens = trie.stats.prompt_tokens if trie else 0
+        hit_tokens = trie.stats.hit_tokens if trie else 0
+        return {
+            "model": {
+                "name": self.name,
+                "path": self.path,
+                "architecture": model.shape.architecture,
+                "parameters": model.shape.parameters,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "max_context_tokens": self.max_context_tokens,
+                "vocab_size": model.shape.vocab_size,
+                "fingerprint": self.trainer.spec.fingerprint,
+            },
+            "cost_model": {"mape_percent": self.cost.mape * 100.0},
+            "scheduler": {
+                "policy": self.settings.scheduler.policy,
+                "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
+            },
+            "pages": {
+                "total": self.pages,
+                "free": pool.free_pages,
+                "cached": trie.evictable_pages if trie else 0,
+                "page_size": pool.page_size,
+                "bytes_per_page": model.page_bytes(pool.page_size),
+            },
+            "prefix": {
+                "prompt_tokens": prompt_tokens,
+                "hit_tokens": hit_tokens,
+                "hit_share": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+            },
+        }
+
+
+def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
+    """Load the model and make the parts. Raises ModelRefused with the reason."""
+    model = ServedModel.load(model_dir, settings.model)
+    if model.trainable_error:
+        log.warning("%s", model.trainable_error)
+    model.attach_lora(settings.align, settings.align.max_active_adapters)
+    pages = page_count(model, settings)
+    kv = model.new_kv(pages, settings.cache.page_size)
+    pool = PagePool(pages, settings.cache.page_size)
+    # Page tables are padded with page 0: nobody may own it.
+    pool.allocate(1)
+    usable = pages - 1
+    trie = PrefixTrie(pool) if settings.cache.prefix_sharing else None
+    executor = Executor(model, kv, pool, trie)
+    end_ids = model.end_ids()
+    executor.set_end_ids(end_ids)
+    longest = settings.model.max_context_tokens or model.shape.max_positions
+    assert model.lora is not None
+    shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
+    name = settings.model.name or Path(model_dir).name
+    spec = LoraSpec(
+        shapes=shapes,
+        rank=settings.align.rank,
+        alpha=settings.align.alpha,
+        base_model=name,
+        fingerprint=model.fingerprint(),
+        peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes}))
+        if settings.align.target_modules == "all-linear"
+        else tuple(sorted(shapes)),
+    )
+    folder = (data_dir or Path(tempfile.mkdtemp(prefix="edged-"))) / "adapters" / spec.fingerprint
+    files = AdapterFiles(folder, spec, settings.store.keep_versions)
+    flops, bandwidth = _GUESSED_RATES[model.device.type]
+    cost = CostModel.guess(parameters=model.shape.parameters, flops_per_s=flops, bytes_per_s=bandwidth)
+    return EngineParts(
+        settings=settings,
+        name=name,
+        path=str(model_dir),
+        model=model,
+        executor=executor,
+        scheduler=Scheduler(settings.scheduler, cost),
+        cost=cost,
+        slots=SlotTable(model.lora),
+        trainer=Trainer(spec, settings.align, settings.guard, executor.decoder, files, executor.release),
+        stats=Stats(),
+        pages=usable,
+        max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),
+        end_ids=end_ids,
+        task_ids=itertools.count(1),
+    )

@@ -1,0 +1,108 @@
+"""A sequence: one request's tokens, pages and timing while the engine works on it.
+
+Owns that state. Must not know how it is batched or scheduled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edged.engine.batch import NO_SLOT
+from edged.engine.request import FinishEvent, FinishReason, Request
+from edged.engine.sampling import Row
+from edged.scheduler.task import Task
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is the prompt and what was generated; K/V exist for the first `computed` of them, in `pages`."""
+
+    request: Request
+    task: Task
+    seed: int
+    submitted_s: float
+    tokens: list[int]
+    table: np.ndarray
+    """`pages` as an array; entries past their number are meaningless."""
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    slot: int = NO_SLOT
+    version: int = 0
+    kv_version: int = 0
+    """Version under which the first K/V row was computed; differs from `version` after a hot update."""
+    admitted: bool = False
+    decoding: bool = False
+    cached_tokens: int = 0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    ttft_due_s: float = 0.0
+    released_followers: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the request's prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def trie_key(self) -> tuple[str | None, int]:
+        """Under which key its pages may be shared: all untrained adapters answer as the base."""
+        return (self.request.adapter, self.kv_version) if self.kv_version else (None, 0)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether all of its K/V were computed under one version."""
+        return self.version == self.kv_version
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Append pages to the table."""
+        first = len(self.pages)
+        self.pages += pages
+        self.table[first : first + len(pages)] = pages
+
+    def row(self, end_ids: frozenset[int]) -> Row:
+        """How its next token is to be drawn."""
+        s = self.request.sampling
+        early = self.generated < s.min_tokens
+        return Row(
+            sampling=s,
+            seed=self.seed,
+            step=self.generated,
+            prompt=self.request.prompt_ids,
+            generated=self.tokens[self.prompt_tokens :]
+            if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
+            else (),
+            forbidden=tuple(end_ids.union(s.stop_token_ids)) if early else (),
+        )
+
+    def end(self, token: int, end_ids: frozenset[int], max_context: int) -> FinishReason | None:
+        """Why it ends with `token` as its latest, or None."""
+        s = self.request.sampling
+        if token in s.stop_token_ids or (token in end_ids and not s.ignore_eos):
+            return "stop"
+        if self.generated >= s.max_tokens or len(self.tokens) >= max_context:
+            return "length"
+        return None
+
+    def finish(self, reason: FinishReason, now: float, error: str = "") -> FinishEvent:
+        """The event that ends it."""
+        return FinishEvent(
+            request_id=self.request.request_id,
+            reason=reason,
+            error=error,
+            adapter=self.request.adapter,
+            version=self.version,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.generated,
+            queue_s=(self.started_s or now) - self.submitted_s,
+            ttft_s=self.first_token_s - self.submitted_s if self.first_token_s else 0.0,
+            total_s=now - self.submitted_s,
+        )

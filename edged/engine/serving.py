@@ -1,0 +1,254 @@
+"""The lives of requests: queued, admitted, prefilled, decoded, preempted, finished.
+
+Owns the running sequences and their events. Must not know how an iteration is packed or run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+
+from edged.align.adapter import AdapterState
+from edged.engine.batch import NO_SLOT
+from edged.engine.executor import Work
+from edged.engine.parts import EngineParts
+from edged.engine.request import Event, FinishReason, Request, TokenEvent
+from edged.engine.sequence import Sequence
+from edged.scheduler.task import Kind, Outcome, Plan, Task
+
+
+class Serving:
+    """Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`, which only read integers."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
+        self._page_size = parts.executor.pool.page_size
+        self.running: dict[int, Sequence] = {}
+        """Sequences that the scheduler knows, by task id."""
+        self._by_request: dict[str, Sequence] = {}
+        self._followers: dict[str, list[Sequence]] = {}
+        self._task_ids = parts.task_ids
+        self._events: list[Event] = []
+        self._admitted = 0
+        self._decoding = 0
+        self._random = random.SystemRandom()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, submitted_s: float) -> None:
+        """Take a request in; another choice of a prompt that is being computed waits for it."""
+        task = Task(next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids))
+        most = len(request.prompt_ids) + request.sampling.max_tokens
+        seed = request.sampling.seed
+        sequence = Sequence(
+            request=request,
+            task=task,
+            seed=self._random.getrandbits(63) if seed is None else seed,
+            submitted_s=submitted_s,
+            tokens=list(request.prompt_ids),
+            table=np.zeros(-(-most // self._page_size), np.int64),
+        )
+        self._by_request[request.request_id] = sequence
+        self._stats.totals.requests += 1
+        leader = self._by_request.get(request.follows or "")
+        if leader is not None and not leader.released_followers:
+            self._followers.setdefault(leader.request.request_id, []).append(sequence)
+        else:
+            self._schedule(sequence)
+
+    def _schedule(self, sequence: Sequence) -> None:
+        self.running[sequence.task.task_id] = sequence
+        self._scheduler.add(sequence.task, sequence.submitted_s)
+        sequence.ttft_due_s = sequence.task.deadline_s
+
+    def _release_followers(self, sequence: Sequence) -> None:
+        sequence.released_followers = True
+        for follower in self._followers.pop(sequence.request.request_id, ()):
+            self._schedule(follower)
+
+    def admit(self, plan: Plan, now: float) -> None:
+        """Give newly granted sequences their adapter and the pages of a shared prefix; drop grants that must wait."""
+        kept = []
+        for grant in plan.grants:
+            sequence = self.running.get(grant.task.task_id)
+            if sequence is None or sequence.admitted or self._admit(sequence, now):
+                kept.append(grant)
+        plan.grants[:] = kept
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        adapter = sequence.request.adapter
+        if adapter is not None and self._parts.trainer.version(adapter):
+            state = self._parts.trainer.state(adapter)
+            slot = self._parts.slots.acquire(state)
+            if slot is None:
+                return False
+            sequence.slot, sequence.version = slot, state.version
+        sequence.kv_version = sequence.version
+        sequence.admitted = True
+        self._admitted += 1
+        sequence.started_s = sequence.started_s or now
+        self._executor.begin(sequence)
+        task = sequence.task
+        task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
+        self._count_pages(sequence)
+        return True
+
+    def _count_pages(self, sequence: Sequence) -> None:
+        sequence.task.held_pages = len(sequence.pages)
+        sequence.task.capacity = len(sequence.pages) * self._page_size
+
+    # -- after an iteration ------------------------------------------------------------------------------------------
+
+    def after(self, work: Work, now: float) -> list[Outcome]:
+        """Append sampled tokens, finish what ended, and tell the scheduler what came of each sequence's grant."""
+        drawn = work.drawn
+        tokens = dict(zip((id(s) for s in work.sampled), range(len(work.sampled)), strict=True))
+        outcomes = []
+        for sequence, computed in work.prefilled:
+            self._count_pages(sequence)
+            row = tokens.get(id(sequence))
+            if row is None or drawn is None:
+                outcomes.append(Outcome(sequence.task, computed, 0, Kind.PREFILL))
+                self._stats.totals.prompt_tokens += computed
+                continue
+            if sequence.task.kind is Kind.PREFILL:
+                self._stats.totals.prompt_tokens += computed
+                self._executor.share(sequence)
+                sequence.decoding = True
+                self._decoding += 1
+            self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
+            reason = sequence.end(drawn.tokens[row], self._parts.end_ids, self._parts.max_context_tokens)
+            outcomes.append(Outcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
+            if reason:
+                self._end(sequence, reason, now, retire=False)
+            elif not sequence.released_followers:
+                self._release_followers(sequence)
+        return outcomes
+
+    def _append(
+        self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float
+    ) -> None:
+        stats = self._stats
+        if not sequence.first_token_s:
+            sequence.first_token_s = now
+            stats.ttft_ms.append((now - sequence.submitted_s) * 1e3)
+            stats.ttft_met.append(float(now <= sequence.ttft_due_s))
+        else:
+            stats.tbt_ms.append((now - sequence.last_token_s) * 1e3)
+            stats.tbt_met.append(float(now <= sequence.task.deadline_s))
+        sequence.last_token_s = now
+        sequence.tokens.append(token)
+        stats.totals.output_tokens += 1
+        self._events.append(TokenEvent(sequence.request.request_id, token, logprob, top))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:
+        """The last thing that happens to a sequence: its pages are shared or freed, its event is queued."""
+        task_id = sequence.task.task_id
+        if retire:
+            self._scheduler.remove(task_id)
+        self.running.pop(task_id, None)
+        self._by_request.pop(sequence.request.request_id, None)
+        if sequence.admitted:
+            if not error:
+                self._executor.share(sequence)
+            self._give_back(sequence)
+        self._release_followers(sequence)
+        self._events.append(sequence.finish(reason, now, error))
+
+    def _give_back(self, sequence: Sequence) -> None:
+        if sequence.decoding:
+            self._decoding -= 1
+            sequence.decoding = False
+        self._executor.drop(sequence)
+        self._parts.slots.release(sequence.slot)
+        sequence.slot = NO_SLOT
+        sequence.admitted = False
+        self._admitted -= 1
+
+    def preempt(self, task_id: int, now: float) -> None:
+        """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
+        sequence = self.running[task_id]
+        self._executor.share(sequence)
+        self._give_back(sequence)
+        self._count_pages(sequence)
+        self._scheduler.restart(sequence.task, len(sequence.tokens), now)
+
+    # -- ends from outside -------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str, reason: FinishReason, now: float, error: str = "") -> None:
+        """End a request, wherever it is; unknown ids are ignored."""
+        sequence = self._by_request.get(request_id)
+        if sequence is None:
+            return
+        if sequence.task.task_id not in self.running:
+            leader = self._followers.get(sequence.request.follows or "", [])
+            if sequence in leader:
+                leader.remove(sequence)
+        self._end(sequence, reason, now, error)
+
+    def cancel_all(self, now: float) -> None:
+        """End everything, as when a drain ran out of time."""
+        for request_id in list(self._by_request):
+            self.cancel(request_id, "cancelled", now)
+
+    def fail(self, task_ids: Iterable[int], error: str, now: float) -> None:
+        """End the sequences among `task_ids` with an error."""
+        for task_id in task_ids:
+            if task_id in self.running:
+                self._end(self.running[task_id], "error", now, error)
+
+    def fail_all(self, error: str, now: float) -> None:
+        """End everything with an error."""
+        for sequence in list(self._by_request.values()):
+            self._end(sequence, "error", now, error)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def on_publish(self, state: AdapterState, previous: int) -> None:
+        """A new version: "hot" moves running sequences to it, "pin" leaves them; the old one's prefixes expire."""
+        hot = self._parts.settings.serving.on_update == "hot"
+        slot = self._parts.slots.publish(state, previous, hot)
+        if hot:
+            for sequence in self.running.values():
+                if sequence.admitted and sequence.request.adapter == state.name:
+                    self._move(sequence, state, slot)
+        if self._executor.trie is not None and previous:
+            self._executor.trie.expire((state.name, previous))
+
+    def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
+        if slot is not None and sequence.slot == slot:
+            sequence.version = state.version
+            return
+        new = self._parts.slots.acquire(state)
+        if new is not None:
+            self._parts.slots.release(sequence.slot)
+            sequence.slot, sequence.version = new, state.version
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold no pages yet."""
+        return len(self._by_request) - self._admitted
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._by_request)
+
+    def queue_report(self) -> dict[str, int]:
+        """Requests by stage."""
+        decoding = self._decoding
+        return {
+            "waiting": self.waiting,
+            "prefill": max(0, self._admitted - decoding),
+            "decode": decoding,
+        }
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events

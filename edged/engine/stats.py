@@ -1,0 +1,100 @@
+"""What the engine counted: totals, rates of the last seconds, percentiles of the latest events.
+
+Owns the counters. Written by the engine thread, read by any: deques and integers are replaced, never iterated in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+_RATE_SPAN_S = 10.0
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the sorted values lie (nearest rank); 0 when there are none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def _latencies() -> deque[float]:
+    return deque(maxlen=1000)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since start."""
+
+    requests: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    finetune_tokens: int = 0
+    optimizer_steps: int = 0
+    pairs_trained: int = 0
+    preemptions: int = 0
+    iterations: int = 0
+
+    def copy(self) -> Totals:
+        """A snapshot."""
+        return Totals(*(getattr(self, name) for name in self.__slots__))
+
+
+@dataclass(slots=True)
+class Stats:
+    """All counters of one engine; latencies in milliseconds."""
+
+    totals: Totals = field(default_factory=Totals)
+    ttft_ms: deque[float] = field(default_factory=_latencies)
+    tbt_ms: deque[float] = field(default_factory=_latencies)
+    iteration_ms: deque[float] = field(default_factory=_latencies)
+    decision_ms: deque[float] = field(default_factory=_latencies)
+    ttft_met: deque[float] = field(default_factory=_latencies)
+    tbt_met: deque[float] = field(default_factory=_latencies)
+    bins: deque[dict[str, float | None]] = field(default_factory=lambda: deque(maxlen=32))
+    _marks: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=256))
+
+    def mark(self, now: float) -> None:
+        """Remember the totals, at most ten times a second, so that rates can be told."""
+        if not self._marks or now - self._marks[-1][0] >= 0.1:
+            self._marks.append((now, self.totals.copy()))
+
+    def rates(self, now: float) -> dict[str, float]:
+        """Per second, over the last ten seconds at most."""
+        marks = [mark for mark in list(self._marks) if now - mark[0] <= _RATE_SPAN_S]
+        start, before = marks[0] if marks else (now, self.totals)
+        span = max(now - start, 1e-3)
+
+        def rate(name: str) -> float:
+            return float((getattr(self.totals, name) - getattr(before, name)) / span)
+
+        return {
+            "output_tokens_per_s": rate("output_tokens"),
+            "prompt_tokens_per_s": rate("prompt_tokens"),
+            "finetune_tokens_per_s": rate("finetune_tokens"),
+            "requests_per_s": rate("requests"),
+            "pairs_per_s": rate("pairs_trained"),
+        }
+
+    def report(self, now: float) -> dict[str, Any]:
+        """The parts of the status that are counted here."""
+
+        def halves(values: deque[float]) -> dict[str, float]:
+            listed = list(values)
+            return {"p50": percentile(listed, 0.5), "p95": percentile(listed, 0.95)}
+
+        def share(values: deque[float]) -> float | None:
+            listed = list(values)
+            return sum(listed) / len(listed) if listed else None
+
+        totals = {name: getattr(self.totals, name) for name in Totals.__slots__}
+        return {
+            "rates": self.rates(now),
+            "latency": {
+                "ttft_ms": halves(self.ttft_ms),
+                "tbt_ms": halves(self.tbt_ms),
+                "iteration_ms": halves(self.iteration_ms),
+            },
+            "bins": list(self.bins),
+            "totals": totals,
+            "slo": {"ttft_attainment": share(self.ttft_met), "tbt_attainment": share(self.tbt_met)},
+        }

@@ -1,0 +1,42 @@
+"""How long fine-tuning has waited for the work it is owed.
+
+Owns that one wait, of fine-tuning as a whole: work on any adapter pays for it. Must not know who decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edged.config import SchedulerSettings
+from edged.scheduler.task import Task
+
+LONGEST_WAIT = 10.0
+"""Waits longer than this many `finetune_max_wait_s` count as this long: a debt that grew while there was no memory for
+fine-tuning must not stop serving later."""
+
+
+class Arrears:
+    """The time since when fine-tuning waits, moved towards now by the work that it gets.
+
+    A second of work pays for `1 / finetune_min_share` seconds of waiting. A sliver of work therefore does not count as
+    if nothing were owed any more, and the share holds over any longer time.
+    """
+
+    __slots__ = ("_longest_s", "_since_s", "share")
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.share = settings.finetune_min_share
+        self._longest_s = LONGEST_WAIT * settings.finetune_max_wait_s
+        self._since_s = 0.0
+
+    def wait_s(self, tasks: Iterable[Task], now: float) -> float:
+        """Seconds that fine-tuning has waited; `tasks` are those that have work, at least one."""
+        since_s = max(self._since_s, min(task.arrival_s for task in tasks))
+        return min(max(0.0, now - since_s), self._longest_s)
+
+    def pay(self, task: Task, work_s: float, now: float) -> None:
+        """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter."""
+        paid_s = work_s / self.share if self.share > 0.0 else self._longest_s
+        oldest_s = now - self._longest_s
+        task.arrival_s = min(now, max(task.arrival_s, oldest_s) + paid_s)
+        self._since_s = min(now, max(self._since_s, oldest_s) + paid_s)

@@ -1,0 +1,190 @@
+"""A plan being drawn up: what every policy may do to it, within the iteration's resources.
+
+Owns the accounting of pages, tokens and sequences, and preemption. Must not know priorities or budgets: a policy
+decides who enters and how much each may do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from edged.scheduler.cost import Load
+from edged.scheduler.queues import Queues, arrival
+from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
+
+
+class Draft:
+    """The bin of the coming iteration while it is being filled; it starts with every decode.
+
+    Of the `free_pages` that can still be granted, `promised_pages` are for the rest of the prompts and pair forwards
+    that entered before. Nobody enters on promised pages, so those who entered cannot starve each other.
+    """
+
+    __slots__ = (
+        "_page_size",
+        "_queues",
+        "free_pages",
+        "load",
+        "plan",
+        "preempted",
+        "promised_pages",
+        "sequences_left",
+        "slack_s",
+        "tokens_left",
+        "total_pages",
+    )
+
+    def __init__(self, queues: Queues, now: float, resources: Resources) -> None:
+        """Grants each decode its token; preempts if their next tokens find no page."""
+        self._queues = queues
+        self._page_size = resources.page_size
+        self.free_pages = resources.free_pages
+        self.total_pages = resources.total_pages
+        self.tokens_left = resources.max_tokens
+        self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
+        self.preempted: set[Task] = set()
+        self.load = Load()
+        self.plan = Plan()
+        self.slack_s = math.inf
+        """Time until the first decode's next token is due."""
+        self._add_decodes(now)
+        self.promised_pages = 0
+        for task in queues.started:
+            if task not in self.preempted:
+                self.promised_pages += self.pages(task, task.tokens)
+        for task in queues.finetunes:
+            if task.context and task not in self.preempted:
+                self.promised_pages += self.pages(task, task.tokens)
+
+    def pages(self, task: Task, tokens: int) -> int:
+        """Pages that `task` must get to compute `tokens` more."""
+        missing = task.context + tokens - task.capacity
+        return -(-missing // self._page_size) if missing > 0 else 0
+
+    @property
+    def open_pages(self) -> int:
+        """Pages on which a task may enter: neither promised, nor soon needed by the decodes, one each.
+
+        None in an iteration that preempts: who was just preempted would enter again at once.
+        """
+        return 0 if self.preempted else self.free_pages - self.promised_pages - self.load.decodes
+
+    def enter(self, task: Task) -> None:
+        """Promise `task` the pages for all its tokens."""
+        self.promised_pages += self.pages(task, task.tokens)
+
+    def room(self, task: Task) -> int:
+        """Tokens that `task`, which has entered, could compute in this iteration."""
+        return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self._page_size)
+
+    def take(self, task: Task, tokens: int, finetune: bool) -> None:
+        """Count `tokens` of `task`, which has entered, into the bin."""
+        pages = self.pages(task, tokens)
+        self.free_pages -= pages
+        self.promised_pages -= pages
+        self.plan.pages += pages
+        self.tokens_left -= tokens
+        self.load.add_chunk(tokens, task.context, finetune)
+
+    def grant(self, task: Task, tokens: int) -> None:
+        """Let a prefill, which has entered, compute `tokens` of its prompt."""
+        self.take(task, tokens, finetune=False)
+        self.plan.grants.append(Grant(task, tokens))
+
+    def rescue(self) -> None:
+        """Last resort when nothing could be granted: preempt for the oldest task that waits for pages, and grant it.
+
+        Without this, tasks that each hold a part of the pages could wait for each other for ever.
+        """
+        queues = self._queues
+        if self.plan.grants or self.preempted:
+            return
+        stuck = min((*queues.started, *queues.waiting), key=arrival, default=None)
+        if stuck is None:
+            stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
+        if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
+            return
+        self._preempt(self.pages(stuck, stuck.tokens), [task for task in self._victims() if task is not stuck])
+        tokens = self.room(stuck)
+        if tokens > 0:
+            self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
+            self.plan.grants.append(Grant(stuck, tokens))
+
+    def _add_decodes(self, now: float) -> None:
+        decodes = self._queues.decodes
+        first = self._oldest_prefill()
+        need = min(1, self.pages(first, first.tokens)) if first is not None else 0
+        earliest, context = math.inf, 0
+        for grant in decodes:
+            task = grant.task
+            held = task.context
+            context += held
+            if held >= task.capacity:
+                need += self.pages(task, 1)
+            if task.deadline_s < earliest:
+                earliest = task.deadline_s
+        count = len(decodes)
+        if need > self.free_pages or count > self.tokens_left:
+            self._add_some_decodes(need, now)
+            return
+        if first is not None:
+            need -= min(1, self.pages(first, first.tokens))
+        self.plan.grants = decodes.copy()
+        self.plan.pages = need
+        self.free_pages -= need
+        self.tokens_left -= count
+        self.load.decodes = count
+        self.load.context = context
+        self.slack_s = earliest - now
+
+    def _add_some_decodes(self, need: int, now: float) -> None:
+        """The decodes that pages and tokens suffice for, those that are due first before the others."""
+        if need > self.free_pages:
+            self._preempt(need, self._victims())
+        chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
+        if len(chosen) > self.tokens_left:
+            chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
+        for grant in chosen:
+            task = grant.task
+            pages = self.pages(task, 1)
+            if pages <= self.free_pages:
+                self.free_pages -= pages
+                self.tokens_left -= 1
+                self.load.decodes += 1
+                self.load.context += task.context
+                self.slack_s = min(self.slack_s, task.deadline_s - now)
+                self.plan.pages += pages
+                self.plan.grants.append(grant)
+
+    def _oldest_prefill(self) -> Task | None:
+        """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
+        started, decodes = self._queues.started, self._queues.decodes
+        if started and (not decodes or started[0].arrival_s <= decodes[0].task.arrival_s):
+            return started[0]
+        return None
+
+    def _victims(self) -> Iterable[Task]:
+        """Who holds pages, in the order of preemption: fine-tuning with the least progress, then the latest arrivals.
+
+        The oldest sequence is never among them, so it always ends.
+        """
+        queues = self._queues
+        tuning = [task for task in queues.finetunes if task.held_pages]
+        serving = [
+            task for task in (*(g.task for g in queues.decodes), *queues.started, *queues.waiting) if task.held_pages
+        ]
+        yield from sorted(tuning, key=lambda task: (task.next_unit, task.context))
+        yield from sorted(serving, key=arrival)[:0:-1]
+
+    def _preempt(self, need: int, victims: Iterable[Task]) -> None:
+        """Preempt until `need` pages are free; a victim's own need of a page for its next token falls away."""
+        decoding = {grant.task for grant in self._queues.decodes}
+        for victim in victims:
+            if need <= self.free_pages:
+                break
+            self.plan.preempt.append(victim)
+            self.preempted.add(victim)
+            self.free_pages += victim.held_pages
+            if victim in decoding:
+                need -= self.pages(victim, 1)

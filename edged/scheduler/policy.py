@@ -1,0 +1,28 @@
+"""What a scheduling policy is, and which ones there are.
+
+Owns the interface between the scheduler's lifecycle and its decisions. Must not know how a policy decides.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edged.config import SchedulerSettings
+from edged.scheduler.cost import CostModel
+from edged.scheduler.queues import Queues
+from edged.scheduler.task import Plan, Resources
+
+
+class Policy(Protocol):
+    """Decides which of the live tasks share the next iteration.
+
+    `plan` must be deterministic and must not change tasks or queues: `Scheduler` does, when the outcome is known.
+    """
+
+    name: str
+
+    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None: ...
+
+    def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
+        """The next bin, within `resources`; empty only if no task can run."""
+        ...

@@ -1,0 +1,154 @@
+"""The scheduler's lifecycle: tasks enter, are planned, advance, wait again, and leave.
+
+Owns the state of the live tasks between iterations and their deadlines. Must not know how a policy decides, nor how an
+iteration is executed. Deterministic: the clock is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+
+from edged.config import SchedulerSettings
+from edged.scheduler.arrears import Arrears
+from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.fcfs import Fcfs
+from edged.scheduler.mace import Mace
+from edged.scheduler.policy import Policy
+from edged.scheduler.queues import Queues
+from edged.scheduler.task import Kind, Outcome, Plan, Resources, Result, Task
+
+POLICIES: dict[str, type[Policy]] = {"mace": Mace, "fcfs": Fcfs}
+
+
+class Scheduler:
+    """Plans iterations and applies what came of them.
+
+    A task is the same object from `add` until an outcome retires it or `remove` takes it away; only the engine sets its
+    `held_pages` and `capacity`, only the scheduler its kind, `tokens`, `context` and `next_unit` meanwhile (but see
+    `update`).
+    """
+
+    def __init__(self, settings: SchedulerSettings, cost: CostModel, policy: Policy | None = None) -> None:
+        """With `policy` None, the one that the settings name; ValueError if there is none of that name."""
+        if policy is None:
+            kind = POLICIES.get(settings.policy)
+            if kind is None:
+                raise ValueError(f'unknown scheduling policy "{settings.policy}": known are {", ".join(POLICIES)}')
+            policy = kind(settings, cost)
+        self.policy = policy
+        self.cost = cost
+        self._queues = Queues(Arrears(settings))
+        self._ttft_factor, self._ttft_floor_s = settings.ttft_factor, settings.ttft_floor_ms / 1000.0
+        self._tbt_factor, self._tbt_floor_s = settings.tbt_factor, settings.tbt_floor_ms / 1000.0
+
+    def add(self, task: Task, now: float) -> None:
+        """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
+        if self._queues.get(task.task_id) is not None:
+            raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
+        if math.isinf(task.deadline_s):
+            if task.kind is Kind.PREFILL:
+                task.deadline_s = task.arrival_s + self.ttft_target_s(task.tokens, task.context)
+            elif task.kind is Kind.DECODE:
+                task.deadline_s = now + self._tbt_target_s()
+        self._queues.file(task)
+
+    def remove(self, task_id: int) -> Task | None:
+        """Forget a cancelled task and return it; None if no such task is live."""
+        task = self._queues.get(task_id)
+        if task is not None:
+            self._queues.take(task)
+        return task
+
+    def restart(self, task: Task, tokens: int, now: float) -> None:
+        """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
+        self._require(task)
+        self._queues.take(task)
+        if task.kind is not Kind.FINETUNE:
+            task.kind = Kind.PREFILL
+        task.tokens = tokens
+        task.context = task.held_pages = task.capacity = task.next_unit = 0
+        self._queues.file(task)
+
+    def update(self, task: Task) -> None:
+        """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
+
+        The next step of a fine-tune task has context 0 and next_unit 0, and its wait starts at its new `arrival_s`.
+        """
+        self._require(task)
+        self._queues.file(task, started=self._queues.take(task))
+
+    def plan(self, now: float, resources: Resources) -> Plan:
+        """The next iteration's bin; empty only if no task can run."""
+        return self.policy.plan(self._queues, now, resources)
+
+    def complete(self, result: Result, now: float) -> None:
+        """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
+        queues = self._queues
+        finetune_s = self.cost.observe(result)
+        decoded: list[Task] = []
+        for outcome in result.outcomes:
+            task = outcome.task
+            if queues.get(task.task_id) is not task:
+                continue
+            task.context += outcome.tokens
+            task.tokens -= outcome.tokens
+            task.last_run_s = now
+            if task.kind is Kind.DECODE and outcome.next_kind is Kind.DECODE:
+                task.tokens = 1
+                decoded.append(task)
+            elif task.kind is Kind.FINETUNE:
+                task.next_unit += outcome.units
+                queues.arrears.pay(task, finetune_s, now)
+                if outcome.next_kind is None:
+                    queues.take(task)
+            elif self._advance(task, outcome):
+                decoded.append(task)
+        if decoded:
+            deadline_s = now + self._tbt_target_s()
+            for task in decoded:
+                task.deadline_s = deadline_s
+
+    def counts(self) -> dict[Kind, int]:
+        """Live tasks by kind."""
+        queues = self._queues
+        return {
+            Kind.PREFILL: len(queues.started) + len(queues.waiting),
+            Kind.DECODE: len(queues.decodes),
+            Kind.FINETUNE: len(queues.finetunes),
+        }
+
+    @property
+    def waiting(self) -> int:
+        """Prefills that have not run yet."""
+        return len(self._queues.waiting)
+
+    def ttft_target_s(self, tokens: int, context: int = 0) -> float:
+        """TTFT target of a prompt with `tokens` to compute: a multiple of its own forward, or the floor."""
+        return max(self._ttft_floor_s, self._ttft_factor * self.cost.prompt_s(tokens, context))
+
+    def _tbt_target_s(self) -> float:
+        """TBT target: a multiple of a forward of the decodes alone, or the floor."""
+        decodes = self._queues.decodes
+        load = Load(decodes=len(decodes), context=sum([grant.task.context for grant in decodes]))
+        return max(self._tbt_floor_s, self._tbt_factor * self.cost.forward_s(load))
+
+    def _advance(self, task: Task, outcome: Outcome) -> bool:
+        """Move a sequence to its next state; True if it became a decode."""
+        queues, kind = self._queues, outcome.next_kind
+        if kind is Kind.DECODE:
+            if task.tokens:
+                raise ValueError(f"task {task.task_id} cannot decode: {task.tokens} tokens of its prompt are left")
+            queues.take(task)
+            task.kind, task.tokens = Kind.DECODE, 1
+            queues.file(task)
+            return True
+        if kind is None:
+            queues.take(task)
+        elif outcome.tokens:
+            queues.take(task)
+            queues.file(task, started=True)
+        return False
+
+    def _require(self, task: Task) -> None:
+        if self._queues.get(task.task_id) is not task:
+            raise ValueError(f"task {task.task_id} is not scheduled: add it first")

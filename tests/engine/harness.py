@@ -1,0 +1,108 @@
+"""A real engine over a small random model, driven from a test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edged.align.pair import Record, TokenPair
+from edged.config import Settings, load_settings
+from edged.engine.engine import Engine
+from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from tests.models import save_tiny
+
+
+class Client:
+    """Collects an engine's events and records; waits for them."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[TokenEvent]] = defaultdict(list)
+        self.finished: dict[str, FinishEvent] = {}
+        self.records: list[Record] = []
+        self._changed = threading.Condition()
+
+    def deliver(self, events: list[Event]) -> None:
+        with self._changed:
+            for event in events:
+                if isinstance(event, TokenEvent):
+                    self.tokens[event.request_id].append(event)
+                else:
+                    self.finished[event.request_id] = event
+            self._changed.notify_all()
+
+    def journal(self, records: list[Record]) -> None:
+        with self._changed:
+            self.records += records
+            self._changed.notify_all()
+
+    def wait(self, condition: Any, seconds: float = 60.0) -> None:
+        """Until `condition()` holds; fails after `seconds`."""
+        with self._changed:
+            assert self._changed.wait_for(condition, seconds), "the engine did not get there in time"
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in list(self.records) if isinstance(record, kind)]
+
+    def ids(self, request_id: str) -> list[int]:
+        return [event.token_id for event in self.tokens[request_id]]
+
+
+@contextmanager
+def running_engine(
+    tmp_path: Path, kind: str = "llama", data: str = "data", **settings: Any
+) -> Iterator[tuple[Engine, Client]]:
+    """An engine on a saved tiny model; `settings` are section__key overrides."""
+    model = tmp_path / f"model-{kind}"
+    if not model.exists():
+        save_tiny(model, kind)
+    overrides = {"model.device": "cpu", "cache.page_size": 8, "cache.memory_mb": 4}
+    overrides |= {key.replace("__", "."): value for key, value in settings.items()}
+    made: Settings = load_settings(environ={}, overrides=overrides)
+    client = Client()
+    engine = Engine.build(made, model, client.deliver, client.journal, tmp_path / data)
+    engine.start()
+    try:
+        yield engine, client
+        assert engine.error is None
+    finally:
+        engine.stop(5.0)
+
+
+def request(name: str, prompt: list[int], tokens: int = 12, adapter: str | None = None, **sampling: Any) -> Request:
+    options = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling}
+    follows = options.pop("follows", None)
+    return Request(name, tuple(prompt), Sampling(**options), adapter, follows)
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, count).tolist()
+
+
+def random_pairs(count: int, adapter: str = "ann", seed: int = 0, first_id: int = 1) -> list[TokenPair]:
+    """Pairs with a learnable taste: chosen answers use other tokens than rejected ones."""
+    rng = np.random.default_rng(seed)
+    return [
+        TokenPair(
+            first_id + i,
+            adapter,
+            tuple(rng.integers(3, 250, 14).tolist()),
+            (*rng.integers(3, 120, 9).tolist(), 2),
+            (*rng.integers(130, 250, 9).tolist(), 2),
+        )
+        for i in range(count)
+    ]
+
+
+def wait_idle(engine: Engine, seconds: float = 60.0) -> None:
+    """Until no pair is queued."""
+    deadline = time.monotonic() + seconds
+    while engine.status()["finetune"]["pairs_queued"]:
+        assert time.monotonic() < deadline, "pairs are still queued"
+        time.sleep(0.02)

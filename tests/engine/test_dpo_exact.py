@@ -1,0 +1,211 @@
+"""The units' gradient is the gradient of TRL's DPO loss by autograd, whatever the windows and chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from trl import DPOConfig, DPOTrainer
+
+from edged.align.adapter import AdapterState, LoraSpec
+from edged.align.pair import TokenPair
+from edged.align.step import DpoStep
+from edged.config import AlignSettings
+from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
+from edged.engine.batch import pack
+from edged.engine.decoder import LayerTap, PagedDecoder
+from edged.engine.finetune import segments_of, take_of
+from edged.engine.model import ServedModel
+from tests.models import byte_tokenizer, tiny_model
+
+CPU = torch.device("cpu")
+BETA = 0.3
+
+
+def make_pairs(prompt: int, seed: int = 0) -> list[TokenPair]:
+    rng = np.random.default_rng(seed)
+    lengths = [(prompt, 13, 30), (prompt and prompt + 9, 21, 7)]
+    return [
+        TokenPair(
+            i,
+            "ann",
+            *(tuple(rng.integers(3, 250, n).tolist()) for n in (p, c, r)),
+            ref_chosen_logp=-20.0 - i,
+            ref_rejected_logp=-31.0,
+        )
+        for i, (p, c, r) in enumerate(lengths)
+    ]
+
+
+def trained_adapter(model: ServedModel, align: AlignSettings) -> AdapterState:
+    assert model.lora is not None
+    shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
+    spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
+    state = AdapterState("ann", spec, align, CPU)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, b in state.weights.values():
+            b.normal_(0.0, 0.05, generator=generator)
+    state.version = 1
+    return state
+
+
+def unit_gradients(
+    kind: str, pairs: list[TokenPair], window: int, chunk: int, loss: str = "sigmoid"
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], DpoStep, AdapterState]:
+    """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit."""
+    align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
+    base = tiny_model(kind).requires_grad_(False)
+    base.set_attn_implementation(IMPLEMENTATION)
+    model = ServedModel(base, CPU, torch.float32)
+    model.attach_lora(align, slots=2)
+    kv = model.new_kv(80, 8)
+    tap, decoder = LayerTap(model), PagedDecoder(model, kv)
+    state = trained_adapter(model, align)
+    model.lora.load(1, state.weights, state.spec.scaling)
+    free = list(range(1, 80))
+    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()))
+    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
+    while not step.finished:
+        if step.tokens_left:
+            n = min(chunk, step.tokens_left)
+            taken = step.group.take(n)
+            segments = segments_of(taken, 1, 8, lambda k: np.array([free.pop() for _ in range(k)]))
+            with torch.inference_mode():
+                batch = pack(segments, kv, CPU)
+                tap.arm([take_of(step.group, taken, segments, CPU)])
+                with attention_pass(PagedPass(batch, kv)), model.lora.packed(batch.runs):
+                    model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+                tap.arm([])
+            step.group.advance(n)
+        else:
+            step.run_unit()
+    assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
+    return captured, step, state
+
+
+def trl_gradients(
+    kind: str, pairs: list[TokenPair], state: AdapterState, folder: Path, loss: str = "sigmoid"
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], float]:
+    """TRL's own loss function over a PEFT model with the same weights, by autograd."""
+    model = get_peft_model(
+        tiny_model(kind, attn_implementation="eager"),
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    own = dict(model.named_parameters())
+    for key, value in state.tensors().items():
+        own[key.replace(".weight", ".default.weight")].data.copy_(value)
+    rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
+    args = DPOConfig(
+        output_dir=str(folder),
+        beta=BETA,
+        loss_type=[loss],
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=None,
+        disable_dropout=True,
+    )
+    trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
+    width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
+    ids, attention, completion = [], [], []
+    for answer in ("chosen", "rejected"):
+        for pair in pairs:
+            tokens = [*pair.prompt, *getattr(pair, answer)]
+            pad = width - len(tokens)
+            ids.append([*tokens, *[0] * pad])
+            attention.append([1] * len(tokens) + [0] * pad)
+            completion.append([0] * len(pair.prompt) + [1] * len(getattr(pair, answer)) + [0] * pad)
+    inputs = {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(attention),
+        "completion_mask": torch.tensor(completion),
+        "ref_chosen_logps": torch.tensor([p.ref_chosen_logp for p in pairs]),
+        "ref_rejected_logps": torch.tensor([p.ref_rejected_logp for p in pairs]),
+    }
+    trainer.model.train()
+    trainer.precompute_ref_logps = True
+    value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+    value.backward()
+    named = {
+        k.replace(".default.weight", ".weight"): p.grad
+        for k, p in trainer.model.named_parameters()
+        if p.grad is not None
+    }
+    prefix = "base_model.model."
+    return {
+        name: (named[f"{prefix}{name}.lora_A.weight"], named[f"{prefix}{name}.lora_B.weight"]) for name in state.weights
+    }, float(value)
+
+
+def worst_error(
+    got: dict[str, tuple[torch.Tensor, torch.Tensor]], wanted: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> float:
+    pairs = [(g, w) for name in wanted for g, w in zip(got[name], wanted[name], strict=True)]
+    return max(float((g - w).norm() / w.norm()) for g, w in pairs)
+
+
+@pytest.mark.parametrize("window", [1, 16, 500])
+@pytest.mark.parametrize("prompt", [0, 19])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, tmp_path: Path) -> None:
+    pairs = make_pairs(prompt)
+    got, step, state = unit_gradients(kind, pairs, window, chunk=23)
+    wanted, loss = trl_gradients(kind, pairs, state, tmp_path)
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= 1e-5
+
+
+def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
+    pairs = make_pairs(19)
+    got, step, state = unit_gradients("llama", pairs, 16, chunk=500, loss="ipo")
+    wanted, loss = trl_gradients("llama", pairs, state, tmp_path, loss="ipo")
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= 1e-5
+
+
+def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times_length() -> None:
+    """Peak bytes of one pair's backward units, beyond the layers' inputs, which are kept by design."""
+
+    def extra_bytes(layers: int, length: int) -> int:
+        align = AlignSettings(rank=4, alpha=8.0, window_tokens=16, loss_threshold=0.0)
+        base = tiny_model("llama", num_hidden_layers=layers, vocab_size=259).requires_grad_(False)
+        base.set_attn_implementation(IMPLEMENTATION)
+        model = ServedModel(base, CPU, torch.float32)
+        model.attach_lora(align, slots=1)
+        kv = model.new_kv(80, 8)
+        decoder, tap = PagedDecoder(model, kv), LayerTap(model)
+        state = trained_adapter(model, align)
+        pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
+        step = DpoStep(state, [pair], [], decoder, align, lambda pages: None)
+        taken = step.group.take(step.tokens_left)
+        free = iter(range(1, 80))
+        segments = segments_of(taken, 0, 8, lambda k: np.array([next(free) for _ in range(k)]))
+        with torch.inference_mode():
+            batch = pack(segments, kv, CPU)
+            tap.arm([take_of(step.group, taken, segments, CPU)])
+            with attention_pass(PagedPass(batch, kv)):
+                model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+            tap.arm([])
+        step.group.advance(step.tokens_left)
+        state.step = lambda gradients, n: 0.0  # type: ignore[method-assign]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            while not step.finished:
+                step.run_unit()
+        live = peak = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        return peak
+
+    short, deep, long = extra_bytes(2, 60), extra_bytes(8, 60), extra_bytes(2, 120)
+    assert deep <= 1.1 * short, "more layers need no more memory"
+    # Twice the answers: the head's gradients, the upstream and one layer's K/V accumulators double; the graph does not.
+    assert long <= 1.9 * short

@@ -1,0 +1,114 @@
+"""Sampling: each row by its own parameters, and by nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from edged.engine.request import Sampling
+from edged.engine.sampling import Row, sample, uniform
+
+VOCAB = 50
+
+
+def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw(scores: torch.Tensor, sampling: Sampling, n: int = 4000, **row: object) -> np.ndarray:
+    """Frequencies of `n` draws of one row."""
+    rows = [Row(sampling, 7, step, row.get("prompt", ()), row.get("generated", ())) for step in range(n)]  # type: ignore[arg-type]
+    return np.bincount(sample(scores.repeat(n, 1), rows).read().tokens, minlength=VOCAB) / n
+
+
+CASES = {
+    "temperature": (Sampling(temperature=0.6), [TemperatureLogitsWarper(0.6)]),
+    "top_k": (Sampling(top_k=5), [TopKLogitsWarper(5)]),
+    "top_p": (Sampling(top_p=0.7), [TopPLogitsWarper(0.7)]),
+    "min_p": (Sampling(min_p=0.1), [MinPLogitsWarper(0.1)]),
+    "all": (
+        Sampling(temperature=1.5, top_k=20, top_p=0.9),
+        [TemperatureLogitsWarper(1.5), TopKLogitsWarper(20), TopPLogitsWarper(0.9)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_follow_transformers_warpers(name: str) -> None:
+    sampling, warpers = CASES[name]
+    wanted = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.long), logits()).softmax(-1)[0].numpy()
+    got = draw(logits(), sampling)
+    assert set(np.nonzero(got)[0]) <= set(np.nonzero(wanted)[0])
+    # Four standard deviations of a binomial share.
+    assert np.all(np.abs(got - wanted) <= 4 * np.sqrt(wanted * (1 - wanted) / 4000) + 1e-9)
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.7)
+    prompt, generated = [3, 9, 9], [1]
+    penalized = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 9, 9, 1]]), logits())
+    row = Row(sampling, 0, 0, prompt, generated)
+    assert sample(logits(), [row]).read().tokens == [int(penalized.argmax())]
+    assert draw(logits(), Sampling(repetition_penalty=1.7), prompt=prompt, generated=generated) == pytest.approx(
+        penalized.softmax(-1)[0].numpy(), abs=0.04
+    )
+
+
+def test_presence_and_frequency_lower_generated_tokens_only() -> None:
+    scores = torch.zeros(1, VOCAB)
+    scores[0, :3] = torch.tensor([3.0, 2.5, 2.0])
+
+    def best(generated: list[int], prompt: tuple[int, ...] = (), **penalties: float) -> int:
+        row = Row(Sampling(temperature=0.0, **penalties), 0, 0, prompt, generated)
+        return sample(scores.clone(), [row]).read().tokens[0]
+
+    assert best([0], presence_penalty=0.4) == 0
+    assert best([0], presence_penalty=0.6) == 1
+    assert best([0, 0], frequency_penalty=0.3) == 1
+    assert best([], prompt=(0, 0, 0), presence_penalty=2.0, frequency_penalty=2.0) == 0
+
+
+def test_a_seed_gives_the_same_token_whatever_shares_the_batch() -> None:
+    mine = logits(seed=3)
+    row = Row(Sampling(temperature=1.0, top_p=0.95), 42, 5, (), ())
+    others = [Row(Sampling(temperature=t, top_k=k), 1, 0, (1,), (2,)) for t, k in ((0.0, 0), (2.0, 3), (0.7, 0))]
+    alone = sample(mine.clone(), [row]).read().tokens[0]
+    together = sample(torch.cat([logits(3, seed=9), mine]), [*others, row]).read().tokens[3]
+    assert alone == together
+
+
+def test_bias_and_forbidden_tokens() -> None:
+    best = int(logits().argmax())
+    assert sample(logits(), [Row(Sampling(temperature=0.0), 0, 0, (), (), forbidden=(best,))]).read().tokens != [best]
+    assert sample(logits(), [Row(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0, (), ())]).read().tokens == [
+        17
+    ]
+
+
+def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
+    asked = Row(Sampling(temperature=0.3, logprobs=3, logit_bias={5: 50.0}), 0, 0, (), ())
+    silent = Row(Sampling(temperature=0.0), 0, 0, (), ())
+    drawn = sample(logits(2), [silent, asked]).read()
+    wanted = logits(2)[1].log_softmax(-1)
+    assert drawn.tokens[1] == 5
+    assert drawn.logprobs == [None, pytest.approx(float(wanted[5]), abs=1e-5)]
+    best = wanted.topk(3)
+    assert [token for token, _ in drawn.tops[1] or ()] == best.indices.tolist()
+    assert [value for _, value in drawn.tops[1] or ()] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:
+    values = np.array([uniform(seed, step) for seed in range(50) for step in range(200)])
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts, _ = np.histogram(values, bins=20)
+    assert np.all(np.abs(counts - 500) < 120)
