@@ -1,0 +1,9 @@
+"""The daemon's memory on disk: one SQLite file, written by one thread, readable by any SQLite tool.
+
+Owns the schema, durability and retention. Must not know models, learning, scheduling or sockets.
+"""
+
+from edged.store.database import Store, StoreError
+from edged.store.timestamps import utc_now, utc_text
+
+__all__ = ["Store", "StoreError", "utc_now", "utc_text"]

@@ -1,0 +1,228 @@
+"""Files of preference pairs: HH-RLHF, TRL's preference JSONL, and edged's own export.
+
+Owns their shapes. Must not know the database, tokens, or anything slow to import: the command line uses it.
+
+A pair is a dict: `chosen` and `rejected` (the answers' texts) and either `messages` (the conversation before the
+answer, as the chat API takes it) or `prompt` (plain text). That is a body of `POST /v1/feedback`, but for the user.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
+
+if TYPE_CHECKING:
+    from edged.store.feedback import PairRow
+
+Format = Literal["hh", "trl", "edged"]
+Pair = dict[str, Any]
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_GZIP_MAGIC = b"\x1f\x8b"
+_DAMAGE = (OSError, EOFError, zlib.error)
+
+
+class FormatError(ValueError):
+    """A line is no preference pair; the message says what it lacks."""
+
+
+def read_pairs(path: Path, format: Format) -> Iterator[tuple[int, Pair | str]]:
+    """Yield (line number from 1, pair) for every line of `path`, or (line number, what is wrong with it).
+
+    Gzip is recognised by its content; empty lines are passed over. Raises OSError when the file cannot be opened; one
+    that breaks off yields a last error.
+    """
+    number = 0
+    with _open(path) as file:
+        while True:
+            number += 1
+            try:
+                line = file.readline()
+            except _DAMAGE as error:
+                yield number, f"the file cannot be read from here on: {error}"
+                return
+            if not line:
+                return
+            if line.strip():
+                yield number, _parsed(line, _PARSERS[format])
+
+
+def count_lines(path: Path) -> int:
+    """Lines of a (gzipped) file up to its end or first damage, for a progress bar. Raises OSError like `read_pairs`."""
+    count = 0
+    with _open(path) as file:
+        try:
+            while file.readline():
+                count += 1
+        except _DAMAGE:
+            return count
+    return count
+
+
+def export_pair(row: PairRow) -> Pair:
+    """A stored pair as one line of edged's export: what `read_pairs(..., "edged")` takes, and where it came from."""
+    pair: Pair = {"user": row.adapter}
+    if row.messages is not None:
+        pair["messages"] = list(row.messages)
+    elif row.prompt is not None:
+        pair["prompt"] = row.prompt
+    else:
+        pair["prompt_ids"] = list(row.prompt_ids or ())
+    return pair | {
+        "chosen": row.chosen.text,
+        "rejected": row.rejected.text,
+        "source": row.source,
+        "weight": row.weight,
+        "state": row.state,
+        "created_at": row.created_at,
+    }
+
+
+def _open(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    return cast(IO[bytes], gzip.open(path, "rb")) if zipped else path.open("rb")
+
+
+def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
+    """The line's pair, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    except (json.JSONDecodeError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(row, dict):
+        return f"not a JSON object: {type(row).__name__}"
+    try:
+        pair = parse(row)
+        _check_sides(pair)
+    except FormatError as error:
+        return str(error)
+    return pair
+
+
+def _check_sides(pair: Pair) -> None:
+    chosen, rejected = pair["chosen"].strip(), pair["rejected"].strip()
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text:
+            raise FormatError(f'the answer of "{name}" is empty')
+    if chosen == rejected:
+        raise FormatError("the chosen and the rejected answer are equal")
+
+
+def _parse_hh(row: Pair) -> Pair:
+    """Whole dialogues that differ in the assistant's last turn."""
+    chosen_turns, chosen = _split_dialogue(_text(row, "chosen"), "chosen")
+    rejected_turns, rejected = _split_dialogue(_text(row, "rejected"), "rejected")
+    if chosen_turns != rejected_turns:
+        raise FormatError("the dialogues differ before the last answer")
+    return {"messages": chosen_turns, "chosen": chosen, "rejected": rejected}
+
+
+def _split_dialogue(dialogue: str, name: str) -> tuple[list[dict[str, str]], str]:
+    """The turns before the last answer, as messages, and that answer."""
+    before, mark, answer = dialogue.rpartition("\n\nAssistant:")
+    if not mark:
+        raise FormatError(f'"{name}" has no "\\n\\nAssistant:" turn: is this another format?')
+    if _TURN.search(answer):
+        raise FormatError(f'"{name}" ends with the human: there is no last answer')
+    head, *turns = _TURN.split(before)
+    if head.strip() or not turns:
+        raise FormatError(f'"{name}" does not start with "\\n\\nHuman:"')
+    messages: list[dict[str, str]] = []
+    for speaker, text in zip(turns[::2], turns[1::2], strict=True):
+        role = _ROLES[speaker]
+        if messages and messages[-1]["role"] == role:
+            # Someone spoke twice: chat templates want the roles to alternate.
+            messages[-1]["content"] += "\n\n" + text.strip()
+        else:
+            messages.append({"role": role, "content": text.strip()})
+    if messages[-1]["role"] != "user":
+        raise FormatError(f'the last answer of "{name}" follows no human turn')
+    return messages, answer.strip()
+
+
+def _parse_trl(row: Pair) -> Pair:
+    """TRL's preference types: standard or conversational, with an explicit prompt or the common start as the prompt."""
+    sides = (row.get("chosen"), row.get("rejected"))
+    prompt = row.get("prompt")
+    if all(isinstance(side, str) for side in sides) and isinstance(prompt, str | None):
+        chosen, rejected = cast(tuple[str, str], sides)
+        if prompt is None:
+            prompt = _common_text(chosen, rejected)
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        return _with_prompt(prompt, chosen, rejected)
+    if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):
+        good, bad = _messages(sides[0], "chosen"), _messages(sides[1], "rejected")
+        before = [] if prompt is None else _messages(prompt, "prompt")
+        if prompt is None:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b), min(len(good), len(bad))
+            )
+            before, good, bad = good[:same], good[same:], bad[same:]
+        return _with_messages(before, _answer(good, "chosen"), _answer(bad, "rejected"))
+    raise FormatError('needs "chosen" and "rejected", and "prompt" if any, all as strings or all as lists of messages')
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """The longest common start, without the space that begins the answers (as trl.extract_prompt cuts it)."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
+    )
+    return chosen[: same - 1] if chosen[:same].endswith(" ") else chosen[:same]
+
+
+def _answer(messages: list[dict[str, Any]], name: str) -> str:
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in messages) or "nothing"
+        raise FormatError(f'"{name}" must add one assistant message to the prompt, it adds: {roles}')
+    return str(messages[0]["content"])
+
+
+def _parse_edged(row: Pair) -> Pair:
+    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    if row.get("messages") is not None:
+        return _with_messages(_messages(row["messages"], "messages"), chosen, rejected)
+    if "prompt" not in row:
+        raise FormatError('has neither "messages" nor "prompt"')
+    return _with_prompt(_text(row, "prompt"), chosen, rejected)
+
+
+def _with_prompt(prompt: str, chosen: str, rejected: str) -> Pair:
+    if not prompt:
+        raise FormatError("the prompt is empty")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _with_messages(messages: list[dict[str, Any]], chosen: str, rejected: str) -> Pair:
+    if not messages:
+        raise FormatError("the conversation before the answers is empty")
+    return {"messages": messages, "chosen": chosen, "rejected": rejected}
+
+
+def _text(row: Pair, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        found = "is missing" if name not in row else f"is {type(value).__name__}, not a string"
+        raise FormatError(f'"{name}" {found}')
+    return value
+
+
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise FormatError(f'"{name}" is {type(value).__name__}, not a list of messages')
+    for message in value:
+        fine = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not fine:
+            raise FormatError(f'"{name}" has a message without "role" and "content" texts')
+    return value
+
+
+_PARSERS: dict[str, Callable[[Pair], Pair]] = {"hh": _parse_hh, "trl": _parse_trl, "edged": _parse_edged}

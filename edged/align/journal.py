@@ -1,0 +1,161 @@
+"""What the learning loop leaves behind, on its way from the engine thread to the database.
+
+Owns which record goes into which table, and what a restart resumes with. Must not know tensors or scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from datetime import datetime
+
+from sqlite_utils import Database
+
+from edged.align.pair import (
+    IterationSample,
+    PairRetired,
+    PairScored,
+    Record,
+    StepSkipped,
+    VersionPublished,
+    VersionSaved,
+)
+from edged.store import Store, adapters, feedback, samples, utc_now, utc_text
+from edged.store.feedback import PairRow
+
+log = logging.getLogger(__name__)
+
+SAMPLE_EVERY_S = 0.1
+"""At most one iteration in this time is kept as a sample."""
+FLUSH_SAMPLES = 50
+"""Samples that are written together, so that serving alone costs a disk write every few seconds."""
+
+
+class Journal:
+    """Takes records on the engine thread and has them written behind it, in order."""
+
+    def __init__(
+        self,
+        store: Store,
+        ref_model: str,
+        keep_samples: int = 20_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ref_model` names what computes reference log-probabilities; `clock` returns seconds."""
+        self._store = store
+        self._ref_model = ref_model
+        self._keep_samples = keep_samples
+        self._clock = clock
+        self._next_sample_s = float("-inf")
+        self._samples: list[tuple[str, IterationSample]] = []
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Queue `records` for the store; returns at once. A failed write is logged, since nobody waits for it."""
+        now = utc_now()
+        durable: list[Record] = []
+        for record in records:
+            if not isinstance(record, IterationSample):
+                durable.append(record)
+            elif self._clock() >= self._next_sample_s:
+                self._next_sample_s = self._clock() + SAMPLE_EVERY_S
+                self._samples.append((utc_text(now), record))
+        if durable or len(self._samples) >= FLUSH_SAMPLES:
+            self._write(durable, now)
+
+    def flush(self) -> None:
+        """Queue the samples that still wait for company; call it when the engine has stopped."""
+        if self._samples:
+            self._write([], utc_now())
+
+    def _write(self, records: list[Record], now: datetime) -> None:
+        waiting, self._samples = self._samples, []
+
+        def write(db: Database) -> None:
+            for record in records:
+                try:
+                    with db.atomic():
+                        write_record(db, record, self._ref_model, now)
+                except sqlite3.IntegrityError:
+                    log.exception("a record does not fit the database: %r", record)
+            for created_at, sample in waiting:
+                samples.insert_sample(db, created_at, asdict(sample), self._keep_samples)
+
+        self._store.write(write).add_done_callback(_report)
+
+
+def _report(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()):
+        log.error("records of the learning loop were not stored: %s", error)
+
+
+def write_record(db: Database, record: Record, ref_model: str, now: datetime) -> None:
+    """Store one record; `ref_model` is kept with reference log-probabilities."""
+    created_at = utc_text(now)
+    match record:
+        case PairScored():
+            adapters.insert_metric(
+                db,
+                adapters.Metric(
+                    created_at,
+                    record.adapter,
+                    record.version,
+                    record.pair_id,
+                    record.split,
+                    record.chosen_logp,
+                    record.rejected_logp,
+                    record.ref_chosen_logp,
+                    record.ref_rejected_logp,
+                    record.reward_margin,
+                    record.loss,
+                    record.kl_nats,
+                ),
+            )
+            feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
+        case PairRetired():
+            learned = (
+                record.version if record.epochs_done > 0 and record.state in ("queued", "trained", "learnt") else None
+            )
+            feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)
+        case VersionPublished():
+            adapters.insert_version(
+                db,
+                adapters.Version(
+                    record.adapter,
+                    record.version,
+                    created_at,
+                    record.parent,
+                    record.reason,
+                    record.pairs,
+                    record.loss,
+                    record.grad_norm,
+                    record.step_s,
+                ),
+            )
+        case VersionSaved():
+            adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
+        case StepSkipped():
+            adapters.insert_skipped_step(db, created_at, record.adapter, record.version, record.pair_ids, record.reason)
+        case IterationSample():
+            raise TypeError("iteration samples are bounded: give them to Journal.append")
+
+
+def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
+    """Undo what the database believes about versions that are not on disk; returns the number of pairs queued again.
+
+    `newest_valid_version` is the one that the adapter resumes with, 0 for none. Run it inside `Store.write`.
+    """
+    count = feedback.requeue_newer(db, adapter, newest_valid_version)
+    adapters.drop_newer(db, adapter, newest_valid_version)
+    return count
+
+
+def load_open_pairs(db: Database, ref_model: str, replay: int = 64) -> list[PairRow]:
+    """Pairs that a restart resumes with, oldest first: queued, held out, and `replay` trained ones of each adapter.
+
+    Call `requeue_lost` for every adapter before. Reference log-probabilities by another model are None.
+    """
+    return feedback.open_pairs(db, ref_model, replay)

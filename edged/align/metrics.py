@@ -1,0 +1,124 @@
+"""Alignment metrics as people read them: win rate, CLPD, reward accuracy and margin per adapter.
+
+Owns the definitions of the means. Must not know how scores come about.
+
+CLPD is the mean of log p(chosen) - log p(rejected) in nats (MACE 3.1), win rate the share of pairs where it is
+positive. Both favour the shorter answer whatever was learned, so reward margin and accuracy against the reference
+model (TRL's names) stand beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlite_utils import Database
+
+AdapterSummary = dict[str, Any]
+RECENT_PAIRS = 50
+"""Pairs over which the `_recent` means and the series' running means go."""
+
+_MEANS = {
+    "win_rate": "avg(win)",
+    "clpd": "avg(logp_difference)",
+    "reward_accuracy": "avg(reward_correct)",
+    "reward_margin": "avg(reward_margin)",
+    "loss": "avg(loss)",
+}
+
+
+def summaries(db: Database) -> list[AdapterSummary]:
+    """`summary` of every adapter that has a pair or a version, by name."""
+    names = db.execute("SELECT adapter FROM pairs UNION SELECT adapter FROM adapter_versions ORDER BY 1").fetchall()
+    return [_summary(db, name) for (name,) in names]
+
+
+def summary(db: Database, adapter: str) -> AdapterSummary | None:
+    """One adapter's state; None when nothing is known of it.
+
+    Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped; win_rate, clpd,
+    reward_accuracy, reward_margin, loss over all prequential scores and, with the suffix `_recent`, over the last
+    RECENT_PAIRS; held_out_win_rate, held_out_clpd, held_out_reward_accuracy, held_out_kl_nats of the latest version
+    that was tested, held_out_version; updated_at. Means over nothing are None.
+    """
+    known = db.execute(
+        """SELECT 1 WHERE EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter)
+               OR EXISTS (SELECT 1 FROM adapter_versions WHERE adapter = :adapter)""",
+        {"adapter": adapter},
+    ).fetchone()
+    return _summary(db, adapter) if known else None
+
+
+def _summary(db: Database, adapter: str) -> AdapterSummary:
+    name = {"adapter": adapter}
+    means = ", ".join(f"{mean} AS {key}" for key, mean in _MEANS.items())
+    recent = ", ".join(f"{mean} AS {key}_recent" for key, mean in _MEANS.items())
+    prequential = "FROM alignment_metrics WHERE adapter = :adapter AND split = 'prequential'"
+    return {
+        "adapter": adapter,
+        **_row(db, "SELECT coalesce(max(version), 0) AS version FROM adapter_versions WHERE adapter = :adapter", name),
+        **_row(
+            db,
+            """SELECT count(*) AS pairs_seen,
+                   coalesce(sum(state IN ('trained', 'learnt')), 0) AS pairs_trained,
+                   coalesce(sum(state = 'queued'), 0) AS pairs_queued,
+                   coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
+                   coalesce(sum(state = 'skipped'), 0) AS pairs_skipped
+               FROM pairs WHERE adapter = :adapter""",
+            name,
+        ),
+        **_row(db, f"SELECT {means} {prequential}", name),
+        **_row(db, f"SELECT {recent} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name),
+        **_row(
+            db,
+            """SELECT avg(win) AS held_out_win_rate, avg(logp_difference) AS held_out_clpd,
+                   avg(reward_correct) AS held_out_reward_accuracy, avg(kl_nats) AS held_out_kl_nats,
+                   max(version) AS held_out_version
+               FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' AND version = (
+                   SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
+            name,
+        ),
+        **_row(
+            db,
+            """SELECT max(moment) AS updated_at FROM (
+                   SELECT max(created_at) AS moment FROM pairs WHERE adapter = :adapter
+                   UNION ALL SELECT max(created_at) FROM adapter_versions WHERE adapter = :adapter
+                   UNION ALL SELECT max(created_at) FROM alignment_metrics WHERE adapter = :adapter)""",
+            name,
+        ),
+    }
+
+
+def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]:
+    """The last `limit` prequential scores, oldest first, one dict per pair.
+
+    Keys: pair (1 for the adapter's first), pair_id, created_at, version, win, logp_difference, reward_margin,
+    reward_correct, loss, and the running means over RECENT_PAIRS: win_rate, clpd, reward_accuracy.
+    """
+    window = f"OVER (ORDER BY id ROWS BETWEEN {RECENT_PAIRS - 1} PRECEDING AND CURRENT ROW)"
+    rows = db.query(
+        f"""SELECT row_number() OVER (ORDER BY id) AS pair, pair_id, created_at, version, win, logp_difference,
+                reward_margin, reward_correct, loss,
+                avg(win) {window} AS win_rate, avg(logp_difference) {window} AS clpd,
+                avg(reward_correct) {window} AS reward_accuracy
+            FROM alignment_metrics WHERE adapter = :adapter AND split = 'prequential'
+            ORDER BY id DESC LIMIT :limit""",
+        {"adapter": adapter, "limit": limit},
+    )
+    return list(rows)[::-1]
+
+
+def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any]]:
+    """The last `limit` versions, newest first.
+
+    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk.
+    """
+    rows = db.query(
+        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk
+           FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT ?""",
+        [adapter, limit],
+    )
+    return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
+
+
+def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
+    return next(iter(db.query(sql, parameters)))

@@ -1,0 +1,326 @@
+"""Signals to preference pairs: what a user did with an answer, and which answer was better than which.
+
+Owns the rules by which ratings and choices become pairs. Must not know HTTP, tokens or training. Everything here runs
+inside `Store.write`.
+
+| signal | rating | pairs |
+| --- | --- | --- |
+| chosen | + | over every other candidate of the same completion, weight 1 |
+| edit | | the edited text over the original, weight 1 |
+| up, rejected, down | + - - | scalar, weight 1 |
+| regenerate | - | scalar, weight 1: the later answer that is accepted is chosen |
+| dwell | + or - by reading time | scalar, weight 0.5 |
+| skip | - | scalar, weight 0.5 |
+| rephrase (seen in the next turn) | - | scalar, weight 0.5; the next turn's answer is chosen when it is accepted |
+| accepted (seen in the next turn) | + | scalar, weight 1: the talk went on after a regenerated answer |
+
+A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
+of the two weights counts. An answer's latest rating is its rating.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+
+from sqlite_utils import Database
+
+from edged.align.answers import Answer, answer_before, answer_of, others_of
+from edged.align.next_turn import content_text, is_correction, is_rephrase
+from edged.store import feedback, utc_text
+from edged.store.completions import Choice, Completion, Message, get_completion, prompt_key
+from edged.store.feedback import PairRow, Side, Signal
+
+SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
+"""What an application may report."""
+_MAX_PARTNERS = 4
+"""Most pairs that one rating makes with opposite ratings, the newest first."""
+ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
+
+
+class FeedbackError(ValueError):
+    """Feedback that cannot be taken; `kind` says in what way."""
+
+    def __init__(self, message: str, kind: ErrorKind) -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What an application reports about an answer. `user` None trusts the completion's own."""
+
+    user: str | None
+    completion_id: str
+    signal: str
+    choice: int | None = None
+    text: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackResult:
+    """What became of it. `reason` says why there is no pair (yet).
+
+    `duplicate`: nothing was stored, ids and pairs are those of the earlier report, and are being learned from already.
+    """
+
+    feedback_id: str
+    pair_ids: tuple[int, ...] = ()
+    reason: str = ""
+    duplicate: bool = False
+
+
+def record_signal(db: Database, report: Feedback, now: datetime) -> FeedbackResult:
+    """Store a signal and the pairs that follow from it. The same report again changes nothing. Raises FeedbackError."""
+    completion = get_completion(db, report.completion_id)
+    if completion is None:
+        raise FeedbackError(
+            f'completion "{report.completion_id}" is not known: it was never answered here, or it is too old',
+            "unknown_completion",
+        )
+    learner = _learner(completion, report.user)
+    answer = answer_of(db, completion, _choice(completion, report))
+    signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
+    _validate(answer, signal)
+    return _record(db, answer, signal)
+
+
+def record_pair(
+    db: Database,
+    user: str | None,
+    chosen: str,
+    rejected: str,
+    now: datetime,
+    messages: Sequence[Message] | None = None,
+    prompt: str | None = None,
+) -> FeedbackResult:
+    """Store an explicit pair about `messages` or `prompt`. One that still waits for training is not queued twice.
+
+    Raises FeedbackError.
+    """
+    if not user:
+        raise FeedbackError("the pair names no user, so there is no adapter to teach: add `user`", "wrong_user")
+    if not messages and not prompt:
+        raise FeedbackError("the pair has no prompt: give `messages` or `prompt`", "empty_side")
+    _check_sides(chosen, rejected)
+    key = prompt_key(messages, prompt)
+    waiting = feedback.waiting_pair(db, key, user, chosen, rejected)
+    if waiting is not None:
+        pair_id, signal_id = waiting
+        return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
+    signal = Signal(_new_id(), utc_text(now), user, "pair")
+    feedback.insert_signal(db, signal)
+    pair_id = feedback.insert_pair(
+        db,
+        PairRow(
+            id=0,
+            created_at=signal.created_at,
+            adapter=user,
+            signal_id=signal.id,
+            source="pair",
+            weight=1.0,
+            messages=tuple(messages) if messages is not None else None,
+            prompt=prompt,
+            prompt_ids=None,
+            chosen=Side(chosen),
+            rejected=Side(rejected),
+            state="queued",
+        ),
+        key,
+    )
+    feedback.set_signal_pairs(db, signal.id, [pair_id])
+    return FeedbackResult(signal.id, (pair_id,))
+
+
+def note_next_turn(db: Database, completion_id: str, now: datetime) -> FeedbackResult | None:
+    """What a freshly stored chat completion says about the answer before it; None for nothing.
+
+    When its last message corrects or rephrases the user's message before, the answer between is marked rejected
+    ("rephrase"). When the talk simply goes on, and another answer to the same prompt had been regenerated, the answer
+    is marked "accepted".
+    """
+    completion = get_completion(db, completion_id)
+    before = answer_before(db, completion) if completion else None
+    if completion is None or before is None or completion.messages is None:
+        return None
+    asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
+    learner = before.completion.learner or ""
+    if is_correction(asks) or is_rephrase(asked, asks):
+        return _record(db, before, _new_signal(learner, before, "rephrase", asks, None, now))
+    others = others_of(db, before)
+    if before.rating is None and any(other.rating and other.rating.signal == "regenerate" for other in others):
+        return _record(db, before, _new_signal(learner, before, "accepted", None, None, now))
+    return None
+
+
+def _record(db: Database, answer: Answer, signal: Signal) -> FeedbackResult:
+    """Store a valid signal with its pairs, unless it is there already."""
+    earlier = _duplicate(answer, signal)
+    if earlier is not None:
+        return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
+    feedback.insert_signal(db, signal)
+    rated = replace(answer, signals=(*answer.signals, signal))
+    pair_ids = _direct_pairs(db, rated, signal) + _rating_pairs(db, rated, signal)
+    reason = "" if pair_ids else _why_no_pair(rated, signal)
+    feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
+    return FeedbackResult(signal.id, tuple(pair_ids), reason)
+
+
+def _duplicate(answer: Answer, signal: Signal) -> Signal | None:
+    """The earlier report of the same thing; a rating that was changed since may be given again."""
+    same = [
+        earlier
+        for earlier in answer.signals
+        if (earlier.signal, earlier.text, earlier.seconds) == (signal.signal, signal.text, signal.seconds)
+    ]
+    if not same or (answer.weight(signal) and answer.rating not in same):
+        return None
+    return same[-1]
+
+
+def _direct_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
+    """Pairs that the signal alone makes: an edit, a choice between candidates."""
+    if signal.signal == "edit":
+        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", 1.0, signal)]
+    if signal.signal != "chosen":
+        return []
+    candidates = [Answer(answer.completion, choice, ()).side for choice in answer.completion.choices]
+    return [
+        _insert(db, answer.completion, answer.side, other, "chosen", 1.0, signal)
+        for other in candidates
+        if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
+    ]
+
+
+def _rating_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
+    """Pairs with answers of the opposite rating to the same prompt, and with the answer that this one corrects."""
+    weight = answer.weight(signal)
+    if not weight:
+        return []
+    partners = [other for other in others_of(db, answer) if other.rating and other.weight(other.rating) * weight < 0]
+    before = answer_before(db, answer.completion) if weight > 0 else None
+    if before is not None and before.rating is not None and before.rating.signal == "rephrase":
+        partners.append(before)
+    pair_ids: list[int] = []
+    for partner in partners:
+        chosen, rejected = (answer, partner) if weight > 0 else (partner, answer)
+        if len(pair_ids) == _MAX_PARTNERS or partner.rating is None:
+            break
+        if not _differ(chosen.side, rejected.side) or feedback.has_pair(db, chosen.side, rejected.side):
+            continue
+        source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
+        least = min(abs(weight), abs(partner.weight(partner.rating)))
+        # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
+        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal)
+        feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
+        pair_ids.append(pair_id)
+    return pair_ids
+
+
+def _source(positive: Signal, negative: Signal) -> str:
+    """Where a pair of ratings comes from, for the record."""
+    if negative.signal in ("regenerate", "rephrase"):
+        return negative.signal
+    weak = next((signal.signal for signal in (negative, positive) if signal.signal in ("dwell", "skip")), None)
+    return weak or "thumbs"
+
+
+def _insert(
+    db: Database, asked: Completion, chosen: Side, rejected: Side, source: str, weight: float, signal: Signal
+) -> int:
+    """Add a pair about the prompt of `asked`."""
+    return feedback.insert_pair(
+        db,
+        PairRow(
+            id=0,
+            created_at=signal.created_at,
+            adapter=asked.learner or signal.user,
+            signal_id=signal.id,
+            source=source,
+            weight=weight,
+            messages=asked.messages,
+            prompt=asked.prompt,
+            prompt_ids=asked.prompt_ids,
+            chosen=chosen,
+            rejected=rejected,
+            state="queued",
+        ),
+        asked.prompt_key,
+    )
+
+
+def _why_no_pair(answer: Answer, signal: Signal) -> str:
+    if signal.signal == "dwell" and not answer.weight(signal):
+        return f"{signal.seconds:g} s over {len(answer.choice.text.split())} words say nothing either way"
+    if signal.signal == "chosen" and len(answer.completion.choices) > 1:
+        return "the other candidates are equal or empty"
+    return "waits for an answer to the same prompt with the opposite rating"
+
+
+def _learner(completion: Completion, user: str | None) -> str:
+    """The adapter that feedback on a completion teaches. Raises FeedbackError."""
+    if completion.learner is None:
+        raise FeedbackError(
+            f'completion "{completion.id}" was asked for without a user, so there is no adapter to teach: '
+            "send `user` with the request",
+            "wrong_user",
+        )
+    if user is not None and user not in (completion.user, completion.adapter):
+        raise FeedbackError(f'completion "{completion.id}" is not one of user "{user}"', "wrong_user")
+    return completion.learner
+
+
+def _choice(completion: Completion, report: Feedback) -> Choice:
+    """The answer that a report is about. Raises FeedbackError."""
+    by_index = {choice.choice: choice for choice in completion.choices}
+    index = report.choice
+    if index is None and len(by_index) == 1:
+        index = next(iter(by_index))
+    if index not in by_index:
+        known = ", ".join(map(str, by_index))
+        wrong = "choice is missing" if index is None else f"choice {index} does not exist"
+        raise FeedbackError(f'{wrong}: completion "{completion.id}" has {known}', "bad_choice")
+    return by_index[index]
+
+
+def _validate(answer: Answer, signal: Signal) -> None:
+    """Raises FeedbackError when a report lacks what its signal needs."""
+    if signal.signal not in SIGNALS:
+        raise FeedbackError(f'signal "{signal.signal}" is not known: use one of {", ".join(SIGNALS)}', "bad_signal")
+    if signal.seconds is not None and not (math.isfinite(signal.seconds) and signal.seconds >= 0):
+        raise FeedbackError(f"seconds = {signal.seconds} is not a time: give 0 or more", "bad_signal")
+    if signal.signal == "dwell" and signal.seconds is None:
+        raise FeedbackError('signal "dwell" needs `seconds`', "bad_signal")
+    if signal.signal == "edit" and signal.text is None:
+        raise FeedbackError('signal "edit" needs the edited answer as `text`', "bad_signal")
+    if signal.signal == "edit":
+        _check_sides(signal.text or "", answer.choice.text)
+    if signal.signal == "chosen" and not answer.choice.text.strip():
+        raise FeedbackError("the chosen answer is empty: nothing can be learned from it", "empty_side")
+
+
+def _check_sides(chosen: str, rejected: str) -> None:
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text.strip():
+            raise FeedbackError(f"the {name} answer is empty: nothing can be learned from it", "empty_side")
+    if chosen.strip() == rejected.strip():
+        raise FeedbackError(
+            "the chosen and the rejected answer are equal: nothing can be learned from them", "equal_sides"
+        )
+
+
+def _differ(one: Side, other: Side) -> bool:
+    return bool(one.text.strip()) and bool(other.text.strip()) and one.text.strip() != other.text.strip()
+
+
+def _new_signal(user: str, answer: Answer, name: str, text: str | None, seconds: float | None, now: datetime) -> Signal:
+    return Signal(_new_id(), utc_text(now), user, name, answer.completion.id, answer.choice.choice, text, seconds)
+
+
+def _new_id() -> str:
+    return f"fb-{secrets.token_hex(12)}"

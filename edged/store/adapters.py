@@ -1,0 +1,143 @@
+"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does.
+
+Owns their rows, and forgetting an adapter with everything that came from its user. Must not know training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlite_utils import Database
+
+from edged.store.completions import json_text
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A pair's score by one version; log-probabilities are sums in nats, `split` is "prequential" or "held_out"."""
+
+    created_at: str
+    adapter: str
+    version: int
+    pair_id: int
+    split: str
+    chosen_logp: float
+    rejected_logp: float
+    ref_chosen_logp: float
+    ref_rejected_logp: float
+    reward_margin: float
+    loss: float
+    kl_nats: float | None
+
+
+def insert_metric(db: Database, metric: Metric) -> None:
+    """Add a score. A pair's first prequential score stays: later ones were measured after training on it.
+
+    A pair that was forgotten meanwhile is passed over.
+    """
+    db.execute(
+        """INSERT INTO alignment_metrics (created_at, adapter, version, pair_id, split, chosen_logp, rejected_logp,
+               ref_chosen_logp, ref_rejected_logp, win, logp_difference, reward_margin, reward_correct, loss, kl_nats)
+           SELECT :created_at, :adapter, :version, :pair_id, :split, :chosen_logp, :rejected_logp, :ref_chosen_logp,
+               :ref_rejected_logp, :win, :logp_difference, :reward_margin, :reward_correct, :loss, :kl_nats
+           WHERE EXISTS (SELECT 1 FROM pairs WHERE id = :pair_id)
+             AND NOT (:split = 'prequential' AND EXISTS (
+                 SELECT 1 FROM alignment_metrics WHERE pair_id = :pair_id AND split = 'prequential'))""",
+        {
+            "created_at": metric.created_at,
+            "adapter": metric.adapter,
+            "version": metric.version,
+            "pair_id": metric.pair_id,
+            "split": metric.split,
+            "chosen_logp": metric.chosen_logp,
+            "rejected_logp": metric.rejected_logp,
+            "ref_chosen_logp": metric.ref_chosen_logp,
+            "ref_rejected_logp": metric.ref_rejected_logp,
+            "win": int(metric.chosen_logp > metric.rejected_logp),
+            "logp_difference": metric.chosen_logp - metric.rejected_logp,
+            "reward_margin": metric.reward_margin,
+            "reward_correct": int(metric.reward_margin > 0.0),
+            "loss": metric.loss,
+            "kl_nats": metric.kl_nats,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """An adapter's published state; `step_s` is the wall time of the step that made it, in seconds."""
+
+    adapter: str
+    version: int
+    created_at: str
+    parent: int
+    reason: str
+    pairs: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    step_s: float = 0.0
+
+
+def insert_version(db: Database, version: Version) -> None:
+    """Add a version; one of the same number, left by a crash before it reached the disk, is replaced."""
+    db.execute(
+        "INSERT OR REPLACE INTO adapter_versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, 0)",
+        [
+            version.adapter,
+            version.version,
+            version.created_at,
+            version.parent,
+            version.reason,
+            version.pairs,
+            version.loss,
+            version.grad_norm,
+            version.step_s,
+        ],
+    )
+
+
+def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:
+    """Record that `version` is on disk under `path` and that the `removed` ones no longer are."""
+    db.execute(
+        "UPDATE adapter_versions SET path = ?, on_disk = 1 WHERE adapter = ? AND version = ?", [path, adapter, version]
+    )
+    for old in removed:
+        db.execute(
+            "UPDATE adapter_versions SET path = NULL, on_disk = 0 WHERE adapter = ? AND version = ?", [adapter, old]
+        )
+
+
+def drop_newer(db: Database, adapter: str, version: int) -> None:
+    """Forget the versions after `version`, which were lost, with their held-out scores."""
+    db.execute("DELETE FROM adapter_versions WHERE adapter = ? AND version > ?", [adapter, version])
+    db.execute(
+        "DELETE FROM alignment_metrics WHERE adapter = ? AND version > ? AND split = 'held_out'", [adapter, version]
+    )
+
+
+def insert_skipped_step(
+    db: Database, created_at: str, adapter: str, version: int, pair_ids: Sequence[int], reason: str
+) -> None:
+    """Record an optimizer step that was not taken."""
+    db.execute(
+        "INSERT INTO skipped_steps VALUES (NULL, ?, ?, ?, ?, ?)",
+        [created_at, adapter, version, json_text(list(pair_ids)), reason],
+    )
+
+
+def forget_adapter(db: Database, adapter: str) -> dict[str, int]:
+    """Delete everything that came from this adapter's user; returns the rows deleted per table."""
+    mine = "coalesce(adapter, user) = :adapter"
+    deletions = {
+        "alignment_metrics": "adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE adapter = :adapter)",
+        "skipped_steps": "adapter = :adapter",
+        "adapter_versions": "adapter = :adapter",
+        "pairs": "adapter = :adapter",
+        "signals": f"user = :adapter OR completion_id IN (SELECT id FROM completions WHERE {mine})",
+        "completions": mine,
+    }
+    return {
+        table: db.execute(f"DELETE FROM {table} WHERE {where}", {"adapter": adapter}).rowcount
+        for table, where in deletions.items()
+    }

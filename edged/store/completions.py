@@ -1,0 +1,177 @@
+"""The tables `completions` and `choices`: what was asked, what was answered, and for how long it is kept.
+
+Owns their rows. Must not know what feedback means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlite_utils import Database
+
+Message = Mapping[str, Any]
+PRUNE_EVERY = 128
+"""Insertions between two looks at the retention bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer: `token_ids` are the sampled ones, `text` is what the client got. Times in milliseconds."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One request with its answers. `messages` is a chat's, `prompt` a text completion's; both None: bare token ids.
+
+    `user` and `adapter` name whose preferences it can teach; both None is the base model's, which is never taught.
+    """
+
+    id: str
+    created_at: str
+    object: Literal["chat.completion", "text_completion"]
+    model: str
+    prompt_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    user: str | None = None
+    adapter: str | None = None
+    version: int = 0
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+
+    @property
+    def learner(self) -> str | None:
+        """The adapter that feedback on it teaches."""
+        return self.adapter or self.user
+
+    @property
+    def prompt_key(self) -> str:
+        """Equal for equal prompts, see `prompt_key`."""
+        return prompt_key(self.messages, self.prompt, self.prompt_ids)
+
+
+def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_ids: Sequence[int] = ()) -> str:
+    """32 hex digits that are equal for equal prompts: a chat's messages, else the text, else the token ids."""
+    content: dict[str, Any] = {"prompt_ids": list(prompt_ids)}
+    if messages is not None:
+        content = {"messages": list(messages)}
+    elif prompt is not None:
+        content = {"prompt": prompt}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def insert_completion(db: Database, completion: Completion, keep: int) -> None:
+    """Add a completion with its choices. Now and then, all but the newest `keep` go that no feedback refers to."""
+    cursor = db.execute(
+        """INSERT INTO completions VALUES (:id, :created_at, :object, :user, :adapter, :version, :model, :messages,
+               :prompt, :prompt_key, :prompt_ids, :prompt_tokens, :choice_count)""",
+        {
+            "id": completion.id,
+            "created_at": completion.created_at,
+            "object": completion.object,
+            "user": completion.user,
+            "adapter": completion.adapter,
+            "version": completion.version,
+            "model": completion.model,
+            "messages": json_text(completion.messages),
+            "prompt": plain_text(completion.prompt),
+            "prompt_key": completion.prompt_key,
+            "prompt_ids": json_text(completion.prompt_ids),
+            "prompt_tokens": len(completion.prompt_ids),
+            "choice_count": len(completion.choices),
+        },
+    )
+    for choice in completion.choices:
+        db.execute(
+            "INSERT INTO choices VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                completion.id,
+                choice.choice,
+                plain_text(choice.text),
+                json_text(choice.token_ids),
+                choice.finish_reason,
+                choice.completion_tokens,
+                choice.cached_tokens,
+                choice.queue_ms,
+                choice.ttft_ms,
+                choice.total_ms,
+            ],
+        )
+    if (cursor.lastrowid or 0) % PRUNE_EVERY == 0:
+        prune_completions(db, keep)
+
+
+def prune_completions(db: Database, keep: int) -> int:
+    """Delete what is older than the newest `keep` completions, except what a signal or a pair refers to."""
+    return db.execute(
+        """DELETE FROM completions WHERE rowid IN (
+               SELECT rowid FROM completions AS c
+               WHERE rowid <= (SELECT rowid FROM completions ORDER BY rowid DESC LIMIT 1 OFFSET :keep)
+                 AND NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = c.id)
+                 AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = c.id)
+                 AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = c.id))""",
+        {"keep": keep},
+    ).rowcount
+
+
+def get_completion(db: Database, completion_id: str) -> Completion | None:
+    """The completion of that id with its choices in order; None when there is none (any more)."""
+    row = next(iter(db.query("SELECT * FROM completions WHERE id = ?", [completion_id])), None)
+    return _completion(db, row) if row else None
+
+
+def completions_of_prompt(db: Database, key: str, learner: str, limit: int) -> list[Completion]:
+    """The newest `limit` completions of an equal prompt that teach `learner`, newest first."""
+    rows = db.query(
+        """SELECT * FROM completions WHERE prompt_key = ? AND coalesce(adapter, user) = ?
+           ORDER BY rowid DESC LIMIT ?""",
+        [key, learner, limit],
+    )
+    return [_completion(db, row) for row in list(rows)]
+
+
+def _completion(db: Database, row: dict[str, Any]) -> Completion:
+    choices = db.query("SELECT * FROM choices WHERE completion_id = ? ORDER BY choice", [row["id"]])
+    messages = json.loads(row["messages"]) if row["messages"] else None
+    return Completion(
+        id=row["id"],
+        created_at=row["created_at"],
+        object=row["object"],
+        model=row["model"],
+        prompt_ids=tuple(json.loads(row["prompt_ids"])),
+        choices=tuple(_choice(choice) for choice in choices),
+        user=row["user"],
+        adapter=row["adapter"],
+        version=row["version"],
+        messages=tuple(messages) if messages is not None else None,
+        prompt=row["prompt"],
+    )
+
+
+def _choice(row: dict[str, Any]) -> Choice:
+    values = {name: value for name, value in row.items() if name != "completion_id"}
+    return Choice(**{**values, "token_ids": tuple(json.loads(row["token_ids"]))})
+
+
+def json_text(value: Any) -> str | None:
+    """`value` as the JSON text of a column; None stays NULL."""
+    return None if value is None else plain_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def plain_text(text: str | None) -> str | None:
+    """`text` as UTF-8 can say it: JSON may carry half a surrogate pair, which becomes "?"."""
+    return None if text is None else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,210 @@
+"""The SQLite file: opening, migrating, one writer thread with group commit, one read connection per thread.
+
+Owns connections, transactions and durability. Must not know what the tables mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlite_utils import Database
+
+from edged.store.lock import FolderLock, FolderTaken
+from edged.store.migrations import UnknownMigration, migrate
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+GROUP_WRITES = 512
+"""Most writes that share one commit (and so one fsync)."""
+BUSY_S = 30.0
+"""How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
+WAL_LIMIT_BYTES = 64 * 2**20
+"""The write-ahead log is cut back to this size after a checkpoint."""
+
+
+class StoreError(RuntimeError):
+    """The database cannot be opened, read or written; the message names the file and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    fn: Callable[[Database], Any]
+    future: Future[Any]
+
+
+class Store:
+    """One SQLite database (WAL, synchronous=FULL, foreign keys on) in a folder that only this process uses.
+
+    `write` may be called from any thread and never blocks; `read` runs on the calling thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file at `path` and bring its schema up to date. Raises StoreError."""
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path.parent)
+        except FolderTaken as error:
+            raise StoreError(str(error)) from None
+        except OSError as error:
+            raise StoreError(f'data folder "{self.path.parent}" cannot be used: {error.strerror or error}') from error
+        try:
+            self._writer = self._open()
+        except StoreError:
+            self._lock.release()
+            raise
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._closed = False
+        self._local = threading.local()
+        self._readers: weakref.WeakSet[Database] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._write_loop, name="edged-store", daemon=True)
+        self._thread.start()
+
+    def write(self, fn: Callable[[Database], T]) -> Future[T]:
+        """Run `fn` in a transaction on the writer thread; the future resolves after the commit reached the disk.
+
+        Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
+        future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
+        """
+        future: Future[T] = Future()
+        with self._gate:
+            if self._closed:
+                raise StoreError(f'database "{self.path}" is closed')
+            self._writes.put(_Write(fn, future))
+        return future
+
+    def read(self, fn: Callable[[Database], T]) -> T:
+        """`fn` of a read-only connection that sees one consistent state. Raises StoreError on SQLite's errors."""
+        try:
+            db = self._reader()
+            with db.atomic():
+                return fn(db)
+        except sqlite3.Error as error:
+            raise self._explained(error) from error
+
+    def close(self) -> None:
+        """Commit everything that was queued, then close. Calling it again does nothing."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            self._writes.put(None)
+        self._thread.join()
+        for reader in list(self._readers):
+            reader.close()
+        self._writer.close()
+        self._lock.release()
+
+    def _open(self) -> Database:
+        """The writer's connection to a migrated file."""
+        created = not self.path.exists()
+        try:
+            db = self._connect()
+            with db.ensure_autocommit_on():
+                db.execute("PRAGMA journal_mode = WAL").fetchall()
+                db.execute("PRAGMA synchronous = FULL")
+                db.execute("PRAGMA foreign_keys = ON")
+                db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}").fetchall()
+            migrate(db)
+        except UnknownMigration as error:
+            raise StoreError(f'database "{self.path}" {error}') from None
+        except sqlite3.Error as error:
+            raise self._explained(error) from error
+        if created:
+            _sync_folder(self.path.parent)
+        return db
+
+    def _connect(self) -> Database:
+        # Plugins belong to the sqlite-utils command; the daemon runs no code that it did not ship with.
+        connection = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False)
+        return Database(connection, execute_plugins=False)
+
+    def _reader(self) -> Database:
+        """The calling thread's connection; it goes with the thread."""
+        if self._closed:
+            raise StoreError(f'database "{self.path}" is closed')
+        db: Database | None = getattr(self._local, "db", None)
+        if db is None:
+            db = self._connect()
+            db.execute("PRAGMA query_only = ON")
+            self._local.db = db
+            self._readers.add(db)
+        return db
+
+    def _write_loop(self) -> None:
+        """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
+        while True:
+            group = [self._writes.get()]
+            while group[-1] is not None and len(group) < GROUP_WRITES and not self._writes.empty():
+                group.append(self._writes.get())
+            writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
+            if writes:
+                self._commit(writes)
+            if group[-1] is None:
+                return
+
+    def _commit(self, writes: list[_Write]) -> None:
+        """Run `writes` in one transaction and answer their futures."""
+        results: list[tuple[_Write, Any]] = []
+        failures: list[tuple[_Write, BaseException]] = []
+        connection = self._writer.conn
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for write in writes:
+                try:
+                    with self._writer.atomic():
+                        result = write.fn(self._writer)
+                except BaseException as error:
+                    # A full disk or a failing one ends the whole transaction: then nobody's write stands.
+                    if not connection.in_transaction:
+                        raise
+                    failures.append((write, error))
+                else:
+                    results.append((write, result))
+            connection.execute("COMMIT")
+        except BaseException as error:
+            self._writer.rollback()
+            log.exception("a commit to %s failed", self.path)
+            results, failures = [], [(write, error) for write in writes]
+        for write, result in results:
+            write.future.set_result(result)
+        for write, failure in failures:
+            write.future.set_exception(self._explained(failure) if isinstance(failure, sqlite3.Error) else failure)
+
+    def _explained(self, error: sqlite3.Error) -> StoreError:
+        """SQLite's error with the file's name and, where there is one, the way out."""
+        text = str(error)
+        way_out = ""
+        if "not a database" in text or "malformed" in text:
+            way_out = (
+                ": the file is damaged; stop edged, move the file away, "
+                "then restore a copy or what `sqlite3 FILE .recover` can read"
+            )
+        elif "locked" in text:
+            way_out = f": another program kept it locked for {BUSY_S:.0f} s; close that program"
+        elif "full" in text:
+            way_out = ": make room on the disk"
+        elif "unable to open" in text or "readonly" in text:
+            way_out = ": check that this user may write to the file and its folder"
+        return StoreError(f'database "{self.path}": {text}{way_out}')
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name itself survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,245 @@
+"""The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it.
+
+Owns their rows. Must not know how a signal becomes a pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.store.completions import Message, json_text, plain_text
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One thing that a user did. `completion_id` is None for an explicit pair; `reason` says why there is no pair."""
+
+    id: str
+    created_at: str
+    user: str
+    signal: str
+    completion_id: str | None = None
+    choice: int | None = None
+    text: str | None = None
+    seconds: float | None = None
+    pair_ids: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One answer of a pair: its text and, where edged generated it, its tokens and where it stands."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    completion_id: str | None = None
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """One row of `pairs`, which `signal_id` completed; log-probabilities are sums in nats by `ref_model`."""
+
+    id: int
+    created_at: str
+    adapter: str
+    signal_id: str
+    source: str
+    weight: float
+    messages: tuple[Message, ...] | None
+    prompt: str | None
+    prompt_ids: tuple[int, ...] | None
+    chosen: Side
+    rejected: Side
+    state: str
+    epochs_done: int = 0
+    trained_version: int | None = None
+    ref_chosen_logp: float | None = None
+    ref_rejected_logp: float | None = None
+    ref_model: str | None = None
+    note: str = ""
+
+
+def insert_signal(db: Database, signal: Signal) -> None:
+    """Add a signal."""
+    db.execute(
+        "INSERT INTO signals VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            signal.id,
+            signal.created_at,
+            signal.completion_id,
+            signal.choice,
+            signal.user,
+            signal.signal,
+            plain_text(signal.text),
+            signal.seconds,
+            json_text(signal.pair_ids),
+            signal.reason,
+        ],
+    )
+
+
+def signals_of(db: Database, completion_id: str) -> list[Signal]:
+    """All signals on a completion, oldest first."""
+    rows = db.query("SELECT * FROM signals WHERE completion_id = ? ORDER BY rowid", [completion_id])
+    return [Signal(**{**row, "pair_ids": tuple(json.loads(row["pair_ids"]))}) for row in rows]
+
+
+def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reason: str = "") -> None:
+    """Record which pairs a signal has led to, or why to none."""
+    db.execute(
+        "UPDATE signals SET pair_ids = ?, reason = ? WHERE id = ?", [json_text(list(pair_ids)), reason, signal_id]
+    )
+
+
+def insert_pair(db: Database, pair: PairRow, key: str) -> int:
+    """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id."""
+    cursor = db.execute(
+        """INSERT INTO pairs (created_at, adapter, signal_id, source, weight, messages, prompt, prompt_key,
+               chosen, rejected, prompt_ids, chosen_ids, rejected_ids, chosen_completion_id, chosen_choice,
+               rejected_completion_id, rejected_choice, state, note)
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+        [
+            pair.created_at,
+            pair.adapter,
+            pair.signal_id,
+            pair.source,
+            pair.weight,
+            json_text(pair.messages),
+            plain_text(pair.prompt),
+            key,
+            plain_text(pair.chosen.text),
+            plain_text(pair.rejected.text),
+            json_text(pair.prompt_ids),
+            json_text(pair.chosen.token_ids),
+            json_text(pair.rejected.token_ids),
+            pair.chosen.completion_id,
+            pair.chosen.choice,
+            pair.rejected.completion_id,
+            pair.rejected.choice,
+            pair.state,
+            pair.note,
+        ],
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
+    """The pairs of those ids, in the order of the ids; an id without a row is left out."""
+    rows = {
+        row["id"]: row
+        for row in db.query(
+            "SELECT * FROM pairs WHERE id IN (SELECT value FROM json_each(?))", [json.dumps(list(pair_ids))]
+        )
+    }
+    return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
+
+
+def pairs_of(db: Database, adapter: str | None = None) -> Iterator[PairRow]:
+    """All pairs (of one adapter), oldest first, read as they are consumed."""
+    rows = db.query(
+        "SELECT * FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+    )
+    return (_pair(row) for row in rows)
+
+
+def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:
+    """Ids of the explicit pair of these very texts that was not trained on yet, and of its signal; None for none."""
+    row = db.execute(
+        """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
+               AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1""",
+        [key, adapter, plain_text(chosen), plain_text(rejected)],
+    ).fetchone()
+    return (row[0], row[1]) if row else None
+
+
+def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
+    """Whether a pair prefers the one stored answer to the other."""
+    row = db.execute(
+        """SELECT 1 FROM pairs WHERE chosen_completion_id = ? AND chosen_choice = ?
+               AND rejected_completion_id = ? AND rejected_choice = ?""",
+        [chosen.completion_id, chosen.choice, rejected.completion_id, rejected.choice],
+    ).fetchone()
+    return row is not None
+
+
+def open_pairs(db: Database, ref_model: str, replay: int) -> list[PairRow]:
+    """What learning resumes with: queued and held-out pairs, and the latest `replay` trained ones of each adapter.
+
+    Reference log-probabilities of another model than `ref_model` are left out.
+    """
+    rows = db.query(
+        """SELECT * FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+               SELECT id FROM (
+                   SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
+                   FROM pairs WHERE state IN ('trained', 'learnt'))
+               WHERE age <= :replay)
+           ORDER BY id""",
+        {"replay": replay},
+    )
+    stale = {"ref_chosen_logp": None, "ref_rejected_logp": None, "ref_model": None}
+    return [_pair(row if row["ref_model"] == ref_model else {**row, **stale}) for row in rows]
+
+
+def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:
+    """Record a pair's progress. `version` learned from it, None when none did; an empty `note` keeps the old one."""
+    db.execute(
+        """UPDATE pairs SET state = :state, epochs_done = :epochs_done,
+               trained_version = coalesce(:version, trained_version), note = CASE :note WHEN '' THEN note ELSE :note END
+           WHERE id = :id""",
+        {"id": pair_id, "state": state, "epochs_done": epochs_done, "version": version, "note": note},
+    )
+
+
+def set_pair_note(db: Database, pair_id: int, note: str) -> None:
+    """Record what a person should know about a pair, such as that it was cut."""
+    db.execute("UPDATE pairs SET note = ? WHERE id = ?", [note, pair_id])
+
+
+def set_reference(db: Database, pair_id: int, chosen_logp: float, rejected_logp: float, ref_model: str) -> None:
+    """Keep the reference model's summed log-probabilities (nats) with the pair."""
+    db.execute(
+        "UPDATE pairs SET ref_chosen_logp = ?, ref_rejected_logp = ?, ref_model = ? WHERE id = ?",
+        [chosen_logp, rejected_logp, ref_model, pair_id],
+    )
+
+
+def requeue_newer(db: Database, adapter: str, version: int) -> int:
+    """Queue the adapter's pairs again that only versions newer than `version` had learned from; returns how many."""
+    return db.execute(
+        """UPDATE pairs SET state = 'queued', epochs_done = max(0, epochs_done - 1), trained_version = NULL,
+               note = 'queued again: version ' || trained_version || ' was lost'
+           WHERE adapter = ? AND trained_version > ? AND state IN ('queued', 'trained', 'learnt')""",
+        [adapter, version],
+    ).rowcount
+
+
+def _pair(row: dict[str, Any]) -> PairRow:
+    def ids(column: str) -> tuple[int, ...] | None:
+        return tuple(json.loads(row[column])) if row[column] is not None else None
+
+    return PairRow(
+        id=row["id"],
+        created_at=row["created_at"],
+        adapter=row["adapter"],
+        signal_id=row["signal_id"],
+        source=row["source"],
+        weight=row["weight"],
+        messages=tuple(json.loads(row["messages"])) if row["messages"] is not None else None,
+        prompt=row["prompt"],
+        prompt_ids=ids("prompt_ids"),
+        chosen=Side(row["chosen"], ids("chosen_ids"), row["chosen_completion_id"], row["chosen_choice"]),
+        rejected=Side(row["rejected"], ids("rejected_ids"), row["rejected_completion_id"], row["rejected_choice"]),
+        state=row["state"],
+        epochs_done=row["epochs_done"],
+        trained_version=row["trained_version"],
+        ref_chosen_logp=row["ref_chosen_logp"],
+        ref_rejected_logp=row["ref_rejected_logp"],
+        ref_model=row["ref_model"],
+        note=row["note"],
+    )

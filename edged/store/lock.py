@@ -1,0 +1,40 @@
+"""One process per data folder.
+
+Owns `edged.lock`. Must not know SQLite.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FolderTaken(RuntimeError):
+    """Another process holds the folder; the message names both."""
+
+
+class FolderLock:
+    """An flock on `<folder>/edged.lock`, held until `release` or the end of the process, however it ends.
+
+    The file stays: removing it would let two processes lock two files of one name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "edged.lock"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise FolderTaken(
+                f'data folder "{folder}" is in use by another edged (pid {holder}): '
+                "stop that one, or give this one another store.data_dir"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let another process have the folder."""
+        os.close(self._descriptor)

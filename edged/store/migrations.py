@@ -1,0 +1,192 @@
+"""The schema, as a list of small named functions applied in order and recorded in the `migrations` table.
+
+Owns every table's definition. Must not know who fills the tables. A released migration is never edited: add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlite_utils import Database
+
+from edged.store.timestamps import utc_now, utc_text
+
+Migration = Callable[[Database], None]
+
+
+class UnknownMigration(RuntimeError):
+    """The file was written by a newer edged."""
+
+
+def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> list[str]:
+    """Apply what the file lacks of `migrations` (default: all), each in its own transaction; returns the names applied.
+
+    Raises UnknownMigration when the file has one that is not in the list.
+    """
+    todo = MIGRATIONS if migrations is None else migrations
+    db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
+    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
+    known = {migration.__name__ for migration in todo}
+    if unknown := sorted(applied - known):
+        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+    fresh = [migration for migration in todo if migration.__name__ not in applied]
+    for migration in fresh:
+        with db.atomic():
+            migration(db)
+            db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
+    return [migration.__name__ for migration in fresh]
+
+
+def m001_completions(db: Database) -> None:
+    """What was asked and answered, so that feedback can name it."""
+    db.execute("""
+        CREATE TABLE completions (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            object TEXT NOT NULL CHECK (object IN ('chat.completion', 'text_completion')),
+            user TEXT,
+            adapter TEXT,
+            version INTEGER NOT NULL,
+            model TEXT NOT NULL,
+            messages TEXT,
+            prompt TEXT,
+            prompt_key TEXT NOT NULL,
+            prompt_ids TEXT NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            choice_count INTEGER NOT NULL
+        )""")
+    db.execute("CREATE INDEX completions_by_prompt ON completions (prompt_key)")
+    db.execute("""
+        CREATE TABLE choices (
+            completion_id TEXT NOT NULL REFERENCES completions (id) ON DELETE CASCADE,
+            choice INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            token_ids TEXT NOT NULL,
+            finish_reason TEXT NOT NULL,
+            completion_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            queue_ms REAL NOT NULL,
+            ttft_ms REAL NOT NULL,
+            total_ms REAL NOT NULL,
+            PRIMARY KEY (completion_id, choice)
+        )""")
+
+
+def m002_feedback(db: Database) -> None:
+    """What users did, and the preference pairs that follow from it."""
+    db.execute("""
+        CREATE TABLE signals (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            completion_id TEXT REFERENCES completions (id),
+            choice INTEGER,
+            user TEXT NOT NULL,
+            signal TEXT NOT NULL,
+            text TEXT,
+            seconds REAL,
+            pair_ids TEXT NOT NULL,
+            reason TEXT NOT NULL
+        )""")
+    db.execute("CREATE INDEX signals_by_completion ON signals (completion_id, choice)")
+    db.execute("""
+        CREATE TABLE pairs (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            signal_id TEXT NOT NULL REFERENCES signals (id),
+            source TEXT NOT NULL,
+            weight REAL NOT NULL,
+            messages TEXT,
+            prompt TEXT,
+            prompt_key TEXT NOT NULL,
+            chosen TEXT NOT NULL,
+            rejected TEXT NOT NULL,
+            prompt_ids TEXT,
+            chosen_ids TEXT,
+            rejected_ids TEXT,
+            chosen_completion_id TEXT REFERENCES completions (id),
+            chosen_choice INTEGER,
+            rejected_completion_id TEXT REFERENCES completions (id),
+            rejected_choice INTEGER,
+            state TEXT NOT NULL CHECK (state IN ('queued', 'held_out', 'trained', 'learnt', 'skipped')),
+            epochs_done INTEGER NOT NULL DEFAULT 0,
+            trained_version INTEGER,
+            ref_chosen_logp REAL,
+            ref_rejected_logp REAL,
+            ref_model TEXT,
+            note TEXT NOT NULL DEFAULT ''
+        )""")
+    db.execute("CREATE INDEX pairs_by_adapter ON pairs (adapter, state)")
+    db.execute("CREATE INDEX pairs_by_signal ON pairs (signal_id)")
+    db.execute("CREATE INDEX pairs_by_prompt ON pairs (prompt_key)")
+    db.execute("CREATE INDEX pairs_by_chosen ON pairs (chosen_completion_id)")
+    db.execute("CREATE INDEX pairs_by_rejected ON pairs (rejected_completion_id)")
+
+
+def m003_adapters(db: Database) -> None:
+    """What each adapter's versions are, how well they do, and the steps that were not taken."""
+    db.execute("""
+        CREATE TABLE adapter_versions (
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            created_at TEXT NOT NULL,
+            parent INTEGER NOT NULL,
+            reason TEXT NOT NULL,
+            pairs INTEGER NOT NULL,
+            loss REAL,
+            grad_norm REAL,
+            step_s REAL NOT NULL,
+            path TEXT,
+            on_disk INTEGER NOT NULL DEFAULT 0,
+            PRIMARY KEY (adapter, version)
+        )""")
+    db.execute("""
+        CREATE TABLE alignment_metrics (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            pair_id INTEGER NOT NULL REFERENCES pairs (id),
+            split TEXT NOT NULL CHECK (split IN ('prequential', 'held_out')),
+            chosen_logp REAL NOT NULL,
+            rejected_logp REAL NOT NULL,
+            ref_chosen_logp REAL NOT NULL,
+            ref_rejected_logp REAL NOT NULL,
+            win INTEGER NOT NULL,
+            logp_difference REAL NOT NULL,
+            reward_margin REAL NOT NULL,
+            reward_correct INTEGER NOT NULL,
+            loss REAL NOT NULL,
+            kl_nats REAL
+        )""")
+    db.execute("CREATE INDEX metrics_by_adapter ON alignment_metrics (adapter, split, version)")
+    db.execute("CREATE INDEX metrics_by_pair ON alignment_metrics (pair_id)")
+    db.execute("""
+        CREATE TABLE skipped_steps (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            pair_ids TEXT NOT NULL,
+            reason TEXT NOT NULL
+        )""")
+
+
+def m004_iteration_samples(db: Database) -> None:
+    """A bounded sample of the engine's iterations."""
+    db.execute("""
+        CREATE TABLE iteration_samples (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            prefill_tokens INTEGER NOT NULL,
+            decode_tokens INTEGER NOT NULL,
+            finetune_tokens INTEGER NOT NULL,
+            finetune_units INTEGER NOT NULL,
+            latency_ms REAL NOT NULL,
+            predicted_ms REAL NOT NULL,
+            budget_ms REAL,
+            free_pages INTEGER NOT NULL
+        )""")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_completions, m002_feedback, m003_adapters, m004_iteration_samples)

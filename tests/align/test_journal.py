@@ -1,0 +1,246 @@
+"""What the learning loop reports reaches the tables in order, and a restart resumes with what is not learned yet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from edged.align.journal import FLUSH_SAMPLES, SAMPLE_EVERY_S, Journal, load_open_pairs, requeue_lost
+from edged.align.metrics import summary, versions
+from edged.align.pair import IterationSample, PairRetired, StepSkipped, VersionSaved
+from edged.store import Store
+from edged.store.adapters import forget_adapter
+from edged.store.feedback import get_pairs
+from tests.align.learning import published, queue_pairs, scored, trained
+
+SAMPLE = IterationSample(10, 2, 3, 4, 5.5, 6.5, None, 100)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def append(store, *records, ref_model="base"):
+    Journal(store, ref_model).append(records)
+    store.write(lambda db: None).result()
+
+
+def rows(store, table):
+    return store.read(lambda db: list(db.query(f"SELECT * FROM {table}")))
+
+
+def open_pairs(store, ref_model="base", replay=2):
+    return store.read(lambda db: load_open_pairs(db, ref_model, replay))
+
+
+def test_a_score_is_a_metric_and_its_reference_stays_with_the_pair(store):
+    (number,) = queue_pairs(store, 1)
+    append(store, scored(number, version=4, difference=-2.0, margin=0.25))
+    (metric,) = rows(store, "alignment_metrics")
+    assert metric["logp_difference"] == -2.0
+    assert (metric["win"], metric["reward_correct"], metric["version"], metric["kl_nats"]) == (0, 1, 4, None)
+    (pair,) = store.read(lambda db: get_pairs(db, [number]))
+    assert (pair.ref_chosen_logp, pair.ref_rejected_logp, pair.ref_model) == (-11.0, -12.0, "base")
+
+
+def test_a_pairs_first_prequential_score_stays_and_held_out_scores_add_up(store):
+    (number,) = queue_pairs(store, 1)
+    append(store, scored(number, margin=1.0), scored(number, version=1, margin=2.0))
+    append(store, *(scored(number, version=version, split="held_out", kl_nats=0.1) for version in (1, 2)))
+    assert [(row["split"], row["version"]) for row in rows(store, "alignment_metrics")] == [
+        ("prequential", 0),
+        ("held_out", 1),
+        ("held_out", 2),
+    ]
+
+
+def test_outcomes_set_the_pairs_state(store):
+    numbers = queue_pairs(store, 4)
+    append(
+        store,
+        trained(numbers[0], 3),
+        PairRetired(numbers[1], "ada", "skipped", 2, 0, "loss is nan"),
+        PairRetired(numbers[2], "ada", "learnt", 2, 0, "loss 0.0100 is under align.loss_threshold"),
+        PairRetired(numbers[3], "ada", "queued", 5, 1),
+    )
+    found = store.read(lambda db: get_pairs(db, numbers))
+    assert [(pair.state, pair.trained_version, pair.epochs_done, pair.note) for pair in found] == [
+        ("trained", 3, 1, ""),
+        ("skipped", None, 0, "loss is nan"),
+        ("learnt", None, 0, "loss 0.0100 is under align.loss_threshold"),
+        ("queued", 5, 1, ""),
+    ]
+
+
+def test_versions_are_published_saved_and_removed(store):
+    append(
+        store,
+        published(1, loss=0.6, grad_norm=2.0, pairs=4, step_s=0.5),
+        published(2),
+        VersionSaved("ada", 2, "/data/ada/2", (1,)),
+        published(3, reason="guard: too far"),
+    )
+    append(store, VersionSaved("ada", 1, "/data/ada/1"), VersionSaved("ada", 2, "/data/ada/2", (1,)))
+    found = store.read(lambda db: versions(db, "ada"))
+    assert [(row["version"], row["parent"], row["reason"], row["path"], row["on_disk"]) for row in found] == [
+        (3, 2, "guard: too far", None, False),
+        (2, 1, "trained", "/data/ada/2", True),
+        (1, 0, "trained", None, False),
+    ]
+    assert (found[2]["loss"], found[2]["grad_norm"], found[2]["pairs"], found[2]["step_s"]) == (0.6, 2.0, 4, 0.5)
+
+
+def test_a_skipped_step_is_recorded(store):
+    append(store, StepSkipped("ada", 7, (1, 2), "gradient is nan"))
+    (row,) = rows(store, "skipped_steps")
+    assert (row["adapter"], row["version"], row["pair_ids"], row["reason"]) == ("ada", 7, "[1,2]", "gradient is nan")
+
+
+def test_append_does_not_wait_for_the_disk(store):
+    release = threading.Event()
+    store.write(lambda db: release.wait(10))
+    (journal, record) = Journal(store, "base"), published(1)
+    journal.append([record])
+    assert rows(store, "adapter_versions") == []
+    release.set()
+    store.write(lambda db: None).result()
+    assert len(rows(store, "adapter_versions")) == 1
+
+
+def test_a_record_that_does_not_fit_is_logged_and_the_others_stand(store, caplog):
+    (number,) = queue_pairs(store, 1)
+    append(store, published(1), scored(number, loss=float("nan")), published(2))
+    assert [row["version"] for row in rows(store, "adapter_versions")] == [1, 2]
+    assert "does not fit the database: PairScored" in caplog.text
+
+
+def test_records_of_a_forgotten_adapter_leave_nothing(store, caplog):
+    (number,) = queue_pairs(store, 1)
+    store.write(lambda db: forget_adapter(db, "ada")).result()
+    append(store, scored(number), trained(number, 1))
+    assert rows(store, "alignment_metrics") == rows(store, "pairs") == []
+    assert caplog.text == ""
+
+
+def test_a_write_that_fails_altogether_is_logged(store, caplog):
+    store.write(lambda db: db.execute("DROP TABLE adapter_versions")).result()
+    append(store, published(1))
+    assert "records of the learning loop were not stored" in caplog.text
+    assert "no such table: adapter_versions" in caplog.text
+    assert caplog.records[-1].levelno == logging.ERROR
+
+
+def test_iteration_samples_are_thinned_by_time_and_written_together(store):
+    now = 0.0
+    journal = Journal(store, "base", clock=lambda: now)
+    for _ in range(FLUSH_SAMPLES * 9):
+        journal.append([SAMPLE])
+        now += SAMPLE_EVERY_S / 9.99
+    store.write(lambda db: None).result()
+    assert rows(store, "iteration_samples") == []
+    journal.flush()
+    journal.flush()
+    store.write(lambda db: None).result()
+    found = rows(store, "iteration_samples")
+    assert 0.8 * FLUSH_SAMPLES < len(found) < FLUSH_SAMPLES
+    assert {key: value for key, value in found[0].items() if key not in ("id", "created_at")} == {
+        "prefill_tokens": 10,
+        "decode_tokens": 2,
+        "finetune_tokens": 3,
+        "finetune_units": 4,
+        "latency_ms": 5.5,
+        "predicted_ms": 6.5,
+        "budget_ms": None,
+        "free_pages": 100,
+    }
+
+
+def test_iteration_samples_are_written_when_enough_wait_or_with_other_records(store):
+    now = 0.0
+    journal = Journal(store, "base", keep_samples=10, clock=lambda: now)
+    for _ in range(FLUSH_SAMPLES):
+        journal.append([SAMPLE])
+        now += 1.0
+    store.write(lambda db: None).result()
+    assert len(rows(store, "iteration_samples")) == FLUSH_SAMPLES
+    journal.append([SAMPLE, published(1)])
+    store.write(lambda db: None).result()
+    assert len(rows(store, "iteration_samples")) == FLUSH_SAMPLES + 1
+
+
+# -- after a restart ---------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_resumes_queued_and_held_out_pairs_and_the_latest_trained_of_each_adapter(store):
+    ada, bob = queue_pairs(store, 7), queue_pairs(store, 2, "bob")
+    append(
+        store,
+        *(trained(number, 1) for number in ada[:3]),
+        PairRetired(ada[3], "ada", "learnt", 1, 0),
+        PairRetired(ada[4], "ada", "held_out", 1, 0),
+        PairRetired(ada[5], "ada", "skipped", 1, 0, "nan"),
+        trained(bob[0], 1, adapter="bob"),
+    )
+    found = open_pairs(store, replay=2)
+    assert [(pair.id, pair.state) for pair in found] == [
+        (ada[2], "trained"),
+        (ada[3], "learnt"),
+        (ada[4], "held_out"),
+        (ada[6], "queued"),
+        (bob[0], "trained"),
+        (bob[1], "queued"),
+    ]
+
+
+def test_references_of_another_model_are_not_resumed(store):
+    numbers = queue_pairs(store, 2)
+    append(store, scored(numbers[0]))
+    append(store, scored(numbers[1]), ref_model="older")
+    assert [(pair.ref_chosen_logp, pair.ref_model) for pair in open_pairs(store)] == [(-11.0, "base"), (None, None)]
+
+
+def test_pairs_of_versions_that_were_lost_are_queued_again(store):
+    numbers = queue_pairs(store, 5)
+    append(
+        store,
+        *(published(version) for version in (1, 2, 3)),
+        trained(numbers[0], 1),
+        trained(numbers[1], 2),
+        trained(numbers[2], 3, state="learnt", epochs=2),
+        PairRetired(numbers[3], "ada", "queued", 3, 1),
+        PairRetired(numbers[4], "ada", "skipped", 3, 0, "nan"),
+        scored(numbers[0], 2, split="held_out"),
+        scored(numbers[0], 1, split="held_out"),
+        scored(numbers[2], 2),
+    )
+    assert store.write(lambda db: requeue_lost(db, "ada", 1)).result() == 3
+    found = store.read(lambda db: get_pairs(db, numbers))
+    assert [(pair.state, pair.epochs_done, pair.trained_version) for pair in found] == [
+        ("trained", 1, 1),
+        ("queued", 0, None),
+        ("queued", 1, None),
+        ("queued", 0, None),
+        ("skipped", 0, None),
+    ]
+    assert found[1].note == "queued again: version 2 was lost"
+    assert [row["version"] for row in rows(store, "adapter_versions")] == [1]
+    assert [(row["version"], row["split"]) for row in rows(store, "alignment_metrics")] == [
+        (1, "held_out"),
+        (2, "prequential"),
+    ]
+    assert store.write(lambda db: requeue_lost(db, "ada", 1)).result() == 0
+
+
+def test_losing_an_adapters_versions_leaves_other_adapters_alone(store):
+    (ada,), (bob,) = queue_pairs(store, 1), queue_pairs(store, 1, "bob")
+    append(store, published(1), published(1, "bob"), trained(ada, 1), trained(bob, 1, adapter="bob"))
+    store.write(lambda db: requeue_lost(db, "ada", 0)).result()
+    assert {pair.adapter: pair.state for pair in open_pairs(store)} == {"ada": "queued", "bob": "trained"}
+    append(store, published(1, pairs=9))
+    assert store.read(lambda db: versions(db, "ada"))[0]["pairs"] == 9
+    assert store.read(lambda db: summary(db, "bob"))["version"] == 1

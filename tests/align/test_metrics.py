@@ -1,0 +1,119 @@
+"""Win rate, CLPD and their companions are the means they claim to be."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+
+import pytest
+
+from edged.align.journal import Journal
+from edged.align.metrics import RECENT_PAIRS, series, summaries, summary, versions
+from edged.align.pair import PairRetired
+from edged.store import Store
+from tests.align.learning import published, queue_pairs, scored, trained
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def append(store, *records):
+    Journal(store, "base").append(records)
+    store.write(lambda db: None).result()
+
+
+def test_a_store_without_feedback_has_no_adapters(store):
+    assert store.read(summaries) == []
+    assert store.read(lambda db: summary(db, "ada")) is None
+    assert store.read(lambda db: series(db, "ada")) == []
+    assert store.read(lambda db: versions(db, "ada")) == []
+
+
+def test_an_adapter_with_only_queued_pairs_has_counts_and_no_means(store):
+    queue_pairs(store, 2)
+    (found,) = store.read(summaries)
+    assert found["adapter"] == "ada"
+    assert (found["version"], found["pairs_seen"], found["pairs_queued"], found["pairs_trained"]) == (0, 2, 2, 0)
+    for key in ("win_rate", "clpd", "reward_accuracy", "reward_margin", "loss", "win_rate_recent", "held_out_win_rate"):
+        assert found[key] is None
+
+
+def test_the_summary_counts_pairs_by_what_became_of_them(store):
+    numbers = queue_pairs(store, 6)
+    append(
+        store,
+        trained(numbers[0], 1),
+        trained(numbers[1], 1, state="learnt"),
+        PairRetired(numbers[2], "ada", "held_out", 0, 0),
+        PairRetired(numbers[3], "ada", "skipped", 0, 0, "nan"),
+        published(1),
+        published(2),
+    )
+    found = store.read(lambda db: summary(db, "ada"))
+    keys = ("version", "pairs_seen", "pairs_trained", "pairs_queued", "pairs_held_out", "pairs_skipped")
+    assert [found[key] for key in keys] == [2, 6, 2, 2, 1, 1]
+
+
+def test_the_means_go_over_all_prequential_scores_and_over_the_recent_ones(store):
+    numbers = queue_pairs(store, RECENT_PAIRS + 30)
+    differences = [(i * 37 % 19) - 6.5 for i in range(len(numbers))]
+    margins = [(i * 23 % 11) - 4.0 for i in range(len(numbers))]
+    losses = [i / 100 for i in range(len(numbers))]
+    append(
+        store,
+        *(
+            scored(number, difference=difference, margin=margin, loss=loss)
+            for number, difference, margin, loss in zip(numbers, differences, margins, losses, strict=True)
+        ),
+        scored(numbers[0], version=3, split="held_out", difference=1e6, loss=1e6),
+    )
+    found = store.read(lambda db: summary(db, "ada"))
+    for suffix, part in (("", slice(None)), ("_recent", slice(-RECENT_PAIRS, None))):
+        assert found["win_rate" + suffix] == pytest.approx(mean(d > 0 for d in differences[part]))
+        assert found["clpd" + suffix] == pytest.approx(mean(differences[part]))
+        assert found["reward_accuracy" + suffix] == pytest.approx(mean(m > 0 for m in margins[part]))
+        assert found["reward_margin" + suffix] == pytest.approx(mean(margins[part]))
+        assert found["loss" + suffix] == pytest.approx(mean(losses[part]))
+    points = store.read(lambda db: series(db, "ada", limit=40))
+    assert [point["pair"] for point in points] == list(range(len(numbers) - 39, len(numbers) + 1))
+    assert [point["logp_difference"] for point in points] == pytest.approx(differences[-40:])
+    for point in points:
+        part = slice(max(0, point["pair"] - RECENT_PAIRS), point["pair"])
+        assert point["win_rate"] == pytest.approx(mean(d > 0 for d in differences[part]))
+        assert point["clpd"] == pytest.approx(mean(differences[part]))
+        assert point["reward_accuracy"] == pytest.approx(mean(m > 0 for m in margins[part]))
+
+
+def test_held_out_means_are_those_of_the_latest_tested_version(store):
+    numbers = queue_pairs(store, 2)
+    for version, difference in ((1, -5.0), (4, 3.0)):
+        append(
+            store,
+            *(
+                scored(n, version, split="held_out", difference=difference + i, margin=difference, kl_nats=0.5 + i)
+                for i, n in enumerate(numbers)
+            ),
+        )
+    found = store.read(lambda db: summary(db, "ada"))
+    assert found["held_out_version"] == 4
+    assert (found["held_out_win_rate"], found["held_out_clpd"]) == (1.0, 3.5)
+    assert (found["held_out_reward_accuracy"], found["held_out_kl_nats"]) == (1.0, 1.0)
+    assert found["win_rate"] is None
+
+
+def test_adapters_are_listed_by_name_and_ready_for_json(store):
+    queue_pairs(store, 1, "zoe")
+    append(store, published(3, "bob"))
+    found = store.read(summaries)
+    assert [(row["adapter"], row["version"], row["pairs_seen"]) for row in found] == [("bob", 3, 0), ("zoe", 0, 1)]
+    assert found[0]["updated_at"] > "2025"
+    json.dumps(found, allow_nan=False)
+
+
+def test_versions_come_newest_first_up_to_a_limit(store):
+    append(store, *(published(version) for version in range(1, 8)))
+    assert [row["version"] for row in store.read(lambda db: versions(db, "ada", limit=3))] == [7, 6, 5]

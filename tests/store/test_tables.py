@@ -1,0 +1,169 @@
+"""Rows come back as they went in, and nothing grows without bound."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from edged.store import Store, StoreError, samples
+from edged.store.adapters import Version, forget_adapter, insert_version
+from edged.store.completions import (
+    PRUNE_EVERY,
+    Choice,
+    completions_of_prompt,
+    get_completion,
+    insert_completion,
+    prompt_key,
+)
+from edged.store.feedback import PairRow, Side, Signal, get_pairs, insert_pair, insert_signal
+from tests.store.rows import MOMENT, completion
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "database.md"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def add(store, *completions, keep=1000):
+    for future in [store.write(lambda db, c=c: insert_completion(db, c, keep)) for c in completions]:
+        future.result()
+
+
+def refer(store, name, user="ada"):
+    store.write(lambda db: insert_signal(db, Signal(f"fb-{name}", MOMENT, user, "up", name, 0))).result()
+
+
+def pair(chosen, rejected, signal_id, adapter="ada"):
+    return PairRow(0, MOMENT, adapter, signal_id, "thumbs", 0.5, None, "Hi", (1, 2), chosen, rejected, "queued")
+
+
+def ids(store):
+    return [
+        name for (name,) in store.read(lambda db: db.execute("SELECT id FROM completions ORDER BY rowid").fetchall())
+    ]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        completion("c", "Fine.", "Bad, \n\0 ünïcödé 🙂", adapter="ada", version=7),
+        completion("c", "", user=None),
+        completion("c", "x", messages=None, prompt="Once", object="text_completion"),
+        completion("c", "x", messages=None, prompt_ids=(5,), object="text_completion"),
+        completion("c", "x", asked=[{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ada"}]),
+        completion("c", choices=(Choice(0, "t", (1,), "length", 1, 2, 3.5, 4.5, 5.5),)),
+    ],
+)
+def test_a_completion_comes_back_as_it_went_in(store, stored):
+    add(store, stored)
+    assert store.read(lambda db: get_completion(db, "c")) == stored
+    assert store.read(lambda db: get_completion(db, "d")) is None
+
+
+def test_text_that_utf8_cannot_say_is_stored_with_a_question_mark(store):
+    add(store, completion("c", "a\ud800b", asked="c\udfffd"))
+    found = store.read(lambda db: get_completion(db, "c"))
+    assert found.choices[0].text == "a?b"
+    assert found.messages[0]["content"] == "c?d"
+
+
+def test_a_pair_comes_back_as_it_went_in(store):
+    add(store, completion("c", "good", "bad"))
+    refer(store, "c")
+    wanted = pair(Side("good", (1, 2), "c", 0), Side("bad", None, "c", 1), "fb-c")
+    number = store.write(lambda db: insert_pair(db, wanted, "key")).result()
+    found = store.read(lambda db: get_pairs(db, [number, 99]))
+    assert found == [PairRow(**{field: getattr(wanted, field) for field in PairRow.__slots__} | {"id": number})]
+
+
+def test_equal_prompts_have_equal_keys_and_different_ones_do_not():
+    chat = [{"role": "user", "content": "Hi"}]
+    assert prompt_key(chat, None) == prompt_key([{"content": "Hi", "role": "user"}], None, (1, 2))
+    assert (
+        len({prompt_key(chat, None), prompt_key(None, "Hi"), prompt_key(None, None, (1,)), prompt_key([], None)}) == 4
+    )
+
+
+def test_completions_of_a_prompt_are_those_of_the_same_learner_newest_first(store):
+    add(
+        store,
+        completion("a1", "1"),
+        completion("b", "2", user="bob"),
+        completion("a2", "3"),
+        completion("a3", "4", asked="Else?"),
+        completion("a4", "5", user="bob", adapter="ada"),
+    )
+    key = completion("", "").prompt_key
+    found = store.read(lambda db: completions_of_prompt(db, key, "ada", 10))
+    assert [c.id for c in found] == ["a4", "a2", "a1"]
+    assert [c.id for c in store.read(lambda db: completions_of_prompt(db, key, "ada", 1))] == ["a4"]
+
+
+def test_old_completions_go_except_those_that_feedback_refers_to(store):
+    keep = 10
+    add(store, *(completion(f"c{i}", "x", "y") for i in range(6)), keep=keep)
+    refer(store, "c2")
+    sides = Side("x", (1,), "c3", 0), Side("y", (2,), "c4", 1)
+    store.write(lambda db: insert_pair(db, pair(*sides, "fb-c2"), "key")).result()
+    add(store, *(completion(f"d{i}", "x") for i in range(3 * PRUNE_EVERY)), keep=keep)
+    left = ids(store)
+    assert left[:3] == ["c2", "c3", "c4"]
+    assert left[-keep:] == [f"d{i}" for i in range(3 * PRUNE_EVERY - keep, 3 * PRUNE_EVERY)]
+    assert len(left) <= 3 + keep + PRUNE_EVERY
+    orphans = "SELECT count(*) FROM choices WHERE completion_id NOT IN (SELECT id FROM completions)"
+    assert store.read(lambda db: db.execute(orphans).fetchone()) == (0,)
+
+
+def test_iteration_samples_are_bounded(store):
+    values = ("prefill_tokens", "decode_tokens", "finetune_tokens", "finetune_units", "latency_ms", "predicted_ms")
+    sample = dict.fromkeys(values, 1) | {"budget_ms": None, "free_pages": 3}
+
+    def many(db):
+        for _ in range(samples.PRUNE_EVERY * 3 + 7):
+            samples.insert_sample(db, MOMENT, sample, keep=100)
+        return db.execute("SELECT count(*), max(id) FROM iteration_samples").fetchone()
+
+    assert store.write(many).result() == (107, samples.PRUNE_EVERY * 3 + 7)
+
+
+def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):
+    for user in ("zoe", "bob"):
+        add(store, completion(f"c-{user}", "x", "y", user=user))
+        refer(store, f"c-{user}", user)
+        sides = Side("x", (1,), f"c-{user}", 0), Side("y", (2,), f"c-{user}", 1)
+        store.write(lambda db, s=sides, u=user: insert_pair(db, pair(*s, f"fb-c-{u}", u), "key")).result()
+        store.write(lambda db, u=user: insert_version(db, Version(u, 1, MOMENT, 0, "trained"))).result()
+    deleted = store.write(lambda db: forget_adapter(db, "zoe")).result()
+    assert {table: count for table, count in deleted.items() if count} == {
+        "adapter_versions": 1,
+        "pairs": 1,
+        "signals": 1,
+        "completions": 1,
+    }
+    assert ids(store) == ["c-bob"]
+    for table in ("choices", "pairs", "signals", "adapter_versions"):
+        text = store.read(lambda db, t=table: repr(list(db.query(f"SELECT * FROM {t}"))))
+        assert "zoe" not in text
+        assert "bob" in text
+
+
+def test_feedback_on_a_completion_that_is_not_there_is_refused_by_the_database(store):
+    with pytest.raises(StoreError, match="FOREIGN KEY"):
+        refer(store, "nothing")
+
+
+def test_the_document_lists_every_table_and_column(store):
+    sections = re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    described = {
+        section.split("\n", 1)[0].strip("` "): re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+        for section in sections
+        if section.startswith("`")
+    }
+    real = store.read(lambda db: {t.name: [column.name for column in t.columns] for t in db.tables})
+    assert described == real
