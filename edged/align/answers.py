@@ -5,6 +5,7 @@ Owns the ratings' signs and weights. Must not know how pairs follow from them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlite_utils import Database
@@ -30,7 +31,7 @@ _READING_WORDS_PER_S = 4.0
 _READ, _GLANCED = 0.5, 0.1
 """Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""
 _LOOK_BACK = 32
-"""Answers to the same prompt that are looked at, the newest first."""
+"""Completions of the same prompt that are looked at, the newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Answer:
 
     @property
     def side(self) -> Side:
+        """The answer as a pair holds it."""
         return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
 
     @property
@@ -62,16 +64,16 @@ class Answer:
 
 
 def answer_of(db: Database, completion: Completion, choice: Choice) -> Answer:
-    signals = feedback.signals_of(db, completion.id)
-    return Answer(completion, choice, tuple(signal for signal in signals if signal.choice == choice.choice))
+    """An answer with its signals, oldest first."""
+    return _with_signals(db, [(completion, choice)])[0]
 
 
-def others_of(db: Database, answer: Answer) -> list[Answer]:
-    """The other answers to the same prompt by the same adapter, newest first."""
+def rated_others(db: Database, answer: Answer) -> list[Answer]:
+    """The other answers to the same prompt by the same adapter that have a rating, newest first."""
     completion = answer.completion
-    same = completions_of_prompt(db, completion.prompt_key, completion.learner or "", _LOOK_BACK)
-    answers = [answer_of(db, other, choice) for other in same for choice in other.choices]
-    return [other for other in answers if other.side != answer.side]
+    same = completions_of_prompt(db, completion.prompt_key, completion.learner or "", _LOOK_BACK, rated_only=True)
+    answers = _with_signals(db, [(other, choice) for other in same for choice in other.choices])
+    return [other for other in answers if other.rating is not None and other.side != answer.side]
 
 
 def answer_before(db: Database, completion: Completion) -> Answer | None:
@@ -87,3 +89,13 @@ def answer_before(db: Database, completion: Completion) -> Answer | None:
             if shown and choice.text.strip() == shown:
                 return answer_of(db, earlier, choice)
     return None
+
+
+def _with_signals(db: Database, choices: Sequence[tuple[Completion, Choice]]) -> list[Answer]:
+    signals: dict[tuple[str | None, int | None], list[Signal]] = {}
+    for signal in feedback.signals_of(db, sorted({completion.id for completion, _ in choices})):
+        signals.setdefault((signal.completion_id, signal.choice), []).append(signal)
+    return [
+        Answer(completion, choice, tuple(signals.get((completion.id, choice.choice), ())))
+        for completion, choice in choices
+    ]

@@ -29,7 +29,7 @@ from typing import Literal
 
 from sqlite_utils import Database
 
-from edged.align.answers import Answer, answer_before, answer_of, others_of
+from edged.align.answers import Answer, answer_before, answer_of, rated_others
 from edged.align.next_turn import content_text, is_correction, is_rephrase
 from edged.store import feedback, utc_text
 from edged.store.completions import Choice, Completion, Message, get_completion, prompt_key
@@ -152,7 +152,7 @@ def note_next_turn(db: Database, completion_id: str, now: datetime) -> FeedbackR
     learner = before.completion.learner or ""
     if is_correction(asks) or is_rephrase(asked, asks):
         return _record(db, before, _new_signal(learner, before, "rephrase", asks, None, now))
-    others = others_of(db, before)
+    others = rated_others(db, before)
     if before.rating is None and any(other.rating and other.rating.signal == "regenerate" for other in others):
         return _record(db, before, _new_signal(learner, before, "accepted", None, None, now))
     return None
@@ -202,7 +202,7 @@ def _rating_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
     weight = answer.weight(signal)
     if not weight:
         return []
-    partners = [other for other in others_of(db, answer) if other.rating and other.weight(other.rating) * weight < 0]
+    partners = [other for other in rated_others(db, answer) if other.rating and other.weight(other.rating) * weight < 0]
     before = answer_before(db, answer.completion) if weight > 0 else None
     if before is not None and before.rating is not None and before.rating.signal == "rephrase":
         partners.append(before)

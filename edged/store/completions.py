@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,22 +130,35 @@ def prune_completions(db: Database, keep: int) -> int:
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:
     """The completion of that id with its choices in order; None when there is none (any more)."""
-    row = next(iter(db.query("SELECT * FROM completions WHERE id = ?", [completion_id])), None)
-    return _completion(db, row) if row else None
+    return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
 
 
-def completions_of_prompt(db: Database, key: str, learner: str, limit: int) -> list[Completion]:
-    """The newest `limit` completions of an equal prompt that teach `learner`, newest first."""
+def completions_of_prompt(
+    db: Database, key: str, learner: str, limit: int, rated_only: bool = False
+) -> list[Completion]:
+    """The newest `limit` completions of an equal prompt that teach `learner` (and have a signal), newest first."""
     rows = db.query(
-        """SELECT * FROM completions WHERE prompt_key = ? AND coalesce(adapter, user) = ?
-           ORDER BY rowid DESC LIMIT ?""",
-        [key, learner, limit],
+        """SELECT * FROM completions WHERE prompt_key = :key AND coalesce(adapter, user) = :learner
+               AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
+           ORDER BY rowid DESC LIMIT :limit""",
+        {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit},
     )
-    return [_completion(db, row) for row in list(rows)]
+    return _completions(db, rows)
 
 
-def _completion(db: Database, row: dict[str, Any]) -> Completion:
-    choices = db.query("SELECT * FROM choices WHERE completion_id = ? ORDER BY choice", [row["id"]])
+def _completions(db: Database, rows: Iterable[dict[str, Any]]) -> list[Completion]:
+    """Rows of `completions` with their choices."""
+    found = list(rows)
+    choices: dict[str, list[Choice]] = {row["id"]: [] for row in found}
+    for row in db.query(
+        "SELECT * FROM choices WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY completion_id, choice",
+        [json.dumps(list(choices))],
+    ):
+        choices[row["completion_id"]].append(_choice(row))
+    return [_completion(row, choices[row["id"]]) for row in found]
+
+
+def _completion(row: dict[str, Any], choices: list[Choice]) -> Completion:
     messages = json.loads(row["messages"]) if row["messages"] else None
     return Completion(
         id=row["id"],
@@ -153,7 +166,7 @@ def _completion(db: Database, row: dict[str, Any]) -> Completion:
         object=row["object"],
         model=row["model"],
         prompt_ids=tuple(json.loads(row["prompt_ids"])),
-        choices=tuple(_choice(choice) for choice in choices),
+        choices=tuple(choices),
         user=row["user"],
         adapter=row["adapter"],
         version=row["version"],

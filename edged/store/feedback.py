@@ -6,7 +6,7 @@ Owns their rows. Must not know how a signal becomes a pair.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,12 @@ def insert_signal(db: Database, signal: Signal) -> None:
     )
 
 
-def signals_of(db: Database, completion_id: str) -> list[Signal]:
-    """All signals on a completion, oldest first."""
-    rows = db.query("SELECT * FROM signals WHERE completion_id = ? ORDER BY rowid", [completion_id])
+def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
+    """All signals on these completions, oldest first."""
+    rows = db.query(
+        "SELECT * FROM signals WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY rowid",
+        [json.dumps(list(completion_ids))],
+    )
     return [Signal(**{**row, "pair_ids": tuple(json.loads(row["pair_ids"]))}) for row in rows]
 
 
@@ -140,12 +143,12 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
-def pairs_of(db: Database, adapter: str | None = None) -> Iterator[PairRow]:
-    """All pairs (of one adapter), oldest first, read as they are consumed."""
-    rows = db.query(
-        "SELECT * FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+def pair_ids_of(db: Database, adapter: str | None = None) -> list[int]:
+    """Ids of all pairs (of one adapter), oldest first."""
+    rows = db.execute(
+        "SELECT id FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
     )
-    return (_pair(row) for row in rows)
+    return [pair_id for (pair_id,) in rows.fetchall()]
 
 
 def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ import pytest
 from edged.align.formats import count_lines, export_pair, read_pairs
 from edged.align.signals import record_pair
 from edged.store import Store
-from edged.store.feedback import pairs_of
+from edged.store.feedback import get_pairs, pair_ids_of
 
 HH_FILE = Path(__file__).parents[3] / "shared" / "data" / "hh-harmless.jsonl.gz"
 SKY = [{"role": "user", "content": "What color is the sky?"}]
@@ -203,7 +203,7 @@ def test_what_is_exported_can_be_imported(read, tmp_path):
     now = datetime(2025, 1, 31, tzinfo=UTC)
     store.write(lambda db: record_pair(db, "ada", "blue ☀", "green", now, messages=SKY)).result()
     store.write(lambda db: record_pair(db, "ada", " 4", " 5", now, prompt="2+2 =")).result()
-    exported = [export_pair(row) for row in store.read(lambda db: list(pairs_of(db, "ada")))]
+    exported = [export_pair(row) for row in store.read(lambda db: get_pairs(db, pair_ids_of(db, "ada")))]
     store.close()
     assert [pair for _, pair in read("edged", *exported)] == [
         {"messages": SKY, "chosen": "blue ☀", "rejected": "green"},

@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
-
 import pytest
 
-from edged.align.next_turn import is_correction, is_rephrase
-from edged.align.signals import SIGNALS, Feedback, FeedbackError, note_next_turn, record_pair, record_signal
+from edged.align.signals import SIGNALS, FeedbackError
 from edged.store import Store
-from edged.store.completions import insert_completion
-from edged.store.feedback import get_pairs, pairs_of, signals_of
-from tests.store.rows import completion
-
-NOW = datetime(2025, 1, 31, 12, tzinfo=UTC)
-
-
-class Desk:
-    """Completions and feedback of one store, in short calls."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.moment = NOW
-
-    def answer(self, name, *texts, **more):
-        row = completion(name, *texts, **more)
-        self.store.write(lambda db: insert_completion(db, row, 1000)).result()
-        return self.store.write(lambda db: note_next_turn(db, name, self.tick())).result()
-
-    def tick(self):
-        self.moment += timedelta(seconds=1)
-        return self.moment
-
-    def report(self, name, signal, choice=None, text=None, seconds=None, user="ada"):
-        feedback = Feedback(user, name, signal, choice, text, seconds)
-        return self.store.write(lambda db: record_signal(db, feedback, self.tick())).result()
-
-    def pair(self, *args, **more):
-        return self.store.write(lambda db: record_pair(db, *args, now=self.tick(), **more)).result()
-
-    def pairs(self, result=None):
-        """(chosen, rejected, source, weight) of the result's pairs, or of all."""
-        if result is None:
-            rows = self.store.read(lambda db: list(pairs_of(db)))
-        else:
-            rows = self.store.read(lambda db: get_pairs(db, result.pair_ids))
-        return [(row.chosen.text, row.rejected.text, row.source, row.weight) for row in rows]
-
-    def signals(self, name):
-        return self.store.read(lambda db: signals_of(db, name))
+from edged.store.feedback import get_pairs
+from tests.align.desk import Desk, chat
 
 
 @pytest.fixture
@@ -56,10 +15,6 @@ def desk(tmp_path):
     store = Store(tmp_path / "edged.db")
     yield Desk(store)
     store.close()
-
-
-def chat(*turns):
-    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 5, turns, strict=False)]
 
 
 # -- choices and edits -------------------------------------------------------------------------------------------------
@@ -175,6 +130,14 @@ def test_one_rating_makes_at_most_four_pairs_with_the_newest(desk):
     assert [rejected for _, rejected, _, _ in desk.pairs(desk.report("best", "up"))] == [
         f"answer {number}" for number in (5, 4, 3, 2)
     ]
+
+
+def test_unrated_answers_do_not_hide_a_rated_one_that_is_older(desk):
+    desk.answer("old", "old")
+    desk.report("old", "down")
+    for number in range(40):
+        desk.answer(f"c{number}", f"answer {number}")
+    assert desk.pairs(desk.report("c39", "up")) == [("answer 39", "old", "thumbs", 1.0)]
 
 
 def test_the_latest_rating_of_an_answer_counts(desk):
@@ -348,121 +311,3 @@ def test_the_user_may_be_left_to_the_completion_or_be_the_adapter(desk):
     assert not desk.report("c", "up", 0, user=None).duplicate
     result = desk.report("c", "down", 1, user="team")
     assert desk.store.read(lambda db: get_pairs(db, result.pair_ids))[0].adapter == "team"
-
-
-# -- the next turn -----------------------------------------------------------------------------------------------------
-
-
-def test_a_correction_in_the_next_turn_rejects_the_answer_and_the_accepted_new_one_is_chosen(desk):
-    desk.answer("a", "Paris, Texas.", asked="Where is Paris?")
-    marked = desk.answer("b", "In France.", asked=chat("Where is Paris?", "Paris, Texas.", "No, I meant the real one."))
-    assert marked is not None
-    assert marked.pair_ids == ()
-    (signal,) = desk.signals("a")
-    assert (signal.signal, signal.text) == ("rephrase", "No, I meant the real one.")
-    result = desk.report("b", "up")
-    assert desk.pairs(result) == [("In France.", "Paris, Texas.", "rephrase", 0.5)]
-    (row,) = desk.store.read(lambda db: get_pairs(db, result.pair_ids))
-    assert row.messages == tuple(chat("Where is Paris?"))
-
-
-def test_a_rephrased_question_rejects_the_answer_and_meets_an_accepted_one_of_the_same_prompt(desk):
-    desk.answer("a", "liked", asked="How tall is Mont Blanc mountain?")
-    desk.report("a", "up")
-    desk.answer("b", "Hm.", asked="How tall is Mont Blanc mountain?")
-    marked = desk.answer(
-        "c",
-        "4806 m",
-        asked=chat("How tall is Mont Blanc mountain?", "Hm.", "Mont Blanc mountain: what is it, how tall?"),
-    )
-    assert desk.pairs(marked) == [("liked", "Hm.", "rephrase", 0.5)]
-
-
-def test_going_on_after_a_regenerated_answer_accepts_the_later_one(desk):
-    desk.answer("a", "first try", asked="Tell me a story")
-    desk.report("a", "regenerate")
-    desk.answer("b", "second try", asked="Tell me a story")
-    marked = desk.answer("c", "sure", asked=chat("Tell me a story", "second try", "Great, what happened next?"))
-    assert desk.pairs(marked) == [("second try", "first try", "regenerate", 1.0)]
-    assert [signal.signal for signal in desk.signals("b")] == ["accepted"]
-    assert desk.answer("d", "ok", asked=chat("Tell me a story", "second try", "And who is she?")) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "user"),
-    [
-        (chat("Where is Paris?", "In Texas.", "And where is Rome?"), "ada"),
-        (chat("Where is Paris?", "In Texas.", "No, I meant the real one."), "bob"),
-        (chat("Where is Paris?", "Something else.", "No, I meant the real one."), "ada"),
-        (chat("Where is Lyon?", "In Texas.", "No, I meant the real one."), "ada"),
-        ([*chat("Where is Paris?", "In Texas.", "No, wrong."), {"role": "assistant", "content": "x"}], "ada"),
-        ("No, I meant the real one.", "ada"),
-    ],
-)
-def test_other_next_turns_say_nothing(desk, asked, user):
-    desk.answer("a", "In Texas.", asked="Where is Paris?")
-    assert desk.answer("b", "ok", asked=asked, user=user) is None
-    assert desk.signals("a") == []
-
-
-def test_the_next_turn_asked_twice_marks_once(desk):
-    desk.answer("a", "In Texas.", asked="Where is Paris?")
-    again = chat("Where is Paris?", "In Texas. ", "No, I meant the real one.")
-    desk.answer("b", "x", asked=again)
-    assert desk.answer("c", "y", asked=again).duplicate
-    assert len(desk.signals("a")) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "No, I meant the other one",
-        "that's wrong",
-        "That is not what I asked",
-        "Wrong!",
-        "no",
-        "Try again please",
-        "shorter, please",
-        "Make it shorter",
-        "please be more formal",
-        "You misunderstood me",
-        "not quite",
-    ],
-)
-def test_corrections_are_recognised(text):
-    assert is_correction(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "No problem, thanks!",
-        "No thanks",
-        "Thanks, what about Rome?",
-        "Nothing else",
-        "I have another question",
-        "More about the second point?",
-        "Is that wrong?",
-        "Longer trips are nicer, aren't they?",
-        "Actually that helps a lot",
-        "",
-    ],
-)
-def test_other_messages_are_no_corrections(text):
-    assert not is_correction(text)
-
-
-@pytest.mark.parametrize(
-    ("asked", "asks", "same"),
-    [
-        ("What is the capital of France?", "Which city is France's capital?", True),
-        ("What is the capital of France?", "What is the capital of Germany?", False),
-        ("How do I boil an egg?", "how do i boil an egg", True),
-        ("Why?", "why?", True),
-        ("Why?", "Why not?", False),
-        ("", "", False),
-        ("Tell me about cats", "Tell me about dogs", False),
-    ],
-)
-def test_rephrased_questions_are_recognised_by_their_content_words(asked, asks, same):
-    assert is_rephrase(asked, asks) is same

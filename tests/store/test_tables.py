@@ -16,6 +16,7 @@ from edged.store.completions import (
     get_completion,
     insert_completion,
     prompt_key,
+    prune_completions,
 )
 from edged.store.feedback import PairRow, Side, Signal, get_pairs, insert_pair, insert_signal
 from tests.store.rows import MOMENT, completion
@@ -118,6 +119,13 @@ def test_old_completions_go_except_those_that_feedback_refers_to(store):
     assert len(left) <= 3 + keep + PRUNE_EVERY
     orphans = "SELECT count(*) FROM choices WHERE completion_id NOT IN (SELECT id FROM completions)"
     assert store.read(lambda db: db.execute(orphans).fetchone()) == (0,)
+
+
+def test_pruning_leaves_exactly_the_newest(store):
+    add(store, *(completion(f"c{i}", "x") for i in range(9)))
+    assert store.write(lambda db: prune_completions(db, 4)).result() == 5
+    assert ids(store) == ["c5", "c6", "c7", "c8"]
+    assert store.write(lambda db: prune_completions(db, 4)).result() == 0
 
 
 def test_iteration_samples_are_bounded(store):
