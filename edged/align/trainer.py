@@ -14,7 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edged.align.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.decoder import Decoder
+from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore, judge
+from edged.align.held_out import HeldOutTest
 from edged.align.pair import (
     PairRetired,
     PairState,
@@ -23,9 +26,9 @@ from edged.align.pair import (
     TokenPair,
     VersionPublished,
 )
-from edged.align.step import Decoder, DpoStep, FineTuneStep, HeldOutTest
 from edged.config import AlignSettings, GuardSettings
 
+FineTuneStep = DpoStep | HeldOutTest
 _REPLAY_POOL = 64
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from edged.align.step import Branches
+from edged.align.decoder import Branches
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.kv import KvStore
 

@@ -1,6 +1,6 @@
 """The served model as the fine-tune units see it: single layers, K/V by page, and the head.
 
-Owns the bridge between `edged.align.step.Decoder` and the model with its pages. Must not know losses or schedules.
+Owns the bridge between `edged.align.decoder.Decoder` and the model with its pages. Must not know losses or schedules.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from edged.align.decoder import Branches, KeysValues, LoraLeaves
 from edged.align.layer_inputs import LayerInputs
-from edged.align.step import Branches, KeysValues, LoraLeaves
 from edged.engine.attention import BranchPass
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
 
 
 class PagedDecoder:
-    """Implements `edged.align.step.Decoder`."""
+    """Implements `edged.align.decoder.Decoder`."""
 
     def __init__(self, model: ServedModel, kv: KvStore) -> None:
         self._model, self._kv = model, kv

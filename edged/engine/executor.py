@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edged.align.step import FineTuneStep
+from edged.align.trainer import FineTuneStep
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
 from edged.engine.attention import PagedPass, attention_pass

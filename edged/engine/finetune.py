@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from edged.align.group import Group, Stream
 from edged.align.layout import Piece
-from edged.align.step import Group, Stream
 from edged.engine.batch import NO_SLOT, Segment
 from edged.engine.decoder import Take
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from edged.align.adapter import AdapterState, Snapshot
+from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
-from edged.align.step import DpoStep
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.parts import EngineParts
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit

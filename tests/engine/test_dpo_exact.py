@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer
 
 from edged.align.adapter import AdapterState, LoraSpec
+from edged.align.dpo import DpoStep
 from edged.align.pair import TokenPair
-from edged.align.step import DpoStep
 from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
 from edged.engine.batch import pack

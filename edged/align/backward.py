@@ -1,0 +1,165 @@
+"""The backward pass of a group, in units of one layer times one window (FlexLLM Algorithm 2).
+
+Owns the gradients that pass between units: the upstream at the present layer's output, and one layer's accumulators of
+the K/V that later windows attended to. Must not know losses: it starts from the gradient at the last layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from edged.align.decoder import Branches, Decoder, KeysValues, LoraLeaves
+from edged.align.group import Group, HeadWindow, Stream
+
+
+def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Windows of at most `size` over the active kept rows, last first; neighbours share windows, gaps end them."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in active:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return [(max(start, last - size), last) for start, stop in reversed(runs) for last in range(stop, start, -size)]
+
+
+def upstream_of(
+    group: Group, heads: Sequence[HeadWindow], coefficients: Sequence[float], decoder: Decoder
+) -> torch.Tensor:
+    """d loss / d (last layer's output) [kept rows, hidden]: the heads' gradients times each answer's coefficient."""
+    device = decoder.device
+    scale = torch.tensor(coefficients, dtype=torch.float32).to(device)
+    kept_row = torch.full((group.rows,), -1, dtype=torch.int64)
+    for stream in group.streams:
+        if stream.kept >= 0:
+            rows = torch.arange(stream.kept, stream.kept + stream.layout.tokens)
+            kept_row[stream.row : stream.row + stream.layout.tokens] = rows
+    kept_row = kept_row.to(device)
+    out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
+    for head in heads:
+        if head.gradient is not None:
+            weighted = head.gradient.float() * scale.index_select(0, head.owners)[:, None]
+            out.index_add_(0, kept_row.index_select(0, head.rows), weighted)
+            head.gradient = None
+    return out.to(decoder.dtype)
+
+
+class Backward:
+    """From the last layer to the first, and in each from the last window to the first.
+
+    `gradients` (A's and B's by linear, fp32) are added to in place.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        windows: Sequence[tuple[int, int]],
+        upstream: torch.Tensor,
+        decoder: Decoder,
+        weights: LoraLeaves,
+        scaling: float,
+        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self._group, self._windows, self._upstream, self._decoder = group, list(windows), upstream, decoder
+        self._weights, self._scaling, self._gradients = weights, scaling, gradients
+        self._layer, self._window = decoder.layer_count - 1, 0
+        self._earlier: dict[int, KeysValues] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all layers are done."""
+        return self._layer < 0
+
+    def sizes_left(self) -> list[int]:
+        """Tokens of the units that are left, in order."""
+        sizes = [stop - start for start, stop in self._windows]
+        return [] if self.finished else sizes[self._window :] + sizes * self._layer
+
+    def run_unit(self) -> int:
+        """Run the next unit; the tokens it covered."""
+        start, stop = self._windows[self._window]
+        self._layer_unit(self._layer, start, stop)
+        self._window += 1
+        if self._window == len(self._windows):
+            self._window, self._layer, self._earlier = 0, self._layer - 1, {}
+        return stop - start
+
+    def _layer_unit(self, layer: int, start: int, stop: int) -> None:
+        """Recompute one layer on one window from its kept input and back-propagate through it.
+
+        The output's gradient and the gradient that later windows left on this window's own K/V go in; the gradients of
+        the input, of the earlier K/V and of the layer's LoRA matrices come out.
+        """
+        assert self._group.inputs is not None
+        branches, owners, leaves = self._branches(layer, start, stop)
+        hidden = self._group.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
+        names = self._decoder.layer_linears(layer)
+        weights = {name: self._weights[name] for name in names}
+        call = self._group.inputs.window(layer, start, stop)
+        with torch.enable_grad():
+            out, keys, values = self._decoder.run_branches(layer, hidden, call, branches, weights, self._scaling)
+        outputs, upstream = [out], [self._upstream[start:stop]]
+        if any(stream.row in self._earlier for stream in owners):
+            outputs += [keys, values]
+            upstream += self._own_gradients(branches, owners, keys)
+        inputs = [*([hidden] if layer else []), *leaves, *(t for pair in weights.values() for t in pair)]
+        gradients = list(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
+        if layer:
+            self._upstream[start:stop] = _present(gradients.pop(0))
+        for branch, stream in zip(branches, owners, strict=True):
+            if branch.earlier is not None:
+                self._add_earlier(stream, branch, gradients.pop(0), gradients.pop(0))
+        for name in names:
+            for total in self._gradients[name]:
+                total.add_(_present(gradients.pop(0)))
+
+    def _branches(self, layer: int, start: int, stop: int) -> tuple[list[Branches], list[Stream], list[torch.Tensor]]:
+        """The pairs that a window covers, with their earlier K/V as leaves."""
+        branches, owners, leaves = [], [], []
+        for stream in self._group.streams:
+            first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
+            if stream.kept < 0 or first >= last:
+                continue
+            begin = first - stream.kept
+            earlier = None
+            if begin:
+                earlier = self._decoder.read_kv(layer, stream.pages, begin)
+                for tensor in earlier:
+                    leaves.append(tensor.requires_grad_(True))
+            pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
+            branches.append(Branches(first - start, last - start, begin, pieces, earlier))
+            owners.append(stream)
+        return branches, owners, leaves
+
+    def _own_gradients(
+        self, branches: Sequence[Branches], owners: Sequence[Stream], keys: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What later windows' attention left on this window's own keys and values."""
+        both = [torch.zeros_like(keys), torch.zeros_like(keys)]
+        for branch, stream in zip(branches, owners, strict=True):
+            if stream.row in self._earlier:
+                rows = slice(branch.start, branch.start + branch.last - branch.first)
+                for into, total in zip(both, self._earlier[stream.row], strict=True):
+                    into[:, branch.first : branch.last] = total[:, rows]
+        return both
+
+    def _add_earlier(self, stream: Stream, branch: Branches, *gradients: torch.Tensor | None) -> None:
+        """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
+        for part, gradient in enumerate(gradients):
+            value = _present(gradient)
+            if stream.row not in self._earlier:
+                shape = (value.shape[0], branch.start, value.shape[2])
+                self._earlier[stream.row] = (
+                    value.new_zeros(shape, dtype=torch.float32),
+                    value.new_zeros(shape, dtype=torch.float32),
+                )
+            self._earlier[stream.row][part][:, : branch.start] += value
+
+
+def _present(gradient: torch.Tensor | None) -> torch.Tensor:
+    """A gradient that the graph must have produced."""
+    if gradient is None:
+        raise RuntimeError("a decoder layer ignored its input or its LoRA matrices: its gradient cannot be computed")
+    return gradient

@@ -1,0 +1,228 @@
+"""One exact DPO step, cut into pieces that can be packed and preempted.
+
+Owns the order of the work: packed forward without autograd, head windows, losses, the backward units, the optimizer.
+Must not know who decides when a piece runs, or whose pages it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from edged.align.adapter import AdapterState
+from edged.align.backward import Backward, upstream_of, windows_of
+from edged.align.decoder import Decoder
+from edged.align.group import Group, HeadWindow, Work, head_window_size, head_windows
+from edged.align.loss import PairLogps, preference_loss
+from edged.align.pair import PairScored, TokenPair
+from edged.config import AlignSettings
+
+
+class DpoStep:
+    """One optimizer step of one adapter over some pairs, pair group by pair group.
+
+    Its life: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
+    `group.inputs`, and calls `advance`; then `run_unit` until `finished`. The gradient is the mean over the pairs whose
+    loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA, exactly as on whole sequences.
+    """
+
+    def __init__(
+        self,
+        state: AdapterState,
+        fresh: Sequence[TokenPair],
+        replay: Sequence[TokenPair],
+        decoder: Decoder,
+        align: AlignSettings,
+        release: Callable[[np.ndarray], None],
+    ) -> None:
+        self.state, self.decoder, self.align = state, decoder, align
+        self.adapter, self.version = state.name, state.version
+        self.fresh, self.replay = list(fresh), list(replay)
+        self.outcomes: list[tuple[TokenPair, float, bool]] = []
+        """(pair with its reference log-probabilities, loss, whether it was trained on) of the fresh pairs."""
+        self.scores: list[PairScored] = []
+        self.loss = float("nan")
+        self.grad_norm = 0.0
+        self.trained = 0
+        self.error = ""
+        self.finished = False
+        self._release = release
+        self._losses: list[float] = []
+        self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
+        self._batches = self._cut([*self.fresh, *self.replay])
+        self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
+        self._open()
+
+    def _cut(self, pairs: list[TokenPair]) -> list[list[TokenPair]]:
+        """Groups of about two windows: few enough rows to keep, enough of them for full windows."""
+        groups: list[list[TokenPair]] = []
+        room = 0
+        for pair in pairs:
+            size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
+            if not groups or size > room:
+                groups.append([])
+                room = 2 * self.align.window_tokens
+            groups[-1].append(pair)
+            room -= size
+        return groups
+
+    def _open(self) -> None:
+        """Begin the next group's forward."""
+        # Version 0 answers as the base: its own log-probabilities are the reference's.
+        self.group = Group(
+            self._batches.pop(0), lambda p: p.ref_chosen_logp is None and self.version > 0, True, self.decoder
+        )
+        self._reset_group()
+
+    def _reset_group(self) -> None:
+        d = self.decoder.device
+        self._heads = head_windows(self.group, True, self._head_size, d)
+        self._heads += head_windows(self.group, False, self._head_size, d)
+        self._next_head = 0
+        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=d)
+        self._backward: Backward | None = None
+
+    # -- the forward -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens_left(self) -> int:
+        """Forward tokens of the present group that are still to compute."""
+        return self.group.tokens_left
+
+    def restart(self) -> None:
+        """The group's pages were taken away: its forward starts again; earlier groups' gradients stay."""
+        self.group.restart(self._release)
+        self._reset_group()
+
+    def free(self) -> None:
+        """Give the group's pages back."""
+        self.group.free(self._release)
+
+    # -- the units ---------------------------------------------------------------------------------------------------
+
+    def units_left(self) -> list[Work]:
+        """What is left of this group after its forward, as far as it can be known before the losses are."""
+        work: list[Work] = [("head", len(head.rows)) for head in self._heads[self._next_head :]]
+        if self._backward is not None:
+            work += [("layer", size) for size in self._backward.sizes_left()]
+        elif self._next_head < len(self._heads):
+            windows = windows_of([(0, self.group.kept_rows)], self.align.window_tokens)
+            work += [("layer", stop - start) for start, stop in windows] * self.decoder.layer_count
+        if not self._batches:
+            work.append(("step", 0))
+        return work
+
+    def run_unit(self) -> Work:
+        """Run the next unit; what ran."""
+        if self._next_head < len(self._heads):
+            head = self._heads[self._next_head]
+            self._next_head += 1
+            self._head_unit(head)
+            if self._next_head == len(self._heads):
+                self._decide()
+            return "head", len(head.rows)
+        if self._backward is not None:
+            tokens = self._backward.run_unit()
+            if self._backward.finished:
+                self._end_group()
+            return "layer", tokens
+        self._end_step()
+        return "step", 0
+
+    def _head_unit(self, head: HeadWindow) -> None:
+        """Log-probabilities of a window and, for the policy, their gradient: the head is computed once, not twice."""
+        hidden = self.group.last.index_select(0, head.rows)
+        with torch.set_grad_enabled(not head.reference):
+            hidden.requires_grad_(not head.reference)
+            logits = self.decoder.logits(hidden)
+        flat = logits.detach()
+        total = flat.logsumexp(-1, keepdim=True)
+        logps = flat.gather(1, head.targets[:, None]) - total
+        self._sums.index_add_(0, head.owners, logps[:, 0])
+        if not head.reference:
+            # d sum(log p) / d logits = onehot - softmax
+            upstream = (flat - total).exp_().neg_()
+            upstream.scatter_add_(1, head.targets[:, None], torch.ones_like(logps))
+            (head.gradient,) = torch.autograd.grad(logits, hidden, upstream)
+
+    def _decide(self) -> None:
+        """All four sums of each pair are known: losses, CheckEnd, and the gradient at the last layer's output."""
+        sums = self._sums.tolist()
+        coefficients = [0.0] * len(sums)
+        reference: dict[int, tuple[float, float]] = {}
+        active: list[tuple[int, int]] = []
+        fresh = {pair.pair_id for pair in self.fresh}
+        for index, stream in enumerate(self.group.streams):
+            chosen, rejected = sums[2 * index], sums[2 * index + 1]
+            if stream.reference:
+                reference[id(stream.pair)] = (chosen, rejected)
+                continue
+            known = reference.get(id(stream.pair), (chosen, rejected))
+            pair = stream.pair
+            if pair.ref_chosen_logp is not None and pair.ref_rejected_logp is not None:
+                known = (pair.ref_chosen_logp, pair.ref_rejected_logp)
+            logps = PairLogps(chosen, rejected, known[0], known[1], stream.layout.chosen, stream.layout.rejected)
+            loss = preference_loss(logps, self.align.beta, self.align.loss)
+            train = loss.loss >= self.align.loss_threshold
+            if train:
+                coefficients[2 * index] = pair.weight * loss.chosen_grad
+                coefficients[2 * index + 1] = pair.weight * loss.rejected_grad
+                active.append((stream.kept, stream.kept + stream.layout.tokens))
+            self._losses.append(loss.loss)
+            if pair.pair_id in fresh:
+                self._record(pair, logps, loss.loss, loss.reward_margin, train)
+        self.trained += len(active)
+        if active:
+            self._backward = Backward(
+                self.group,
+                windows_of(active, self.align.window_tokens),
+                upstream_of(self.group, self._heads, coefficients, self.decoder),
+                self.decoder,
+                self.state.weights,
+                self.state.spec.scaling,
+                self._gradients,
+            )
+        else:
+            self._end_group()
+
+    def _record(self, pair: TokenPair, logps: PairLogps, loss: float, margin: float, train: bool) -> None:
+        known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
+        self.outcomes.append((known, loss, train))
+        if pair.epochs_done == 0:
+            self.scores.append(
+                PairScored(
+                    pair_id=pair.pair_id,
+                    adapter=self.adapter,
+                    version=self.version,
+                    split="prequential",
+                    chosen_logp=logps.chosen,
+                    rejected_logp=logps.rejected,
+                    ref_chosen_logp=logps.ref_chosen,
+                    ref_rejected_logp=logps.ref_rejected,
+                    reward_margin=margin,
+                    loss=loss,
+                )
+            )
+
+    def _end_group(self) -> None:
+        self._backward = None
+        self.free()
+        if self._batches:
+            self._open()
+        elif self.trained == 0:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """The optimizer, when there is something to learn and all of it is finite."""
+        self.finished = True
+        self.loss = sum(self._losses) / len(self._losses)
+        if self.loss != self.loss or self.loss == float("inf"):
+            self.error = f"loss is {self.loss}"
+        elif self.trained:
+            try:
+                self.grad_norm = self.state.step(self._gradients, self.trained)
+            except FloatingPointError as error:
+                self.error = str(error)

@@ -1,0 +1,136 @@
+"""Pairs whose forwards are computed together: their streams, what is kept of them, and the scored predictions.
+
+Owns the forward's progress and the cut into head windows. Must not know losses, gradients or pages' owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from edged.align.decoder import Decoder
+from edged.align.layer_inputs import LayerInputs
+from edged.align.layout import PairLayout, Piece
+from edged.align.pair import TokenPair
+
+Work = tuple[str, int]
+"""A unit's kind ("head", "layer" or "step") and the tokens it covers."""
+
+_HEAD_LOGITS = 1 << 23
+"""Logits that a head unit may hold at once: 32 MiB in fp32."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One pair's forward under one policy: the adapter's or, when `reference`, the base model's."""
+
+    pair: TokenPair
+    layout: PairLayout
+    reference: bool
+    row: int
+    """Its first row in the group's last hidden states."""
+    kept: int
+    """Its first row in the layer inputs; -1 when they are not kept."""
+    pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    done: int = 0
+
+
+class Group:
+    """Some pairs whose forwards are computed together: their streams, and the last layer's output for all rows."""
+
+    def __init__(
+        self, pairs: Sequence[TokenPair], reference: Callable[[TokenPair], bool], keep: bool, decoder: Decoder
+    ):
+        layouts = [PairLayout.of(pair) for pair in pairs]
+        self.streams: list[Stream] = []
+        row = kept = 0
+        for pair, layout in zip(pairs, layouts, strict=True):
+            for is_reference in (True, False):
+                if is_reference and not reference(pair):
+                    continue
+                keeps = keep and not is_reference
+                self.streams.append(Stream(pair, layout, is_reference, row, kept if keeps else -1))
+                row += layout.tokens
+                kept += layout.tokens if keeps else 0
+        self.rows, self.kept_rows = row, kept
+        self.last = torch.empty(row, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        self.inputs = (
+            LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device) if keep else None
+        )
+
+    @property
+    def tokens_left(self) -> int:
+        """Forward tokens that are not computed yet."""
+        return sum(stream.layout.tokens - stream.done for stream in self.streams)
+
+    def take(self, tokens: int) -> list[tuple[Stream, Piece]]:
+        """The next `tokens` forward tokens as pieces; `advance` makes them done."""
+        taken: list[tuple[Stream, Piece]] = []
+        for stream in self.streams:
+            stop = min(stream.layout.tokens, stream.done + tokens)
+            if stop > stream.done:
+                taken += [(stream, piece) for piece in stream.layout.pieces(stream.done, stop)]
+                tokens -= stop - stream.done
+        return taken
+
+    def restart(self, release: Callable[[np.ndarray], None]) -> None:
+        """Give the pages back; nothing is computed any more."""
+        self.free(release)
+        for stream in self.streams:
+            stream.done = 0
+
+    def free(self, release: Callable[[np.ndarray], None]) -> None:
+        """Give the pages back."""
+        for stream in self.streams:
+            if len(stream.pages):
+                release(stream.pages)
+                stream.pages = stream.pages[:0]
+
+    def advance(self, tokens: int) -> None:
+        """Mark the next `tokens` as computed."""
+        for stream in self.streams:
+            n = min(tokens, stream.layout.tokens - stream.done)
+            stream.done += n
+            tokens -= n
+
+    def scored(self, stream: Stream) -> tuple[np.ndarray, np.ndarray, int]:
+        """(rows in `last`, target ids, number of the chosen answer's) of a stream's scored predictions."""
+        chosen, rejected = stream.layout.scored_rows()
+        rows = np.concatenate((chosen, rejected)) + stream.row
+        return rows, np.concatenate(stream.layout.targets()), len(chosen)
+
+
+@dataclass(slots=True)
+class HeadWindow:
+    """Scored predictions of one unit: rows of the group's last hidden states, targets, and each one's sum."""
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+    owners: torch.Tensor
+    """Index of (stream, answer): 2 * stream + 0 for chosen, + 1 for rejected."""
+    reference: bool
+    gradient: torch.Tensor | None = None
+    """d (sum of its log-probabilities) / d (last hidden state), per row."""
+
+
+def head_windows(group: Group, reference: bool, size: int, device: torch.device) -> list[HeadWindow]:
+    """Cut the scored predictions of the reference's or the policy's streams into windows of at most `size`."""
+    rows, targets, owners = [], [], []
+    for index, stream in enumerate(group.streams):
+        if stream.reference == reference:
+            r, t, chosen = group.scored(stream)
+            rows.append(r)
+            targets.append(t)
+            owners.append(np.where(np.arange(len(r)) < chosen, 2 * index, 2 * index + 1))
+    if not rows:
+        return []
+    tables = torch.from_numpy(np.stack([np.concatenate(x) for x in (rows, targets, owners)])).to(device)
+    return [HeadWindow(part[0], part[1], part[2], reference) for part in tables.split(size, dim=1)]
+
+
+def head_window_size(window_tokens: int, vocab_size: int) -> int:
+    """Predictions per head unit: the window, or fewer where the vocabulary's logits would be large."""
+    return max(8, min(window_tokens, _HEAD_LOGITS // vocab_size))
