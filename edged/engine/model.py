@@ -53,6 +53,10 @@ class ServedModel:
         self.head: nn.Module = model.get_output_embeddings()
         self.config = model.config.get_text_config()
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        self.logit_scale = getattr(self.config, "logit_scale", None) or 1.0 / (
+            getattr(self.config, "logits_scaling", None) or 1.0
+        )
         self.shape, self.trainable_error = self._probe()
         self.lora: LoraSlots | None = None
 
@@ -68,6 +72,8 @@ class ServedModel:
         """Wrap the target linears; to be called once."""
         targets = target_linears(self.model, align.target_modules)
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
+        if not targets:
+            self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
     def fingerprint(self) -> str:
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
@@ -113,7 +119,7 @@ class ServedModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
-        out = self.head(self.norm(hidden[None]))[0].float()
+        out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
     def _probe(self) -> tuple[ModelShape, str]:
