@@ -88,7 +88,7 @@ class AlignSettings(_Section):
     beta: Positive = Field(0.1, description="DPO's temperature")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO (Rafailov et al.) or IPO (Azar et al.)")
     learning_rate: Positive = Field(1e-3, description="AdamW's step size")
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay")
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this L2 norm")
     rank: Count = Field(16, description="LoRA rank")
     alpha: Positive = Field(32.0, description="LoRA alpha; the update is scaled by alpha / rank")

@@ -1,0 +1,1 @@
+"""The `edged` command: a thin layer over the daemon's socket."""

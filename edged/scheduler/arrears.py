@@ -34,9 +34,13 @@ class Arrears:
         since_s = max(self._since_s, min(task.arrival_s for task in tasks))
         return min(max(0.0, now - since_s), self._longest_s)
 
-    def pay(self, task: Task, work_s: float, now: float) -> None:
-        """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter."""
+    def pay(self, task: Task, work_s: float, now: float, prepaid: bool) -> None:
+        """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter.
+
+        Work beyond what was owed is forgotten, unless it was `prepaid`: then the next wait begins that much later.
+        """
         paid_s = work_s / self.share if self.share > 0.0 else self._longest_s
         oldest_s = now - self._longest_s
         task.arrival_s = min(now, max(task.arrival_s, oldest_s) + paid_s)
-        self._since_s = min(now, max(self._since_s, oldest_s) + paid_s)
+        latest_s = now + self._longest_s if prepaid else max(now, self._since_s)
+        self._since_s = min(latest_s, max(self._since_s, oldest_s) + paid_s)

@@ -14,7 +14,7 @@ from edged.scheduler.task import Kind, Result, Unit
 
 FORGETTING = 0.99
 """Weight of an observation against the next one: about the last hundred iterations count."""
-RIDGE = 0.02
+RIDGE = 0.005
 """Pull of a price towards its start value (times the device's speed), in observations that it alone explains."""
 PATIENCE = 8
 """First observations of a fit, all believed: the start values are guesses."""
@@ -154,8 +154,8 @@ class CostModel:
 
     @property
     def token_s(self) -> float:
-        """Seconds per prompt token where prompts fill the forward."""
-        return self._forward.prices[2]
+        """Seconds per prompt token where prompts fill the forward, above zero."""
+        return max(self._forward.prices[2], 1e-9)
 
     def forward_s(self, load: Load) -> float:
         """Predicted seconds of one packed forward with sampling; 0 when there is nothing in it."""

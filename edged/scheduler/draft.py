@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from edged.scheduler.cost import Load
-from edged.scheduler.queues import Queues, arrival
+from edged.scheduler.queues import Queues, by_arrival
 from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
 
 
@@ -100,12 +100,12 @@ class Draft:
         queues = self._queues
         if self.plan.grants or self.preempted:
             return
-        stuck = min((*queues.started, *queues.waiting), key=arrival, default=None)
+        stuck = min((*queues.started, *queues.waiting), key=by_arrival, default=None)
         if stuck is None:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
             return
-        self._preempt(self.pages(stuck, stuck.tokens), [task for task in self._victims() if task is not stuck])
+        self._preempt(self.pages(stuck, stuck.tokens), self._victims(spared=stuck))
         tokens = self.room(stuck)
         if tokens > 0:
             self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
@@ -141,7 +141,8 @@ class Draft:
     def _add_some_decodes(self, need: int, now: float) -> None:
         """The decodes that pages and tokens suffice for, those that are due first before the others."""
         if need > self.free_pages:
-            self._preempt(need, self._victims())
+            # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
+            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)))
         chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
         if len(chosen) > self.tokens_left:
             chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
@@ -159,23 +160,24 @@ class Draft:
 
     def _oldest_prefill(self) -> Task | None:
         """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
-        started, decodes = self._queues.started, self._queues.decodes
-        if started and (not decodes or started[0].arrival_s <= decodes[0].task.arrival_s):
-            return started[0]
-        return None
+        first = min(self._queues.started, key=by_arrival, default=None)
+        decodes = self._queues.decodes
+        if first is None or (decodes and decodes[0].task.arrival_s < first.arrival_s):
+            return None
+        return first
 
-    def _victims(self) -> Iterable[Task]:
-        """Who holds pages, in the order of preemption: fine-tuning with the least progress, then the latest arrivals.
-
-        The oldest sequence is never among them, so it always ends.
-        """
+    def _victims(self, spared: Task | None) -> Iterable[Task]:
+        """Who holds pages, first to go first: fine-tuning by progress made, then sequences by latest arrival."""
         queues = self._queues
-        tuning = [task for task in queues.finetunes if task.held_pages]
-        serving = [
-            task for task in (*(g.task for g in queues.decodes), *queues.started, *queues.waiting) if task.held_pages
-        ]
+        tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
         yield from sorted(tuning, key=lambda task: (task.next_unit, task.context))
-        yield from sorted(serving, key=arrival)[:0:-1]
+        yield from [task for task in reversed(self._holders()) if task is not spared]
+
+    def _holders(self) -> list[Task]:
+        """The sequences that hold pages, oldest first."""
+        queues = self._queues
+        sequences = [grant.task for grant in queues.decodes] + queues.started + queues.waiting
+        return sorted([task for task in sequences if task.held_pages], key=by_arrival)
 
     def _preempt(self, need: int, victims: Iterable[Task]) -> None:
         """Preempt until `need` pages are free; a victim's own need of a page for its next token falls away."""

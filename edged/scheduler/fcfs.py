@@ -8,7 +8,7 @@ from __future__ import annotations
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
 from edged.scheduler.draft import Draft
-from edged.scheduler.queues import Queues
+from edged.scheduler.queues import Queues, by_arrival
 from edged.scheduler.task import Plan, Resources
 
 
@@ -16,6 +16,7 @@ class Fcfs:
     """Every decode, then prompts in the order of arrival until tokens, pages or sequences run out."""
 
     name = "fcfs"
+    order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
         self._cost = cost

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.queues import Queues
+from edged.scheduler.queues import Order, Queues
 from edged.scheduler.task import Plan, Resources
 
 
@@ -20,6 +20,8 @@ class Policy(Protocol):
     """
 
     name: str
+    order: Order
+    """In which order the queues keep prefills."""
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None: ...
 

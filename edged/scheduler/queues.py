@@ -1,18 +1,20 @@
-"""The live tasks, filed by what they wait for, each queue in order of arrival.
+"""The live tasks, filed by what they wait for, each queue in an order that time does not change.
 
-Owns where a task is filed. Must not know priorities, costs or resources. MACE's priority grows linearly with the wait,
-so within one kind the order of arrival is the order of priority, and nothing is sorted again while time passes.
+Owns where a task is filed. Must not know priorities, costs or resources.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from operator import attrgetter
 
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.task import Grant, Kind, Task
 
-arrival = attrgetter("arrival_s")
+Order = Callable[[Task], float]
+by_arrival: Order = attrgetter("arrival_s")
+by_deadline: Order = attrgetter("deadline_s")
 
 
 def _decode_arrival(grant: Grant) -> float:
@@ -20,12 +22,16 @@ def _decode_arrival(grant: Grant) -> float:
 
 
 class Queues:
-    """Tasks by state: `decodes` (as the grant each gets in every iteration), `started` prefills, which hold pages and
-    go on before others enter, `waiting` prefills, and `finetunes` in no order."""
+    """Tasks by state. `decodes`, by arrival, are kept as the grant that each gets in every iteration; `started`
+    prefills hold pages already, `waiting` ones do not need to, both in the policy's order; `finetunes` are in none.
 
-    __slots__ = ("_tasks", "arrears", "decodes", "finetunes", "started", "waiting")
+    Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
+    """
 
-    def __init__(self, arrears: Arrears) -> None:
+    __slots__ = ("_order", "_tasks", "arrears", "decodes", "finetunes", "started", "waiting")
+
+    def __init__(self, order: Order, arrears: Arrears) -> None:
+        self._order = order
         self._tasks: dict[int, Task] = {}
         self.arrears = arrears
         self.decodes: list[Grant] = []
@@ -45,7 +51,7 @@ class Queues:
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         else:
-            insort(self.started if started else self.waiting, task, key=arrival)
+            insort(self.started if started else self.waiting, task, key=self._order)
 
     def take(self, task: Task) -> bool:
         """Take a task out of its queue, before its kind changes; True if it was a started prefill."""

@@ -37,7 +37,8 @@ class Scheduler:
             policy = kind(settings, cost)
         self.policy = policy
         self.cost = cost
-        self._queues = Queues(Arrears(settings))
+        self._prepaid = False
+        self._queues = Queues(policy.order, Arrears(settings))
         self._ttft_factor, self._ttft_floor_s = settings.ttft_factor, settings.ttft_floor_ms / 1000.0
         self._tbt_factor, self._tbt_floor_s = settings.tbt_factor, settings.tbt_floor_ms / 1000.0
 
@@ -79,7 +80,9 @@ class Scheduler:
 
     def plan(self, now: float, resources: Resources) -> Plan:
         """The next iteration's bin; empty only if no task can run."""
-        return self.policy.plan(self._queues, now, resources)
+        plan = self.policy.plan(self._queues, now, resources)
+        self._prepaid = plan.prepaid
+        return plan
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
@@ -98,7 +101,7 @@ class Scheduler:
                 decoded.append(task)
             elif task.kind is Kind.FINETUNE:
                 task.next_unit += outcome.units
-                queues.arrears.pay(task, finetune_s, now)
+                queues.arrears.pay(task, finetune_s, now, self._prepaid)
                 if outcome.next_kind is None:
                     queues.take(task)
             elif self._advance(task, outcome):

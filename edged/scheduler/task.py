@@ -39,9 +39,9 @@ class Task:
     task_id: int
     kind: Kind
     arrival_s: float
-    """Start of the wait that raises the priority: its request's arrival; reset when a fine-tune task ran."""
+    """Start of the wait that raises the priority: its request's arrival; work moves a fine-tune task's towards now."""
     deadline_s: float = math.inf
-    """When its next token is due (TTFT or TBT target); `Scheduler.add` sets it when it is inf."""
+    """When its next token is due (TTFT or TBT target), for serving; `Scheduler.add` sets it when it is inf."""
     tokens: int = 1
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
@@ -82,6 +82,8 @@ class Plan:
     """Latency budget: the least slack of the members."""
     predicted_forward_s: float = 0.0
     predicted_units_s: float = 0.0
+    prepaid: bool = False
+    """Fine-tuning gets more than it is owed, because the memory that it holds is wanted; it waits longer afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""`/v1/adapters`: what was learned for each user, going back, taking out, forgetting.
+
+Owns these routes. Must not know how adapters are trained or kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.align import metrics
+from edged.align.trainer import UnknownAdapter, UnknownVersion
+from edged.api import wire
+from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.schemas import RollbackRequest, parse_json, validate
+from edged.api.services import Services, services_of
+from edged.config import USER_NAME
+from edged.store.adapters import forget_adapter
+
+_SERIES_PAIRS = 500
+_MOST_SERIES_PAIRS = 100_000
+
+
+async def list_adapters(request: web.Request) -> web.Response:
+    """Every adapter's metrics."""
+    services = services_of(request)
+    known = await asyncio.to_thread(services.store.read, metrics.summaries)
+    return web.json_response({"adapters": [_current(services, item) for item in known]}, dumps=wire.dumps)
+
+
+async def get_adapter(request: web.Request) -> web.Response:
+    """One adapter's metrics, versions (newest first) and the series of its pairs (`?limit=`, oldest first)."""
+    services, name = services_of(request), _name(request)
+    limit = _limit(request)
+
+    def read(db: Database) -> dict[str, Any] | None:
+        summary = metrics.summary(db, name)
+        if summary is None:
+            return None
+        return {**summary, "versions": metrics.versions(db, name), "series": metrics.series(db, name, limit)}
+
+    found = await asyncio.to_thread(services.store.read, read)
+    if found is None:
+        raise _unknown(name)
+    return web.json_response(_current(services, found), dumps=wire.dumps)
+
+
+async def rollback(request: web.Request) -> web.Response:
+    """Serve an earlier version again, as a new one."""
+    services, name = services_of(request), _name(request)
+    body = validate(RollbackRequest, parse_json(await request.read()))
+    try:
+        version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
+    except UnknownAdapter:
+        raise _unknown(name) from None
+    except UnknownVersion:
+        raise not_found(
+            f'adapter "{name}" has no version {body.version} on disk: see GET /v1/adapters/{name}',
+            "version",
+            "unknown_version",
+        ) from None
+    return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=wire.dumps)
+
+
+async def export(request: web.Request) -> web.Response:
+    """Where the newest version that is on disk lies: a PEFT folder."""
+    services, name = services_of(request), _name(request)
+    versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
+    saved = next((item for item in versions if item["on_disk"] and item["path"]), None)
+    if saved is None and not versions and name not in services.engine.adapters():
+        raise _unknown(name)
+    if saved is None:
+        raise ApiError(409, f'adapter "{name}" has no version on disk yet: ask again in a moment', code="not_saved_yet")
+    return web.json_response({"adapter": name, "version": saved["version"], "path": saved["path"]}, dumps=wire.dumps)
+
+
+async def forget(request: web.Request) -> web.Response:
+    """Delete an adapter, its versions, and all completions, signals and pairs of its user."""
+    services, name = services_of(request), _name(request)
+    learned = True
+    try:
+        await asyncio.wrap_future(services.engine.forget(name))
+    except UnknownAdapter:
+        learned = False
+    deleted = await asyncio.wrap_future(services.store.write(lambda db: forget_adapter(db, name)))
+    if not learned and not any(deleted.values()):
+        raise _unknown(name)
+    return web.json_response({"adapter": name, "forgotten": True, "rows_deleted": deleted}, dumps=wire.dumps)
+
+
+def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
+    """The version that is served now: the store hears of a new one a moment later."""
+    version = services.engine.adapters().get(summary["adapter"])
+    return summary if version is None else {**summary, "version": version}
+
+
+def _name(request: web.Request) -> str:
+    name = request.match_info["name"]
+    if not USER_NAME.fullmatch(name):
+        raise _unknown(name)
+    return name
+
+
+def _limit(request: web.Request) -> int:
+    text = request.query.get("limit", str(_SERIES_PAIRS))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_SERIES_PAIRS):
+        raise bad_request(f'limit = "{text[:40]}" is not a number from 1 to {_MOST_SERIES_PAIRS}', "limit")
+    return int(text[:9])
+
+
+def _unknown(name: str) -> ApiError:
+    return not_found(f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")

@@ -1,0 +1,192 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`.
+
+Owns the way from a request's body to the engine and back. Must not know how tokens are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any
+
+from aiohttp import web
+
+from edged.api import wire
+from edged.api.errors import as_api_error, bad_request
+from edged.api.generation import Ask, Generation
+from edged.api.models import split_model
+from edged.api.schemas import ChatRequest, CompletionRequest, parse_json, validate
+from edged.api.services import Services, services_of
+from edged.engine.request import Sampling
+
+log = logging.getLogger("edged.api")
+
+_THREAD_CHARS = 20_000
+"""Texts from this size on are tokenized beside the event loop, so that they do not hold up other clients' tokens."""
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """An answer to a conversation."""
+    services = services_of(request)
+    body = validate(ChatRequest, parse_json(await request.read()))
+    messages = tuple(message.plain() for message in body.messages)
+    chars = sum(len(message["content"]) for message in messages)
+    prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
+    ask = _ask(services, body, prompt_ids, "chatcmpl-", messages=messages)
+    return await _answer(request, services, ask, body)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """A continuation of a text."""
+    services = services_of(request)
+    body = validate(CompletionRequest, parse_json(await request.read()))
+    if isinstance(body.prompt, str):
+        prompt_ids = await _tokenize(services.codec.encode_prompt, body.prompt, len(body.prompt))
+        ask = _ask(services, body, prompt_ids, "cmpl-", prompt=body.prompt)
+    else:
+        ids: list[Any] = body.prompt
+        _check_tokens(services, ids, "prompt")
+        ask = _ask(services, body, ids, "cmpl-")
+    return await _answer(request, services, ask, body)
+
+
+async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
+    ids: list[int] = await asyncio.to_thread(encode, content) if chars >= _THREAD_CHARS else encode(content)
+    return ids
+
+
+def _ask(
+    services: Services,
+    body: ChatRequest | CompletionRequest,
+    prompt_ids: list[int],
+    prefix: str,
+    messages: tuple[dict[str, str], ...] | None = None,
+    prompt: str | None = None,
+) -> Ask:
+    """The request in the engine's terms. Raises ApiError."""
+    model, adapter = split_model(services, body.model)
+    return Ask(
+        completion_id=prefix + secrets.token_hex(16),
+        object="text_completion" if messages is None else "chat.completion",
+        model=model,
+        created_s=int(time.time()),
+        prompt_ids=tuple(prompt_ids),
+        sampling=_sampling(services, body, len(prompt_ids)),
+        stops=_stops(services, body),
+        choices=body.n or 1,
+        user=body.user,
+        adapter=adapter or body.user,
+        messages=messages,
+        prompt=prompt,
+    )
+
+
+def _stops(services: Services, body: ChatRequest | CompletionRequest) -> tuple[str, ...]:
+    longest = services.settings.api.max_stop_chars
+    for stop in body.stops:
+        if len(stop) > longest:
+            raise bad_request(
+                f"a stop string of {len(stop)} characters is longer than api.max_stop_chars = {longest}", "stop"
+            )
+    return body.stops
+
+
+def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_tokens: int) -> Sampling:
+    """Sampling parameters with OpenAI's defaults; an answer that would not fit the context is cut short by it."""
+    context = services.engine.max_context_tokens
+    if prompt_tokens >= context:
+        raise bad_request(
+            f"the prompt has {prompt_tokens} tokens, and this model's context is {context} tokens with the answer",
+            "prompt" if isinstance(body, CompletionRequest) else "messages",
+            "context_length_exceeded",
+        )
+    wanted = body.answer_tokens or services.settings.serving.default_max_tokens
+    if body.min_tokens and body.answer_tokens and body.min_tokens > body.answer_tokens:
+        raise bad_request(f"min_tokens = {body.min_tokens} is more than max_tokens = {wanted}", "min_tokens")
+    max_tokens = min(wanted, context - prompt_tokens)
+    biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    _check_tokens(services, biases, "logit_bias")
+    stop_ids = tuple(body.stop_token_ids or ())
+    _check_tokens(services, stop_ids, "stop_token_ids")
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min(body.min_tokens or 0, max_tokens),
+        temperature=given(body.temperature, 1.0),
+        top_p=given(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        repetition_penalty=given(body.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=biases,
+        logprobs=None if body.top_alternatives is None else min(body.top_alternatives, services.vocab_size),
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.codec.eos_ids}),
+    )
+
+
+def _check_tokens(services: Services, ids: Any, param: str) -> None:
+    if (largest := max(ids, default=0)) >= services.vocab_size:
+        raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
+
+
+async def _answer(
+    request: web.Request, services: Services, ask: Ask, body: ChatRequest | CompletionRequest
+) -> web.StreamResponse:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request('"stream_options" needs "stream": true', "stream_options")
+    generation = Generation(services, ask)
+    generation.start()
+    try:
+        if body.stream:
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            return await _stream(request, services, generation, with_usage)
+        async for _ in generation.updates():
+            pass
+        await generation.store()
+    except BaseException:
+        # The client vanished (the handler is cancelled), or it will get an error.
+        generation.abandon()
+        raise
+    return web.json_response(wire.full(generation, services.codec), dumps=wire.dumps)
+
+
+async def _stream(
+    request: web.Request, services: Services, generation: Generation, with_usage: bool
+) -> web.StreamResponse:
+    """The answer in server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    extra: wire.Json = {"usage": None} if with_usage else {}
+    try:
+        async for touched in generation.updates():
+            if all(answer.finish for answer in generation.answers):
+                # Whoever reads the last chunk may give feedback on it at once.
+                await generation.store()
+            chunks = [wire.chunk(generation, answer, services.codec) for answer in touched]
+            data = b"".join(wire.server_event({**item, **extra}) for item in chunks if item)
+            if data:
+                await response.write(data)
+        if with_usage:
+            await response.write(wire.server_event(wire.usage_chunk(generation)))
+        await response.write(wire.STREAM_END)
+    except ConnectionResetError:
+        generation.abandon()
+    except Exception as error:
+        generation.abandon()
+        await _last_words(response, as_api_error(error).body())
+    return response
+
+
+async def _last_words(response: web.StreamResponse, body: wire.Json) -> None:
+    try:
+        await response.write(wire.server_event(body))
+    except ConnectionResetError:
+        log.debug("a client left before it could be told of an error")

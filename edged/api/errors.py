@@ -1,0 +1,105 @@
+"""What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status.
+
+Owns that shape and which exception becomes which status. Must not know routes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from edged.align.signals import FeedbackError
+from edged.engine.engine import EngineBusy, RequestRefused
+from edged.engine.text import CodecError
+from edged.store import StoreError
+
+log = logging.getLogger("edged.api")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+_RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
+        """The whole answer."""
+        headers = dict(headers or {})
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(_RETRY_AFTER_S)
+        return web.json_response(self.body(), status=self.status, headers=headers, dumps=json.dumps)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request says something that cannot be done."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """404: the thing named is not there."""
+    return ApiError(404, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: not now."""
+    return ApiError(503, message, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any exception; what nobody foresaw is logged here and not told."""
+    match error:
+        case ApiError():
+            return error
+        case EngineBusy():
+            return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
+        case RequestRefused():
+            return bad_request(str(error), code="request_refused")
+        case FeedbackError():
+            status = 404 if error.kind == "unknown_completion" else 400
+            return ApiError(status, str(error), code=error.kind)
+        case CodecError():
+            return bad_request(str(error), code="bad_text")
+        case StoreError():
+            log.error("%s", error)
+            return unavailable(str(error), "store_failed")
+        case web.HTTPException():
+            return _http_error(error)
+        case _:
+            log.error("a request failed", exc_info=error)
+            return ApiError(500, "edged failed on this request; its log has the details", code="internal_error")
+
+
+def _http_error(error: web.HTTPException) -> ApiError:
+    message = error.text or error.reason or "the request failed"
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        message = "the request body is larger than api.max_body_kb allows"
+    elif error.status in (404, 405):
+        message = "no such URL or method: GET /v1/models, POST /v1/chat/completions and so on, see docs/api.md"
+    return ApiError(error.status, message, code=_HTTP_CODES.get(error.status, "http_error"))
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception of a handler becomes an answer, unless the answer has begun (streams report their own)."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        answer = as_api_error(error)
+        allowed = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
+        return answer.response(allowed)

@@ -1,0 +1,82 @@
+"""`POST /v1/feedback` and `GET /v1/feedback`.
+
+Owns taking preferences in, durably, and giving them out. Must not know how pairs follow from signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.align.formats import export_pair
+from edged.align.signals import Feedback, FeedbackResult, record_pair, record_signal
+from edged.api import wire
+from edged.api.errors import bad_request
+from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
+from edged.api.services import Services, services_of
+from edged.config import USER_NAME
+from edged.store import utc_now
+from edged.store.feedback import get_pairs
+
+_EXPORT_ROWS = 256
+"""Pairs that are read and sent at a time."""
+
+
+async def post_feedback(request: web.Request) -> web.Response:
+    """Take a signal or a pair. 200 means that it is on disk."""
+    services = services_of(request)
+    body = parse_feedback(parse_json(await request.read()))
+    written = services.store.write(lambda db: _record(db, body))
+    written.add_done_callback(lambda done: _learn(services, done))
+    # Whether the client still listens makes no difference to what it reported.
+    result = await asyncio.shield(asyncio.wrap_future(written))
+    answer = {
+        "id": result.feedback_id,
+        "object": "feedback",
+        "pair_ids": list(result.pair_ids),
+        "reason": result.reason or None,
+        "duplicate": result.duplicate,
+    }
+    return web.json_response(answer, dumps=wire.dumps)
+
+
+async def get_feedback(request: web.Request) -> web.StreamResponse:
+    """All pairs (of `?user=NAME`) as JSON lines, in the shape that `edged feedback import --format edged` takes."""
+    services = services_of(request)
+    user = request.query.get("user")
+    if user is not None and not USER_NAME.fullmatch(user):
+        raise bad_request(f'"{user[:80]}" cannot name a user', "user")
+    ids = await asyncio.to_thread(services.store.read, lambda db: _pair_ids(db, user))
+    response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
+    await response.prepare(request)
+    for first in range(0, len(ids), _EXPORT_ROWS):
+        await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
+    return response
+
+
+def _record(db: Database, body: SignalRequest | PairRequest) -> FeedbackResult:
+    if isinstance(body, SignalRequest):
+        report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
+        return record_signal(db, report, utc_now())
+    messages = [message.plain() for message in body.messages] if body.messages is not None else None
+    return record_pair(db, body.user, body.chosen, body.rejected, utc_now(), messages, body.prompt)
+
+
+def _learn(services: Services, written: Future[FeedbackResult]) -> None:
+    """Once it is on disk: have new pairs learned. Runs on the store's thread."""
+    if not written.cancelled() and not written.exception() and not written.result().duplicate:
+        services.teacher.learn_soon(written.result().pair_ids)
+
+
+def _pair_ids(db: Database, adapter: str | None) -> list[int]:
+    rows = db.execute("SELECT id FROM pairs WHERE ? IS NULL OR adapter = ? ORDER BY id", [adapter, adapter])
+    return [row[0] for row in rows.fetchall()]
+
+
+def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
+    pairs = services.store.read(lambda db: get_pairs(db, pair_ids))
+    return "".join(wire.dumps(export_pair(pair)) + "\n" for pair in pairs).encode()

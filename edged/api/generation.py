@@ -1,0 +1,276 @@
+"""One completion being generated: its engine requests, the text that grows from their tokens, its record in the store.
+
+Owns that life, from submission to the last token or the client's disappearance. Must not know JSON or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sqlite_utils import Database
+
+from edged.align.signals import note_next_turn
+from edged.api.errors import ApiError, unavailable
+from edged.api.services import Services
+from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from edged.engine.text import Codec, Detokenizer, StopMatcher
+from edged.store import StoreError, utc_now, utc_text
+from edged.store.completions import Choice, Completion, insert_completion
+
+log = logging.getLogger("edged.api")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be generated. `messages` is a chat's, `prompt` a text completion's; both None: bare token ids."""
+
+    completion_id: str
+    object: Literal["chat.completion", "text_completion"]
+    model: str
+    created_s: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    stops: tuple[str, ...]
+    choices: int
+    user: str | None = None
+    adapter: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability with its best alternatives, and where its text begins in the answer (characters)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _PendingLogprob:
+    entry: TokenLogprob
+    end: int
+    """Characters of the answer when this token was in."""
+
+
+class Answer:
+    """One choice's text as it grows; `take_text` and `take_logprobs` give out what is new and certain."""
+
+    def __init__(self, index: int, request_id: str, codec: Codec, ask: Ask) -> None:
+        self.index, self.request_id = index, request_id
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish: FinishEvent | None = None
+        self._codec, self._sampling = codec, ask.sampling
+        self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(ask.stops)
+        self._fresh = ""
+        self._seen = 0
+        self._logprobs: list[_PendingLogprob] = []
+        self.announced = False
+        """Whether a stream has shown this choice yet."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops.stopped_by is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in OpenAI's words."""
+        if self.stopped:
+            return "stop"
+        return self.finish.reason if self.finish else ""
+
+    def push(self, event: TokenEvent) -> None:
+        """Take one sampled token in. Tokens after a stop string are nobody's; one that ends the answer has no text."""
+        if self.stopped:
+            return
+        self.token_ids.append(event.token_id)
+        if event.token_id in self._sampling.stop_token_ids:
+            return
+        piece = self._detokenizer.push(event.token_id)
+        if event.logprob is not None:
+            entry = TokenLogprob(event.token_id, event.logprob, tuple(event.top or ()), self._seen)
+            self._logprobs.append(_PendingLogprob(entry, self._seen + len(piece)))
+        self._add(piece)
+
+    def end(self, event: FinishEvent) -> None:
+        """Take the end in: what was held back is certain now."""
+        self.finish = event
+        if self.stopped:
+            return
+        self._add(self._detokenizer.finish())
+        if not self.stopped:
+            self._release(self._stops.finish())
+
+    def take_text(self) -> str:
+        """Text that became certain since the last call."""
+        fresh, self._fresh = self._fresh, ""
+        return fresh
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens whose text is out."""
+        count = len(self._logprobs)
+        if self.finish is None or self.stopped:
+            count = next((i for i, pending in enumerate(self._logprobs) if pending.end > len(self.text)), count)
+        out, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        return [pending.entry for pending in out]
+
+    def record(self) -> Choice:
+        """As the store keeps it."""
+        finish = self.finish
+        return Choice(
+            choice=self.index,
+            text=self.text,
+            token_ids=tuple(self._codec.ids_of_text(self.token_ids, self.text) if self.stopped else self.token_ids),
+            finish_reason=self.reason or "cancelled",
+            completion_tokens=len(self.token_ids),
+            cached_tokens=finish.cached_tokens if finish else 0,
+            queue_ms=finish.queue_s * 1e3 if finish else 0.0,
+            ttft_ms=finish.ttft_s * 1e3 if finish else 0.0,
+            total_ms=finish.total_s * 1e3 if finish else 0.0,
+        )
+
+    def _add(self, piece: str) -> None:
+        self._seen += len(piece)
+        # As with end tokens, an answer does not stop before it has `min_tokens`.
+        if len(self.token_ids) <= self._sampling.min_tokens:
+            self._release(piece)
+        else:
+            self._release(self._stops.push(piece))
+
+    def _release(self, text: str) -> None:
+        self.text += text
+        self._fresh += text
+
+
+class Generation:
+    """All choices of one completion. Use: `start`, then iterate `updates` to its end, then `store`; else `abandon`."""
+
+    def __init__(self, services: Services, ask: Ask) -> None:
+        self.ask, self._services = ask, services
+        self.answers = [
+            Answer(index, f"{ask.completion_id}-{index}", services.codec, ask) for index in range(ask.choices)
+        ]
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._unfinished: dict[str, Answer] = {}
+        self._written: Future[tuple[int, ...]] | None = None
+
+    @property
+    def version(self) -> int:
+        """The adapter's version that answered; 0 is the base model."""
+        return max((answer.finish.version for answer in self.answers if answer.finish), default=0)
+
+    def start(self) -> None:
+        """Submit one engine request per choice; the first one's prompt is shared. Raises EngineBusy, RequestRefused."""
+        ids = [answer.request_id for answer in self.answers]
+        self._unfinished = {answer.request_id: answer for answer in self.answers}
+        self._services.hub.expect(ids, self._queue)
+        for index, request_id in enumerate(ids):
+            request = Request(
+                request_id=request_id,
+                prompt_ids=self.ask.prompt_ids,
+                sampling=_nth(self.ask.sampling, index),
+                adapter=self.ask.adapter,
+                follows=ids[0] if index else None,
+            )
+            try:
+                self._services.engine.submit(request)
+            except Exception:
+                self._cancel()
+                raise
+
+    async def updates(self) -> AsyncIterator[list[Answer]]:
+        """Choices that something happened to, until all have ended. Raises ApiError when the engine gave one up."""
+        while self._unfinished:
+            touched: dict[int, Answer] = {}
+            for event in await _take_all(self._queue):
+                answer = self._unfinished.get(event.request_id)
+                if answer is None:
+                    continue
+                self._apply(event, answer)
+                touched[answer.index] = answer
+            if touched:
+                yield list(touched.values())
+
+    async def store(self) -> None:
+        """Make the completion known under its id. A store that fails is logged: the answer is good without it."""
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._write()))
+        except StoreError as error:
+            log.error("completion %s was not stored, feedback cannot name it: %s", self.ask.completion_id, error)
+
+    def abandon(self) -> None:
+        """The client is gone or will get an error: free the engine at once, keep what the client has seen."""
+        self._cancel()
+        if self._written is None and any(answer.text for answer in self.answers):
+            try:
+                self._write()
+            except StoreError as error:
+                log.warning("an abandoned completion was not stored: %s", error)
+
+    def _write(self) -> Future[tuple[int, ...]]:
+        """Queue the record; what follows from it is learned even if nobody waits for this any more."""
+        self._written = self._services.store.write(self._record)
+        self._written.add_done_callback(self._services.teacher.learn_from)
+        return self._written
+
+    def _apply(self, event: Event, answer: Answer) -> None:
+        if isinstance(event, TokenEvent):
+            stopped = answer.stopped
+            answer.push(event)
+            if answer.stopped and not stopped:
+                self._services.engine.cancel(answer.request_id, "stop")
+            return
+        answer.end(event)
+        del self._unfinished[event.request_id]
+        if event.reason == "error":
+            raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
+        if event.reason == "cancelled":
+            raise unavailable("the daemon stopped before the answer was complete", "cancelled")
+
+    def _cancel(self) -> None:
+        self._services.hub.drop(self._unfinished)
+        for request_id in self._unfinished:
+            self._services.engine.cancel(request_id)
+        self._unfinished.clear()
+
+    def _record(self, db: Database) -> tuple[int, ...]:
+        """Write the completion; returns the pairs that it leads to, as the turn after another answer."""
+        ask, now = self.ask, utc_now()
+        completion = Completion(
+            id=ask.completion_id,
+            created_at=utc_text(now),
+            object=ask.object,
+            model=ask.model,
+            prompt_ids=ask.prompt_ids,
+            choices=tuple(answer.record() for answer in self.answers),
+            user=ask.user,
+            adapter=ask.adapter,
+            version=self.version,
+            messages=ask.messages,
+            prompt=ask.prompt,
+        )
+        insert_completion(db, completion, self._services.settings.store.keep_completions)
+        result = note_next_turn(db, completion.id, now) if completion.learner and ask.messages else None
+        return () if result is None or result.duplicate else result.pair_ids
+
+
+def _nth(sampling: Sampling, index: int) -> Sampling:
+    """The sampling of choice `index`: a seed must not make all choices equal."""
+    return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
+
+
+async def _take_all(queue: asyncio.Queue[Event]) -> list[Event]:
+    """Wait for an event; take all that are there, so that a slow reader catches up in one go."""
+    events = [await queue.get()]
+    while not queue.empty():
+        events.append(queue.get_nowait())
+    return events

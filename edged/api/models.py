@@ -1,0 +1,70 @@
+"""`GET /v1/models`, `GET /v1/models/{id}`, and what a model's name means.
+
+Owns the naming: `BASE` is the served model, `BASE:NAME` the same with that user's adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from edged.api import wire
+from edged.api.errors import ApiError, not_found
+from edged.api.services import Services, services_of
+from edged.config import USER_NAME
+
+
+def split_model(services: Services, model: str | None) -> tuple[str, str | None]:
+    """(the model's name as the answer shall state it, the adapter that it names). None is the base model.
+
+    An adapter that has learned nothing yet may be named: it answers as the base. Raises ApiError.
+    """
+    base = services.model
+    if not model or model == base:
+        return base, None
+    adapter = model.removeprefix(f"{base}:")
+    if adapter == model:
+        raise _unknown(services, model)
+    if not USER_NAME.fullmatch(adapter):
+        raise _unknown(services, model)
+    return model, adapter
+
+
+def _unknown(services: Services, model: str) -> ApiError:
+    return not_found(
+        f'model "{model[:200]}" does not exist: use "{services.model}" or, with an adapter, "{services.model}:USER"',
+        "model",
+        "model_not_found",
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The base model and one model per adapter."""
+    services = services_of(request)
+    names = [services.model, *(f"{services.model}:{name}" for name in sorted(services.engine.adapters()))]
+    body = {"object": "list", "data": [_model(services, name) for name in names]}
+    return web.json_response(body, dumps=wire.dumps)
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """One model."""
+    services = services_of(request)
+    name = request.match_info["id"]
+    _, adapter = split_model(services, name)
+    if adapter is not None and adapter not in services.engine.adapters():
+        raise _unknown(services, name)
+    return web.json_response(_model(services, name), dumps=wire.dumps)
+
+
+def _model(services: Services, name: str) -> dict[str, Any]:
+    base, adapter = services.model, name.removeprefix(f"{services.model}:")
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(services.started_at_s),
+        "owned_by": "edged",
+        "max_model_len": services.engine.max_context_tokens,
+        "parent": base if name != base else None,
+        "adapter": adapter if name != base else None,
+    }

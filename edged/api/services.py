@@ -1,0 +1,78 @@
+"""What the routes work with, and in which phase of its life the daemon is.
+
+Owns nothing but the references: the daemon builds the parts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aiohttp import web
+
+from edged.api.errors import ApiError, unavailable
+from edged.api.hub import Hub
+from edged.api.teacher import Teacher
+from edged.config import Settings
+from edged.engine.engine import Engine
+from edged.engine.text import Codec
+from edged.store import Store
+from edged.telemetry.device import DeviceMonitor
+
+Phase = Literal["loading", "ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The running parts. `model` is the base model's name in the API."""
+
+    settings: Settings
+    model: str
+    vocab_size: int
+    engine: Engine
+    store: Store
+    codec: Codec
+    hub: Hub
+    teacher: Teacher
+    monitor: DeviceMonitor
+    started_at_s: float
+    """Unix time."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The phase, and the services once the model is loaded."""
+
+    phase: Phase = "loading"
+    services: Services | None = None
+    opened_s: float = field(default_factory=time.monotonic)
+
+    def ready(self, services: Services) -> None:
+        """Requests are served from now on."""
+        self.services, self.phase = services, "ready"
+
+    def drain(self) -> None:
+        """New requests are refused from now on."""
+        self.phase = "draining"
+
+    def problem(self) -> ApiError | None:
+        """Why nothing can be served now; None when it can."""
+        if self.services is not None and self.services.engine.error:
+            return unavailable(self.services.engine.error, "engine_stopped")
+        if self.phase == "ready":
+            return None
+        return unavailable(
+            "the model is being loaded" if self.phase == "loading" else "the daemon is stopping", self.phase
+        )
+
+
+LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
+
+
+def services_of(request: web.Request) -> Services:
+    """The services of a request's daemon. Raises ApiError while the model is loading."""
+    lifecycle = request.app[LIFECYCLE]
+    if lifecycle.services is None:
+        raise lifecycle.problem() or unavailable("the daemon has not started", "loading")
+    return lifecycle.services

@@ -1,0 +1,167 @@
+"""Where the daemon listens: the Unix socket's path and file, the TCP address.
+
+Owns finding, taking and giving back those addresses. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from edged.config import ApiSettings
+
+SOCKET_FILE = "edged.sock"
+SOCKET_MODE = 0o660
+_MOST_PATH_BYTES = 107
+_BACKLOG = 1024
+
+
+class ListenError(RuntimeError):
+    """An address cannot be listened on; the message names it and the way out."""
+
+
+def socket_path(api: ApiSettings, environ: Mapping[str, str]) -> Path:
+    """The Unix socket: the setting, `EDGED_SOCKET`, else `edged.sock` in the first runtime folder there is."""
+    named = api.socket or environ.get("EDGED_SOCKET", "")
+    if named:
+        return Path(named)
+    folders = (environ.get("RUNTIME_DIRECTORY", "").split(":")[0], environ.get("XDG_RUNTIME_DIR", ""), "/run/edged")
+    return Path(next(folder for folder in folders if folder)) / SOCKET_FILE
+
+
+class UnixListener:
+    """A listening Unix socket that group members may use, and the lock that keeps a second daemon off it.
+
+    The lock is a file beside the socket, held until `close` or the end of the process, however it ends; so a socket
+    file whose lock is free and on which nobody answers is a dead daemon's, and is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Bind and listen. Raises ListenError."""
+        self.path = path
+        if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+            raise ListenError(f'socket path "{path}" is longer than {_MOST_PATH_BYTES} bytes: give a shorter one')
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
+        except OSError as error:
+            raise _cannot(path, error) from None
+        try:
+            _remove_stale(path)
+            self.socket = _bind(path)
+            self._inode = os.stat(path).st_ino
+        except OSError as error:
+            os.close(self._lock)
+            raise _cannot(path, error) from None
+        except ListenError:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Remove the socket's file, unless somebody put another one there, and let the path go."""
+        with contextlib.suppress(OSError):
+            if os.stat(self.path).st_ino == self._inode:
+                self.path.unlink()
+        self.socket.close()
+        os.close(self._lock)
+
+
+def tcp_socket(listen: str, token: str) -> socket.socket:
+    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback without a token."""
+    host, separator, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
+        raise ListenError(f'api.listen = "{listen}" is not HOST:PORT, such as 127.0.0.1:8080')
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
+    if not token and not ipaddress.ip_address(address[0]).is_loopback:
+        raise ListenError(
+            f'api.listen = "{listen}" is reachable from other machines: set api.token, or listen on 127.0.0.1'
+        )
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
+    return listener
+
+
+def notify_systemd(state: str, environ: Mapping[str, str]) -> None:
+    """Tell systemd (`READY=1`, `STOPPING=1`, ...) where it asked to be told; see sd_notify(3)."""
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier,
+        contextlib.suppress(OSError),
+    ):
+        notifier.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def _lock(path: Path) -> int:
+    """Take the lock beside the socket. Raises ListenError with the holder's process id."""
+    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ListenError(
+            f'socket "{path}" is served by another edged (pid {holder}): stop that one, or give --socket another path'
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file on which nobody answers. Raises ListenError for anything else that is there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ListenError(f'"{path}" exists and is not a socket: remove it, or give --socket another path')
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except TimeoutError:
+            # Somebody listens but is too busy to accept.
+            pass
+    raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        # Nobody can connect before `listen`, so that there is no moment with wider permissions.
+        os.chmod(path, SOCKET_MODE)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _cannot(path: Path, error: OSError) -> ListenError:
+    return ListenError(
+        f'cannot listen on "{path}": {error.strerror or error}; give --socket (or EDGED_SOCKET) a path in a folder '
+        "where this user may write"
+    )

@@ -1,0 +1,92 @@
+"""Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart.
+
+Owns that way. Must not know HTTP or how pairs come about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from sqlite_utils import Database
+
+from edged.align.journal import load_open_pairs, requeue_lost
+from edged.align.metrics import summaries
+from edged.align.pair import TokenPair
+from edged.align.tokens import tokenize_pair
+from edged.config import AlignSettings
+from edged.engine.engine import Engine
+from edged.engine.text import Codec, CodecError
+from edged.store import Store
+from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state
+
+log = logging.getLogger("edged.api")
+
+
+class Teacher:
+    """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
+
+    def __init__(self, store: Store, codec: Codec, engine: Engine, align: AlignSettings) -> None:
+        self._store, self._codec, self._engine, self._align = store, codec, engine, align
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
+
+    def resume(self, ref_model: str) -> int:
+        """Queue again what was open when the daemon last ended; returns the number of pairs. Blocks.
+
+        `ref_model` is the base model's fingerprint: reference log-probabilities by another one are computed anew.
+        """
+        on_disk = self._engine.adapters()
+
+        def requeue(db: Database) -> int:
+            return sum(requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
+
+        if lost := self._store.write(requeue).result():
+            log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
+        rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
+        self._submit(rows)
+        return len(rows)
+
+    def learn_soon(self, pair_ids: Sequence[int]) -> None:
+        """Learn stored pairs behind the caller, in the order of the calls."""
+        if pair_ids:
+            self._thread.submit(self._learn, tuple(pair_ids)).add_done_callback(_report)
+
+    def learn_from(self, written: Future[tuple[int, ...]]) -> None:
+        """Learn the pairs that a write came to; nothing when it failed."""
+        if not written.cancelled() and not written.exception():
+            self.learn_soon(written.result())
+
+    def close(self) -> None:
+        """Hand over everything that was asked for, then stop."""
+        self._thread.shutdown(wait=True)
+
+    def _learn(self, pair_ids: Sequence[int]) -> None:
+        self._submit(self._store.read(lambda db: get_pairs(db, pair_ids)))
+
+    def _submit(self, rows: Sequence[PairRow]) -> None:
+        if not self._align.enabled:
+            return
+        pairs: list[TokenPair] = []
+        for row in rows:
+            try:
+                pair, note = tokenize_pair(self._codec, row, self._align.max_pair_tokens)
+            except CodecError as error:
+                log.warning("pair %d cannot be learned: %s", row.id, error)
+                self._store.write(partial(_skip, row=row, reason=str(error)))
+                continue
+            pairs.append(pair)
+            if note and note != row.note:
+                self._store.write(partial(set_pair_note, pair_id=row.id, note=note))
+        self._engine.submit_pairs(pairs)
+
+
+def _report(handed_over: Future[None]) -> None:
+    if error := handed_over.exception():
+        log.error("pairs were not handed to the engine; a restart will: %s", error)
+
+
+def _skip(db: Database, row: PairRow, reason: str) -> None:
+    """Retire a pair that has no tokens."""
+    set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason)

@@ -1,0 +1,48 @@
+"""How much memory a measured piece of work needed at its peak.
+
+Owns the reading of /proc and of CUDA's counters. Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def start_peak(device: torch.device) -> None:
+    """Forget the peak so far."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use since `start_peak`: CUDA's allocator on a GPU, else the process's resident set."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status_bytes("VmHWM")
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use now, after freeing what can be freed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_allocated(device))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(key: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) << 10
+    raise RuntimeError(f"{_STATUS} has no {key}: memory can only be measured on Linux or CUDA")

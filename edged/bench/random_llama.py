@@ -1,0 +1,74 @@
+"""Random-weight Llamas for measuring speed: what a forward costs does not depend on what the weights know.
+
+Owns their shapes and files. Must not know what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+
+
+SHAPES = {
+    "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152),
+    "4m": Shape(hidden=192, layers=4, heads=6, kv_heads=2, intermediate=512, vocab=8192),
+}
+"""135m is SmolLM2-135M's shape; 4m is for trying a benchmark out."""
+MAX_POSITIONS = 2048
+
+
+def write_random_llama(directory: Path, shape: Shape, seed: int = 0) -> Path:
+    """Write config and fp32 weights to `directory` as save_pretrained does, and return it.
+
+    No token ends an answer, so that every answer has the length that was asked for.
+    """
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path, texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `vocab` tokens on `texts`, which gives them a usual length, and save it."""
+    specials = ["<pad>", "<eos>"]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=vocab, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=specials[0], eos_token=specials[1])
+    fast.save_pretrained(directory)
+    return fast

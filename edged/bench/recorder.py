@@ -1,0 +1,161 @@
+"""What an engine did during a replay, as its callbacks tell it, and the figures that follow.
+
+Owns the clock readings and the statistics. Must not know where the requests come from.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from edged.align.pair import PairScored, Record, StepSkipped
+from edged.engine.request import Event, FinishEvent, TokenEvent
+
+RECENT_PAIRS = 50
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request of the replay; times are seconds of the monotonic clock."""
+
+    due_s: float
+    prompt_tokens: int
+    token_s: list[float] = field(default_factory=list)
+    """When each token was delivered."""
+    finish: FinishEvent | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From when the trace wanted it sent, so that a late sender does not flatter the engine."""
+        return self.token_s[0] - self.due_s if self.token_s else None
+
+
+class Recorder:
+    """Takes the engine's events and records; the other methods may be called from any thread meanwhile."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.scores: list[PairScored] = []
+        self.skipped_steps: list[StepSkipped] = []
+        self._changed = threading.Condition()
+        self._open = 0
+
+    def expect(self, request_id: str, due_s: float, prompt_tokens: int) -> None:
+        """A request is about to be submitted."""
+        with self._changed:
+            self.answers[request_id] = Answer(due_s, prompt_tokens)
+            self._open += 1
+
+    def refuse(self, request_id: str) -> None:
+        """The engine did not take it."""
+        with self._changed:
+            self._open -= 1
+
+    def deliver(self, events: list[Event]) -> None:
+        """The engine's callback for tokens and ends."""
+        now = time.monotonic()
+        ended = 0
+        for event in events:
+            answer = self.answers[event.request_id]
+            if isinstance(event, TokenEvent):
+                answer.token_s.append(now)
+            else:
+                answer.finish = event
+                ended += 1
+        if ended:
+            with self._changed:
+                self._open -= ended
+                self._changed.notify_all()
+
+    def journal(self, records: list[Record]) -> None:
+        """The engine's callback for the learning loop's records."""
+        for record in records:
+            if isinstance(record, PairScored) and record.split == "prequential":
+                self.scores.append(record)
+            elif isinstance(record, StepSkipped):
+                self.skipped_steps.append(record)
+
+    @property
+    def open_requests(self) -> int:
+        """Submitted and not ended yet."""
+        return self._open
+
+    def wait_until_answered(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
+        """Wait for the end of every request; False when time is up, or the engine no longer `alive`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._open and alive():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, 0.5))
+        return not self._open
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Mean and percentiles in milliseconds; None where there is nothing to tell."""
+    if not len(seconds):
+        return dict.fromkeys(("mean", "p50", "p95", "p99"))
+    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]) * 1e3
+    return {"mean": float(np.mean(seconds) * 1e3), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
+
+
+def request_counts(answers: Sequence[Answer]) -> dict[str, int]:
+    """How the requests ended."""
+    reasons = Counter(answer.finish.reason if answer.finish else "refused" for answer in answers)
+    return {
+        "sent": len(answers),
+        "finished": reasons["length"] + reasons["stop"],
+        "refused": reasons["refused"],
+        "unfinished": reasons["cancelled"],
+        "failed": reasons["error"],
+    }
+
+
+def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -> dict[str, Any]:
+    """Latencies of all requests; throughput within the `seconds` from `start_s`."""
+    ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
+    gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
+    end_s = start_s + seconds
+    tokens = sum(moment <= end_s for answer in answers for moment in answer.token_s)
+    started = [answer for answer in answers if answer.token_s and answer.token_s[0] <= end_s]
+    ended = [answer for answer in answers if answer.finish and answer.token_s and answer.token_s[-1] <= end_s]
+    return {
+        "ttft_ms": percentiles_ms(ttft),
+        "tbt_ms": percentiles_ms(gaps),
+        "throughput": {
+            "output_tokens_per_s": tokens / seconds,
+            "prompt_tokens_per_s": sum(answer.prompt_tokens for answer in started) / seconds,
+            "requests_per_s": len(ended) / seconds,
+        },
+    }
+
+
+def attainment(answers: Sequence[Answer], target_s: Callable[[int], float]) -> float | None:
+    """Share of all requests, answered or not, whose first token came within the target of their prompt length."""
+    if not answers:
+        return None
+    met = sum(answer.ttft_s is not None and answer.ttft_s <= target_s(answer.prompt_tokens) for answer in answers)
+    return met / len(answers)
+
+
+def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | None]:
+    """Means over the pairs as they came, each scored before it was trained on; `_recent` is the last 50."""
+    figures: dict[str, float | int | None] = {"pairs": len(scores)}
+    for suffix, chosen in (("", scores), ("_recent", scores[-RECENT_PAIRS:])):
+        columns: dict[str, list[float]] = {
+            "win_rate": [float(score.chosen_logp > score.rejected_logp) for score in chosen],
+            "clpd_nats": [score.chosen_logp - score.rejected_logp for score in chosen],
+            "reward_accuracy": [float(score.reward_margin > 0) for score in chosen],
+            "reward_margin": [score.reward_margin for score in chosen],
+            "loss": [score.loss for score in chosen],
+        }
+        figures |= {name + suffix: float(np.mean(values)) if values else None for name, values in columns.items()}
+    return figures

@@ -1,0 +1,318 @@
+"""Replays a recorded request load and real preference pairs against the engine, in process.
+
+Owns the schedule of a replay: measuring the machine, sending at the recorded moments, draining. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edged.align.formats import Format, read_pairs
+from edged.align.pair import TokenPair
+from edged.align.tokens import tokenize_pair
+from edged.bench.recorder import (
+    Recorder,
+    alignment_figures,
+    attainment,
+    request_counts,
+    serving_figures,
+)
+from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
+from edged.config import Settings
+from edged.engine.engine import Engine, EngineBusy
+from edged.engine.request import Request, Sampling
+from edged.engine.text import Codec
+from edged.scheduler.scheduler import POLICIES
+from edged.store.feedback import PairRow, Side
+
+ADAPTER = "replay"
+"""The user whose requests are replayed and whose preferences are learnt meanwhile."""
+SLO_FACTOR = 5.0
+"""A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
+_LOAD_SHARE = 0.7
+_BURST_REQUESTS = 16
+_PROBE_REPEATS = 3
+_LONGEST_PROBE_S = 120.0
+_LINE_EVERY_S = 5.0
+
+
+class ReplayError(RuntimeError):
+    """The replay cannot go on; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What to replay. `rate_per_s` None: 70 % of the requests per second that a burst reached on this machine."""
+
+    trace: str
+    pairs: Path
+    model_dir: Path
+    settings: Settings
+    pair_format: Format = "hh"
+    rate_per_s: float | None = None
+    retrain_rate: float = 0.1
+    seconds: float = 60.0
+    seed: int = 0
+
+
+Progress = Callable[[str], None]
+
+
+def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
+    """Run the plan and report; units are in the keys' names.
+
+    Raises ReplayError, and what reading the trace, the pairs or the model raises: TraceError, OSError, ModelRefused,
+    CodecError.
+    """
+    load_before = os.getloadavg()[0]
+    if plan.settings.scheduler.policy not in POLICIES:
+        raise ReplayError(f'unknown policy "{plan.settings.scheduler.policy}": known are {", ".join(POLICIES)}')
+    trace = read_trace(plan.trace, plan.seed)
+    codec = Codec.load(plan.model_dir)
+    pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)
+    recorder = Recorder()
+    engine = Engine.build(plan.settings, plan.model_dir, recorder.deliver, recorder.journal, None)
+    engine.start()
+    try:
+        player = _Player(plan, engine, recorder, codec, progress)
+        report = player.play(trace, pairs)
+    finally:
+        engine.stop(0.0)
+    return {
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "load_average_before": load_before,
+        **report,
+        "pairs_file": {"name": plan.pairs.name, "usable": len(pairs), "bad_lines": bad_lines},
+    }
+
+
+def load_pairs(path: Path, format: Format, codec: Codec, max_tokens: int) -> tuple[list[TokenPair], int]:
+    """The file's pairs in tokens, and the number of lines that are none. Raises ReplayError when there are no pairs."""
+    pairs: list[TokenPair] = []
+    bad_lines = 0
+    for number, pair in read_pairs(path, format):
+        if isinstance(pair, str):
+            bad_lines += 1
+            continue
+        row = PairRow(
+            id=number,
+            created_at="",
+            adapter=ADAPTER,
+            signal_id="",
+            source="replay",
+            weight=1.0,
+            messages=tuple(pair["messages"]) if "messages" in pair else None,
+            prompt=pair.get("prompt"),
+            prompt_ids=None,
+            chosen=Side(pair["chosen"]),
+            rejected=Side(pair["rejected"]),
+            state="queued",
+        )
+        pairs.append(tokenize_pair(codec, row, max_tokens)[0])
+    if not pairs:
+        raise ReplayError(f'"{path}" has no usable pair in {bad_lines} lines: is --format {format} right?')
+    return pairs, bad_lines
+
+
+class _Player:
+    """One replay against a running engine."""
+
+    def __init__(self, plan: ReplayPlan, engine: Engine, recorder: Recorder, codec: Codec, progress: Progress) -> None:
+        self._plan, self._engine, self._recorder, self._progress = plan, engine, recorder, progress
+        self._token_ids = range(max(codec.eos_ids) + 1, codec.vocab_size)
+        if len(self._token_ids) < 2:
+            self._token_ids = range(codec.vocab_size)
+        self._numbers = count()
+        self._pairs_sent = 0
+        self._next_line_s = _LINE_EVERY_S
+
+    def play(self, trace: Trace, pairs: list[TokenPair]) -> dict[str, Any]:
+        """Measure the machine, send the load, report."""
+        plan, context = self._plan, self._engine.max_context_tokens
+        forward_s = self._measure_forward(trace, context)
+        rate = plan.rate_per_s or self._measure_capacity(trace, context) * _LOAD_SHARE
+        load = scale_trace(
+            trace,
+            rate_per_s=rate,
+            seconds=plan.seconds,
+            context_tokens=context,
+            token_ids=self._token_ids,
+            seed=plan.seed,
+        )
+        before = self._engine.status()
+        measured_from = len(self._recorder.answers)
+        start_s = self._send(load, pairs)
+        after = self._engine.status()
+        self._drain()
+        answers = list(self._recorder.answers.values())[measured_from:]
+        if self._engine.error:
+            raise ReplayError(self._engine.error)
+        floor_s = plan.settings.scheduler.ttft_floor_ms / 1e3
+        return {
+            "model": after["model"],
+            "policy": plan.settings.scheduler.policy,
+            "seed": plan.seed,
+            "load": self._describe(trace, load, rate),
+            "requests": request_counts(answers),
+            **serving_figures(answers, start_s, plan.seconds),
+            "slo": {
+                "ttft_factor": SLO_FACTOR,
+                "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * forward_s(n)),
+                "ttft_floor_ms": floor_s * 1e3,
+                "ttft_within_factor_or_floor_share": attainment(
+                    answers, lambda n: max(floor_s, SLO_FACTOR * forward_s(n))
+                ),
+                "forward_ms_of_mean_prompt": forward_s(_mean([len(a.prompt_ids) for a in load])) * 1e3,
+            },
+            "finetune": self._finetuning(before, after),
+            "alignment": alignment_figures(self._recorder.scores),
+            "prefix": _prefix(before, after),
+            "scheduler": {
+                "decision_ms_p50": after["scheduler"]["decision_ms_p50"],
+                "iterations": after["totals"]["iterations"] - before["totals"]["iterations"],
+                "preemptions": after["totals"]["preemptions"] - before["totals"]["preemptions"],
+                "cost_model_mape_percent": after["cost_model"]["mape_percent"],
+            },
+        }
+
+    # -- the machine -------------------------------------------------------------------------------------------------
+
+    def _measure_forward(self, trace: Trace, context: int) -> Callable[[float], float]:
+        """Seconds from submission to first token of a prompt alone on the engine, by its length in tokens."""
+        scale = length_scale(trace, context)
+        lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], [5, 50, 100])
+        longest = context - 1
+        probed = sorted({int(min(max(1.0, length), longest)) for length in lengths})
+        self._progress(f"measuring prompts of {', '.join(map(str, probed))} tokens alone")
+        generator = random.Random(self._plan.seed)
+        self._alone(generator, probed[0])
+        seconds = [min(self._alone(generator, length) for _ in range(_PROBE_REPEATS)) for length in probed]
+        return lambda tokens: float(np.interp(tokens, probed, seconds))
+
+    def _alone(self, generator: random.Random, tokens: int) -> float:
+        ids = tuple(generator.choices(self._token_ids, k=tokens))
+        request_id = self._submit(Arrival(0.0, ids, 1), time.monotonic())
+        self._wait_for_probe()
+        ttft_s = self._recorder.answers[request_id].ttft_s
+        if ttft_s is None:
+            raise ReplayError(f"a prompt of {tokens} tokens got no token: {self._recorder.answers[request_id].finish}")
+        return ttft_s
+
+    def _measure_capacity(self, trace: Trace, context: int) -> float:
+        """Requests per second of a burst: the trace's first requests, with other tokens, all at once."""
+        self._progress(f"measuring a burst of {_BURST_REQUESTS} requests")
+        burst = scale_trace(
+            trace,
+            rate_per_s=_BURST_REQUESTS,
+            seconds=1.0,
+            context_tokens=context,
+            token_ids=self._token_ids,
+            seed=self._plan.seed + 1,
+        )
+        started = time.monotonic()
+        for arrival in burst:
+            self._submit(arrival, started)
+        self._wait_for_probe()
+        return len(burst) / (time.monotonic() - started)
+
+    def _wait_for_probe(self) -> None:
+        if not self._recorder.wait_until_answered(_LONGEST_PROBE_S, lambda: not self._engine.error):
+            raise ReplayError(self._engine.error or f"the engine needs more than {_LONGEST_PROBE_S:.0f} s to warm up")
+
+    # -- the load ----------------------------------------------------------------------------------------------------
+
+    def _send(self, load: list[Arrival], pairs: list[TokenPair]) -> float:
+        """Submit everything in its moment, wait for the end of the window; returns the clock's start of it."""
+        plan = self._plan
+        # Some requests are accompanied by a preference, as MACE's retrain rate has it.
+        chance = random.Random(plan.seed)
+        waiting = iter(pairs)
+        start_s = time.monotonic()
+        self._progress(f"replaying {len(load)} requests in {plan.seconds:.0f} s")
+        for arrival in load:
+            self._wait_until(start_s + arrival.at_s, start_s)
+            self._submit(arrival, start_s + arrival.at_s)
+            if chance.random() < plan.retrain_rate and (pair := next(waiting, None)) is not None:
+                self._engine.submit_pairs([pair])
+                self._pairs_sent += 1
+        self._wait_until(start_s + plan.seconds, start_s)
+        return start_s
+
+    def _wait_until(self, moment_s: float, start_s: float) -> None:
+        while (left := moment_s - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+            if self._engine.error:
+                raise ReplayError(self._engine.error)
+            elapsed_s = time.monotonic() - start_s
+            if elapsed_s >= self._next_line_s:
+                self._next_line_s = elapsed_s + _LINE_EVERY_S
+                self._progress(
+                    f"{elapsed_s:.0f} of {self._plan.seconds:.0f} s: {self._recorder.open_requests} requests open, "
+                    f"{self._pairs_sent} pairs sent, {len(self._recorder.scores)} scored"
+                )
+
+    def _submit(self, arrival: Arrival, due_s: float) -> str:
+        number = next(self._numbers)
+        request_id = f"replay-{number}"
+        sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
+        self._recorder.expect(request_id, due_s, len(arrival.prompt_ids))
+        try:
+            self._engine.submit(Request(request_id, arrival.prompt_ids, sampling, ADAPTER))
+        except EngineBusy:
+            self._recorder.refuse(request_id)
+        return request_id
+
+    def _drain(self) -> None:
+        """Let running answers end within a quarter of the window; the rest is cancelled and counts as unfinished."""
+        limit_s = max(10.0, self._plan.seconds / 4)
+        self._progress(f"waiting at most {limit_s:.0f} s for {self._recorder.open_requests} answers")
+        if not self._recorder.wait_until_answered(limit_s, lambda: not self._engine.error):
+            for request_id, answer in list(self._recorder.answers.items()):
+                if answer.finish is None:
+                    self._engine.cancel(request_id)
+            self._recorder.wait_until_answered(limit_s, lambda: not self._engine.error)
+
+    # -- the report --------------------------------------------------------------------------------------------------
+
+    def _describe(self, trace: Trace, load: list[Arrival], rate: float) -> dict[str, Any]:
+        return {
+            "trace": trace.name,
+            "seconds": self._plan.seconds,
+            "rate_per_s": rate,
+            "recorded_rate_per_s": trace.rate_per_s,
+            "length_scale": length_scale(trace, self._engine.max_context_tokens),
+            "mean_prompt_tokens": _mean([len(arrival.prompt_ids) for arrival in load]),
+            "mean_output_tokens": _mean([arrival.output_tokens for arrival in load]),
+            "retrain_rate": self._plan.retrain_rate,
+        }
+
+    def _finetuning(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        def gained(name: str) -> int:
+            return int(after["totals"][name] - before["totals"][name])
+
+        return {
+            "pairs_sent": self._pairs_sent,
+            "pairs_trained": gained("pairs_trained"),
+            "steps": gained("optimizer_steps"),
+            "skipped_steps": len(self._recorder.skipped_steps),
+            "tokens": gained("finetune_tokens"),
+            "tokens_per_s": gained("finetune_tokens") / self._plan.seconds,
+        }
+
+
+def _prefix(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    prompt, hit = (after["prefix"][name] - before["prefix"][name] for name in ("prompt_tokens", "hit_tokens"))
+    return {"prompt_tokens": prompt, "hit_tokens": hit, "hit_share": hit / prompt if prompt else 0.0}
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values)

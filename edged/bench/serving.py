@@ -1,0 +1,165 @@
+"""Serving speed: edged's engine beside transformers' continuous batching and its static-batch `generate`.
+
+Owns the three sides and the job they all do: some requests that arrive at once, each with a prompt of random tokens and
+an answer of a fixed length, greedily decoded. Each side runs in a process of its own (see `edged.bench.turns`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edged.bench.turns import Conversation
+
+EDGED, CONTINUOUS, STATIC = "edged", "transformers continuous batching", "transformers generate"
+SIDES = (EDGED, CONTINUOUS, STATIC)
+Prompts = list[list[int]]
+Answers = list[list[int]]
+_LONGEST_WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every side is told at its start."""
+
+    model: str
+    device: str
+    dtype: str
+    vocab: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def make_prompts(job: Job, seed: int) -> Prompts:
+    """New prompts for every round, so that no side can reuse what an earlier round cached."""
+    generator = np.random.default_rng(seed)
+    ids: Prompts = generator.integers(3, job.vocab, (job.requests, job.prompt_tokens)).tolist()
+    return ids
+
+
+def start_edged(job: Job) -> Callable[[Prompts], Answers]:
+    """edged's engine in process, with the settings that a daemon has by default."""
+    from edged.config import Settings
+    from edged.engine.engine import Engine
+    from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+
+    settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
+    tokens: dict[str, list[int]] = {}
+    problems: list[str] = []
+    done = threading.Semaphore(0)
+
+    def deliver(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, TokenEvent):
+                tokens[event.request_id].append(event.token_id)
+            elif isinstance(event, FinishEvent):
+                if event.reason != "length":
+                    problems.append(f"{event.reason} {event.error}".strip())
+                done.release()
+
+    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, None)
+    engine.start()
+    sampling = Sampling(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
+
+    def answer(prompts: Prompts) -> Answers:
+        tokens.clear()
+        tokens.update({str(index): [] for index in range(len(prompts))})
+        for index, prompt in enumerate(prompts):
+            engine.submit(Request(str(index), tuple(prompt), sampling))
+        for _ in prompts:
+            if not done.acquire(timeout=_LONGEST_WAIT_S) or problems:
+                raise RuntimeError(f"edged's engine: {engine.error or problems or 'no answer'}")
+        return [tokens[str(index)] for index in range(len(prompts))]
+
+    return answer
+
+
+def start_continuous(job: Job) -> Callable[[Prompts], Answers]:
+    """`generate_batch` with a manager that stays up between rounds, its cache sized for the job."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    model = _load(job)
+    greedy = GenerationConfig(max_new_tokens=job.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # Prefixes are never shared here: the prompts are random. All prompts may be computed in one pass, which is fastest.
+    batching = ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=2 * job.requests * -(-(job.prompt_tokens + job.output_tokens) // 32),
+        max_batch_tokens=max(256, job.requests * job.prompt_tokens),
+    )
+
+    def answer(prompts: Prompts) -> Answers:
+        outputs = model.generate_batch(
+            prompts, generation_config=greedy, continuous_batching_config=batching, persistent_manager=True
+        )
+        return [list(output.generated_tokens) for output in outputs.values()]
+
+    return answer
+
+
+def start_static(job: Job) -> Callable[[Prompts], Answers]:
+    """`generate` on the whole batch: all prompts have one length, so that nothing is padded."""
+    from transformers import GenerationConfig
+
+    model = _load(job)
+    greedy = GenerationConfig(
+        max_new_tokens=job.output_tokens, min_new_tokens=job.output_tokens, do_sample=False, pad_token_id=0
+    )
+
+    @torch.inference_mode()
+    def answer(prompts: Prompts) -> Answers:
+        ids = torch.tensor(prompts, device=model.device)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        answers: Answers = output[:, ids.shape[1] :].tolist()
+        return answers
+
+    return answer
+
+
+def _load(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=getattr(torch, job.dtype), attn_implementation="sdpa", local_files_only=True
+    )
+    return model.to(job.device).eval()
+
+
+_START = {EDGED: start_edged, CONTINUOUS: start_continuous, STATIC: start_static}
+
+
+def side_arguments(name: str, job: Job) -> list[str]:
+    """Command-line arguments of this module that make a process the side `name`."""
+    return [name, json.dumps(asdict(job))]
+
+
+def main(arguments: list[str]) -> None:
+    """Be one side: each question `{"seed": N}` is a round."""
+    name, job = arguments[0], Job(**json.loads(arguments[1]))
+    work = _START[name](job)
+
+    conversation = Conversation()
+    while True:
+        prompts = make_prompts(job, conversation.question()["seed"])
+        started = time.perf_counter()
+        outputs = work(prompts)
+        seconds = time.perf_counter() - started
+        short = [len(output) for output in outputs if len(output) != job.output_tokens]
+        if short or len(outputs) != job.requests:
+            raise RuntimeError(f"{name}: {len(outputs)} answers, of wrong lengths: {short}")
+        rate = job.requests * job.output_tokens / seconds
+        conversation.answer({"seconds": seconds, "output_tokens_per_s": rate, "ids": outputs})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

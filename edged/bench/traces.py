@@ -1,0 +1,217 @@
+"""Recorded request loads, and how they become a load that fits one machine.
+
+Owns the formats of public traces, the scaling of their times and lengths, and the prompts' tokens. Must not know the
+engine.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+Record = TypeVar("Record")
+
+POISSON = "poisson"
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOONCAKE_BLOCK_TOKENS = 512
+_MOONCAKE_TICK_S = 3.0
+_POISSON_ROWS = 20_000
+_POISSON_PROMPT_TOKENS, _POISSON_OUTPUT_TOKENS = 256, 64
+_FITTING_PERCENT = 95.0
+"""Lengths are scaled so that this share of a trace's requests fits the context; longer ones are cut."""
+
+
+class TraceError(ValueError):
+    """A trace cannot be read or used; the message names the file, the line and what is expected there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request. `blocks` are the ids of its prompt's blocks: equal ids stand for equal tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival, the first at 0 s. `block_tokens` is 0 where the trace knows no shared prefixes."""
+
+    name: str
+    rows: tuple[TraceRow, ...]
+    block_tokens: int = 0
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrivals per second as recorded."""
+        return (len(self.rows) - 1) / max(self.rows[-1].at_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a load that fits the machine: `at_s` is counted from the load's start."""
+
+    at_s: float
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+
+
+def read_trace(source: str, seed: int = 0) -> Trace:
+    """A trace from a file: Azure's CSV, Mooncake's JSONL; or "poisson" (prompts of 128-384 tokens, outputs of 32-96).
+
+    Raises TraceError.
+    """
+    if source == POISSON:
+        return _poisson(random.Random(seed))
+    path = Path(source)
+    read = {".csv": _azure, ".jsonl": _mooncake}.get(path.suffix.lower())
+    if read is None:
+        raise TraceError(f'trace "{source}" has no known format: give an Azure .csv, a Mooncake .jsonl or "{POISSON}"')
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows, block_tokens = read(path.name, file)
+    except OSError as error:
+        raise TraceError(f'trace "{source}" cannot be read: {error.strerror or error}') from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f'trace "{source}" is not UTF-8 text: {error.reason} at byte {error.start}') from None
+    if len(rows) < 2:
+        raise TraceError(f'trace "{source}" has {len(rows)} requests: at least two are needed to tell a rate')
+    rows.sort(key=lambda row: row.at_s)
+    start = rows[0].at_s
+    return Trace(path.stem, tuple(replace(row, at_s=row.at_s - start) for row in rows), block_tokens)
+
+
+def length_scale(trace: Trace, context_tokens: int) -> float:
+    """The factor, at most 1, that makes 95 % of the trace's requests fit `context_tokens`."""
+    totals = [row.prompt_tokens + row.output_tokens for row in trace.rows]
+    return min(1.0, context_tokens / float(np.percentile(totals, _FITTING_PERCENT)))
+
+
+def scale_trace(
+    trace: Trace,
+    *,
+    rate_per_s: float,
+    seconds: float,
+    context_tokens: int,
+    token_ids: range,
+    seed: int = 0,
+) -> list[Arrival]:
+    """The trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`.
+
+    Gaps keep their proportions and lengths theirs, but for requests that are still too long: they keep the start of the
+    prompt. Prompts are random tokens of `token_ids`, equal where the trace says that blocks were equal. A load longer
+    than the trace ends with it.
+    """
+    wanted = max(1, round(rate_per_s * seconds))
+    rows = trace.rows[:wanted]
+    span = trace.rows[wanted].at_s if wanted < len(trace.rows) else rows[-1].at_s + 1.0 / trace.rate_per_s
+    stretch = len(rows) / rate_per_s / max(span, 1e-9)
+    scale = length_scale(trace, context_tokens)
+    fresh = count()
+    prompts = _PromptMaker(max(1, round(trace.block_tokens * scale)), token_ids, seed)
+    arrivals = []
+    for row in rows:
+        output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
+        prompt = min(max(1, round(row.prompt_tokens * scale)), context_tokens - output)
+        ids = prompts.shared(row.blocks, prompt) if row.blocks else prompts.alone(next(fresh), prompt)
+        arrivals.append(Arrival(row.at_s * stretch, ids, output))
+    return arrivals
+
+
+class _PromptMaker:
+    """Draws tokens: the same block id always gives the same tokens."""
+
+    def __init__(self, block_tokens: int, token_ids: range, seed: int) -> None:
+        self._block_tokens, self._ids, self._seed = block_tokens, token_ids, seed
+
+    def _draw(self, stream: tuple[int, int], tokens: int) -> Iterator[int]:
+        generator = np.random.default_rng((self._seed, *stream))
+        return (self._ids[index] for index in generator.integers(0, len(self._ids), tokens).tolist())
+
+    def alone(self, number: int, tokens: int) -> tuple[int, ...]:
+        """A prompt that nothing else starts like."""
+        return tuple(self._draw((0, number), tokens))
+
+    def shared(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """A prompt whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
+        ids: list[int] = []
+        for block in blocks[: max(1, tokens // self._block_tokens)]:
+            ids.extend(self._draw((1, block), self._block_tokens))
+        ids.extend(self._draw((2, blocks[-1]), max(0, tokens - len(ids))))
+        return tuple(ids[:tokens])
+
+
+def _poisson(generator: random.Random) -> Trace:
+    """Independent arrivals, one a second; lengths uniform within half of their means."""
+    rows, at_s = [], 0.0
+    for _ in range(_POISSON_ROWS):
+        prompt = generator.randint(_POISSON_PROMPT_TOKENS // 2, _POISSON_PROMPT_TOKENS * 3 // 2)
+        output = generator.randint(_POISSON_OUTPUT_TOKENS // 2, _POISSON_OUTPUT_TOKENS * 3 // 2)
+        rows.append(TraceRow(at_s, prompt, output))
+        at_s += generator.expovariate(1.0)
+    return Trace(POISSON, tuple(rows))
+
+
+def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
+    """Azure's LLM inference traces: time of day, prompt and output lengths."""
+    reader = csv.DictReader(lines)
+    missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise TraceError(f"{name} has no column {', '.join(missing)}: an Azure trace has {', '.join(_AZURE_COLUMNS)}")
+
+    def parse(record: dict[str, str]) -> TraceRow:
+        at_s = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
+        return _checked(TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"])))
+
+    return [_parsed(name, reader.line_num, parse, record) for record in reader], 0
+
+
+def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
+    """Mooncake's traces: milliseconds, lengths, and an id for every block of 512 prompt tokens."""
+
+    def parse(line: str) -> TraceRow:
+        record = json.loads(line)
+        blocks = tuple(int(block) for block in record["hash_ids"])
+        at_s = float(record["timestamp"]) / 1e3
+        return _checked(TraceRow(at_s, int(record["input_length"]), int(record["output_length"]), blocks))
+
+    rows = [_parsed(name, number, parse, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return _spread(rows), _MOONCAKE_BLOCK_TOKENS
+
+
+def _spread(rows: list[TraceRow]) -> list[TraceRow]:
+    """Mooncake's clock ticks every 3 s: the requests of a tick are spread evenly over it."""
+    ticks: dict[float, list[TraceRow]] = {}
+    for row in rows:
+        ticks.setdefault(row.at_s, []).append(row)
+    starts = sorted(ticks)
+    result = []
+    for start, end in zip(starts, [*starts[1:], starts[-1] + _MOONCAKE_TICK_S], strict=True):
+        gap = (end - start) / len(ticks[start])
+        result += [replace(row, at_s=start + index * gap) for index, row in enumerate(ticks[start])]
+    return result
+
+
+def _checked(row: TraceRow) -> TraceRow:
+    if row.prompt_tokens < 1 or row.output_tokens < 0 or any(block < 0 for block in row.blocks):
+        raise ValueError(f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens")
+    return row
+
+
+def _parsed(name: str, number: int, parse: Callable[[Record], TraceRow], record: Record) -> TraceRow:
+    try:
+        return parse(record)
+    except (KeyError, TypeError, ValueError) as error:
+        detail = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{name}, line {number}: not a request of this trace: {detail}") from None

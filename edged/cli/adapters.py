@@ -1,0 +1,135 @@
+"""`edged adapters`: list, show, rollback, export, forget."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from edged.cli.client import Client, DaemonError
+from edged.cli.metrics import fetch_metrics, plot, table
+from edged.cli.options import json_option, with_client
+from edged.cli.output import make_console, number, print_json
+
+
+@click.group()
+def adapters() -> None:
+    """What was learned for each user."""
+
+
+@adapters.command("list")
+@json_option
+@with_client
+def list_(client: Client, as_json: bool) -> None:
+    """All adapters with their metrics."""
+    data = fetch_metrics(client, with_series=False)
+    if as_json:
+        print_json(data)
+    elif data["adapters"]:
+        make_console().print(table(data["adapters"]))
+    else:
+        click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+
+
+@adapters.command()
+@click.argument("name")
+@json_option
+@with_client
+def show(client: Client, name: str, as_json: bool) -> None:
+    """One adapter: metrics, versions, and how it came about."""
+    from rich.table import Table
+
+    data = client.get(_path(name))
+    if as_json:
+        return print_json(data)
+    console = make_console()
+    console.print(table([data]))
+    versions = Table("version", "made (UTC)", "from", "reason", "pairs", "loss", "gradient norm", "step", "on disk")
+    for item in data["versions"]:
+        versions.add_row(*_version_row(item))
+    console.print(versions)
+    if len(data["series"]) > 1:
+        console.print(plot(data))
+    return None
+
+
+@adapters.command()
+@click.argument("name")
+@click.argument("version", type=click.IntRange(0))
+@json_option
+@with_client
+def rollback(client: Client, name: str, version: int, as_json: bool) -> None:
+    """Serve an earlier VERSION of NAME again.
+
+    It gets a new number, so that nothing is lost; VERSION 0 is the untrained adapter.
+    """
+    data = client.post(f"{_path(name)}/rollback", {"version": version})
+    if as_json:
+        print_json(data)
+    elif data["version"] == version:
+        click.echo(f"{name} serves version {version} already")
+    else:
+        click.echo(f"{name} serves version {version} again, as version {data['version']}")
+
+
+@adapters.command()
+@click.argument("name")
+@click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@json_option
+@with_client
+def export(client: Client, name: str, output: Path, as_json: bool) -> None:
+    """Write NAME's newest version as a PEFT folder.
+
+    peft, vLLM and TRL load it as it is.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
+    data = client.get(f"{_path(name)}/export")
+    try:
+        shutil.copytree(data["path"], output, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise DaemonError(f"{data['path']} cannot be copied to {output}: {error}") from None
+    if as_json:
+        print_json({"adapter": name, "version": data["version"], "path": str(output)})
+    else:
+        click.echo(f"{name} version {data['version']} is in {output}")
+
+
+@adapters.command()
+@click.argument("name")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+@with_client
+def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
+    """Delete everything learned for NAME.
+
+    That is the adapter with all its versions, and the user's completions, signals and pairs.
+    """
+    if not yes:
+        click.confirm(f"Delete everything learned for {name}?", abort=True)
+    data = client.call("DELETE", _path(name))
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"{name} is forgotten")
+
+
+def _path(name: str) -> str:
+    return f"/v1/adapters/{quote(name, safe='')}"
+
+
+def _version_row(item: dict[str, Any]) -> list[str]:
+    return [
+        str(item["version"]),
+        item["created_at"][:19].replace("T", " "),
+        str(item["parent"]),
+        item["reason"],
+        str(item["pairs"]),
+        number(item["loss"], 3),
+        number(item["grad_norm"], 3),
+        number(item["step_s"], 2, "s"),
+        "yes" if item["on_disk"] else "no",
+    ]

@@ -1,0 +1,165 @@
+"""`edged bench`: measure this machine with recorded loads. The engine runs inside the command; no daemon is asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edged.cli.client import DaemonError
+from edged.cli.options import json_option
+from edged.cli.output import make_console, number, percent, print_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine with recorded loads."""
+
+
+@bench.command()
+@click.option(
+    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+)
+@click.option(
+    "--pairs",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Preference pairs, in the order in which users give them.",
+)
+@click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True)
+@click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
+@click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
+@click.option("--policy", metavar="NAME", help="Scheduling policy: mace or fcfs; default: as configured.")
+@click.option(
+    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
+)
+@click.option(
+    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
+)
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+def replay(
+    trace: str,
+    pairs: Path,
+    pair_format: Any,
+    model: str,
+    config: Path | None,
+    policy: str | None,
+    rate: float | None,
+    retrain_rate: float,
+    seconds: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
+
+    Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
+    A share of the requests, --retrain-rate, comes with a preference pair.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    from edged.bench.replay import ReplayError, ReplayPlan
+    from edged.bench.replay import replay as run
+    from edged.bench.traces import TraceError
+    from edged.config import ConfigError, load_settings
+    from edged.daemon import ModelMissing, find_model
+    from edged.engine.model import ModelRefused
+    from edged.engine.text import CodecError
+
+    transformers_logging.disable_progress_bar()
+    try:
+        settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
+        plan = ReplayPlan(
+            trace=trace,
+            pairs=pairs,
+            model_dir=find_model(settings.model)[0],
+            settings=settings,
+            pair_format=pair_format,
+            rate_per_s=rate,
+            retrain_rate=retrain_rate,
+            seconds=seconds,
+            seed=seed,
+        )
+        report = run(plan, _progress)
+    except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
+        raise DaemonError(str(error)) from None
+    if as_json:
+        print_json(report)
+    else:
+        make_console().print(screen(report))
+
+
+def _progress(line: str) -> None:
+    """One line on stderr: a terminal's is overwritten by the next."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+    else:
+        click.echo(line, err=True)
+
+
+def screen(report: dict[str, Any]) -> RenderableType:
+    """The report as one table of what was measured."""
+    from rich.table import Table
+
+    load, slo, finetune = report["load"], report["slo"], report["finetune"]
+    alignment, prefix, requests = report["alignment"], report["prefix"], report["requests"]
+    model = report["model"]
+    title = (
+        f"{load['trace']} on {model['name']} ({model['device']}, {model['dtype']}), policy {report['policy']}: "
+        f"{load['rate_per_s']:.2f} requests/s for {load['seconds']:.0f} s, prompts of {load['mean_prompt_tokens']:.0f} "
+        f"and answers of {load['mean_output_tokens']:.0f} tokens, pairs with {load['retrain_rate']:.0%} of them"
+    )
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+
+    def latency(name: str) -> str:
+        values = report[name]
+        return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("p50", "p95", "p99"))
+
+    def metric(name: str, unit: str = "") -> str:
+        recent = alignment[f"{name}_recent"]
+        return f"{number(alignment[name], 3, unit)} (last 50 pairs {number(recent, 3, unit)})"
+
+    throughput = report["throughput"]
+    for label, value in (
+        ("requests", ", ".join(f"{count} {name}" for name, count in requests.items())),
+        ("TTFT", latency("ttft_ms")),
+        ("TBT", latency("tbt_ms")),
+        (
+            "throughput",
+            f"{throughput['output_tokens_per_s']:.1f} output tokens/s, "
+            f"{throughput['prompt_tokens_per_s']:.0f} prompt tokens/s, {throughput['requests_per_s']:.2f} requests/s",
+        ),
+        (
+            "SLO attainment",
+            f"{percent(slo['ttft_within_factor_share'])} of first tokens within {slo['ttft_factor']:.0f}x the forward "
+            f"latency ({percent(slo['ttft_within_factor_or_floor_share'])} within that or "
+            f"{slo['ttft_floor_ms']:.0f} ms)",
+        ),
+        (
+            "fine-tuning",
+            f"{finetune['pairs_trained']} of {finetune['pairs_sent']} pairs in {finetune['steps']} steps, "
+            f"{finetune['tokens_per_s']:.0f} tokens/s",
+        ),
+        ("win rate", metric("win_rate")),
+        ("CLPD", metric("clpd_nats", "nats")),
+        ("reward accuracy", metric("reward_accuracy")),
+        ("reward margin", metric("reward_margin")),
+        ("prefix hits", f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"),
+        (
+            "scheduler",
+            f"{report['scheduler']['iterations']} iterations, decision "
+            f"{number(report['scheduler']['decision_ms_p50'], 3, 'ms')}, cost model off by "
+            f"{number(report['scheduler']['cost_model_mape_percent'], 0)} %, "
+            f"{report['scheduler']['preemptions']} preemptions",
+        ),
+    ):
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,144 @@
+"""`edged chat`: a conversation in the terminal whose feedback the model learns from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from edged.cli.client import Client, DaemonError
+from edged.cli.options import user_option, with_client
+from edged.cli.session import Options, Session
+
+HELP = """\
+/up, /down     the last answer was good, or not
+/edit [TEXT]   the answer should have been TEXT; without TEXT an editor opens
+/regen         answer again; what you accept then wins over what you did not want
+/pick          two candidates to choose from
+/new           start a new conversation
+/help, /quit   or Ctrl-D"""
+CANDIDATES = 2
+
+
+@click.command()
+@user_option
+@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
+@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer.")
+@with_client
+def chat(client: Client, user: str, system: str, max_tokens: int | None, temperature: float | None) -> None:
+    """Talk with the model and tell it what you prefer.
+
+    /up, /down, /edit, /regen and /pick give feedback on the last answer; /help lists all commands.
+    """
+    session = Session(client, Options(user, system, max_tokens, temperature))
+    model = client.get("/v1/status")["model"]["name"]
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (line editing for input())
+
+        who = f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
+        click.echo(click.style(f"{who}. /help lists the commands.", dim=True))
+    repl = Repl(session)
+    for line in _lines():
+        if not repl.handle(line):
+            break
+
+
+class Repl:
+    """Turns typed lines into calls of the session and shows the results."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/up": lambda _: self._noted(session.rate("up")),
+            "/down": lambda _: self._noted(session.rate("down")),
+            "/edit": self._edit,
+            "/regen": self._regenerate,
+            "/pick": self._pick,
+            "/new": self._new,
+            "/help": lambda _: click.echo(HELP),
+        }
+
+    def handle(self, line: str) -> bool:
+        """One typed line; False ends the conversation. Failures are shown and the conversation goes on."""
+        text = line.strip()
+        command, _, argument = text.partition(" ")
+        try:
+            if command in ("/quit", "/exit"):
+                return False
+            if self.session.open_candidates and text in map(str, range(1, CANDIDATES + 1)):
+                self._choose(int(text))
+            elif command in self.commands:
+                self.commands[command](argument.strip())
+            elif command.startswith("/"):
+                click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
+            elif text:
+                self.session.say(text)
+                self._answer()
+        except DaemonError as error:
+            click.echo(f"edged: {error}", err=True)
+        return True
+
+    def _answer(self) -> None:
+        """Stream the next answer; Ctrl-C stops it, not the conversation."""
+        try:
+            for piece in self.session.stream():
+                click.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            click.echo(click.style(" (stopped)", dim=True))
+            return
+        answer = self.session.last_answer()
+        click.echo(click.style(" (cut at the token limit)", dim=True) if answer.cut else "")
+
+    def _regenerate(self, _: str) -> None:
+        self.session.regenerate()
+        self._answer()
+
+    def _edit(self, argument: str) -> None:
+        before = self.session.last_answer().text
+        edited = click.edit(before) if not argument and sys.stdin.isatty() else None
+        text = argument or (edited or "").strip()
+        if not text:
+            raise DaemonError("the edited answer is empty, so nothing was sent: /edit TEXT")
+        self._noted(self.session.rate("edit", text))
+
+    def _pick(self, argument: str) -> None:
+        if argument:
+            if not argument.isdecimal():
+                raise DaemonError(f'"{argument}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
+            return self._choose(int(argument))
+        self.session.last_answer()
+        self.session.candidates(CANDIDATES)
+        for index, candidate in enumerate(self.session.open_candidates, 1):
+            click.echo(click.style(f"{index}  ", bold=True) + candidate.text)
+        return click.echo(click.style("1 or 2 chooses; anything else goes on without choosing", dim=True))
+
+    def _choose(self, index: int) -> None:
+        if not self.session.open_candidates:
+            raise DaemonError("there are no candidates to pick from: /pick asks for two")
+        self._noted(self.session.pick(index))
+
+    def _new(self, _: str) -> None:
+        self.session.clear()
+        click.echo(click.style("a new conversation", dim=True))
+
+    @staticmethod
+    def _noted(result: dict[str, Any]) -> None:
+        pairs = len(result["pair_ids"])
+        what = f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else result.get("reason") or "no pair yet"
+        click.echo(click.style(f"noted: {what}", dim=True))
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or the lines of a pipe, until the end or Ctrl-C at the prompt."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return

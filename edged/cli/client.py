@@ -1,0 +1,243 @@
+"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events, JSON lines. Standard library only.
+
+Owns connections and the translation of failures into sentences. Must not know click, rich or any command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+SOCKET_FILE = "edged.sock"
+CONNECT_TIMEOUT_S = 10.0
+MAX_SOCKET_PATH_BYTES = 107
+
+
+class DaemonError(Exception):
+    """The daemon could not be asked, or refused; the message says what and how to go on."""
+
+
+class NotRunning(DaemonError):
+    """Nothing answers at the address."""
+
+
+class Refused(DaemonError):
+    """The daemon answered with an error. `status` is HTTP's, `kind` and `code` are OpenAI's error fields."""
+
+    def __init__(self, status: int, message: str, kind: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the daemon is: Unix sockets in order of preference, or one TCP host and port with its token."""
+
+    sockets: tuple[Path, ...] = ()
+    host: str = ""
+    port: int = 0
+    token: str = ""
+
+    def __str__(self) -> str:
+        return f"http://{self.host}:{self.port}" if self.host else " or ".join(map(str, self.sockets))
+
+
+def find_address(
+    socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] | None = None
+) -> Address:
+    """The address that flags and environment name.
+
+    Without `url`: `socket_path`, else `EDGED_SOCKET`, else every runtime folder where a daemon of this user or of the
+    system may listen (`$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR`, `/run/edged`). Raises DaemonError on a malformed `url`.
+    """
+    env = os.environ if environ is None else environ
+    if url:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port or 80
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or not port:
+            raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
+        return Address(host=parts.hostname, port=port, token=token)
+    named = socket_path or env.get("EDGED_SOCKET", "")
+    if named:
+        return Address(sockets=(Path(named),))
+    folders = [env.get("RUNTIME_DIRECTORY", "").split(":")[0], env.get("XDG_RUNTIME_DIR", ""), "/run/edged"]
+    return Address(sockets=tuple(Path(folder) / SOCKET_FILE for folder in dict.fromkeys(folders) if folder))
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over the first of several Unix sockets that accepts."""
+
+    def __init__(self, paths: tuple[Path, ...], timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._paths = paths
+
+    def connect(self) -> None:
+        last: OSError = FileNotFoundError("no socket path")
+        for path in self._paths:
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise DaemonError(f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes: use a shorter one")
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.settimeout(CONNECT_TIMEOUT_S)
+            try:
+                self.sock.connect(str(path))
+            except PermissionError:
+                self.close()
+                raise DaemonError(f"no permission for {path}: join the group that owns it (ls -l {path})") from None
+            except OSError as error:
+                self.close()
+                last = error
+            else:
+                self.sock.settimeout(self.timeout)
+                return
+        raise last
+
+
+class Client:
+    """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data."""
+
+    def __init__(self, address: Address, timeout_s: float = 300.0) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection; the daemon cancels what was still being generated for it."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`."""
+        return self.call("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send `body` to `path` and return the JSON answer."""
+        return self.call("POST", path, body)
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
+        response = self._open(method, path, body)
+        try:
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+        return _object(data)
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST `body` and yield each server-sent event's JSON until `[DONE]`.
+
+        Leaving the iteration early closes the connection, which cancels the request.
+        """
+        done = False
+        try:
+            for line in self._lines("POST", path, body):
+                if line == b"data: [DONE]":
+                    done = True
+                elif line.startswith(b"data: "):
+                    event = _object(line[len(b"data: ") :])
+                    if "error" in event:
+                        raise _refusal(200, event)
+                    yield event
+        finally:
+            if not done:
+                self.close()
+        if not done:
+            raise DaemonError(f"the daemon at {self.address} ended the answer before it was complete")
+
+    def json_lines(self, path: str) -> Iterator[dict[str, Any]]:
+        """The objects of a JSON-lines document at `path`, as they arrive."""
+        for line in self._lines("GET", path, None):
+            if line:
+                yield _object(line)
+
+    def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
+        response = self._open(method, path, body)
+        try:
+            while line := response.readline():
+                yield line.rstrip(b"\r\n")
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
+    def _open(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if payload is not None else {}
+        if self.address.token:
+            headers["Authorization"] = f"Bearer {self.address.token}"
+        while True:
+            kept = self._connection is not None
+            connection = self._connection or self._connect()
+            self._connection = connection
+            try:
+                # A daemon that refuses a body early may close before it was all sent; its answer is still to be read.
+                with contextlib.suppress(BrokenPipeError):
+                    connection.request(method, path, payload, headers)
+                response = connection.getresponse()
+            except TimeoutError:
+                self.close()
+                raise DaemonError(f"the daemon at {self.address} gave no answer for {self.timeout_s:g} s") from None
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if not kept:
+                    raise self._lost(error) from None
+            else:
+                break
+        if response.status >= 400:
+            data = response.read()
+            raise _refusal(response.status, _object(data) if data.startswith(b"{") else {})
+        return response
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection
+        if self.address.host:
+            connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self.timeout_s)
+        else:
+            connection = _UnixConnection(self.address.sockets, self.timeout_s)
+        try:
+            connection.connect()
+        except OSError:
+            raise NotRunning(f'no daemon answers on {self.address}: start it with "edged serve"') from None
+        return connection
+
+    def _lost(self, error: Exception) -> DaemonError:
+        self.close()
+        return DaemonError(f"the connection to {self.address} broke: {str(error) or type(error).__name__}")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise DaemonError(f"the answer is not a JSON object: {data[:80]!r}; is another program on that address?")
+    return value
+
+
+def _refusal(status: int, body: dict[str, Any]) -> Refused:
+    error = body.get("error")
+    error = error if isinstance(error, dict) else {}
+    message = str(error.get("message") or f"the daemon answered {status} {http.client.responses.get(status, '')}")
+    return Refused(status, message, str(error.get("type") or ""), str(error.get("code") or ""))

@@ -1,0 +1,71 @@
+"""The command group of `edged`.
+
+Owns the list of commands, when each one's module is imported, and how failures are shown. Must not know what any
+command does, nor import more than click before a command runs: `edged status --help` has to appear at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from edged import __version__
+from edged.cli.client import DaemonError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("edged.cli.serve", "serve"),
+    "chat": ("edged.cli.chat", "chat"),
+    "ask": ("edged.cli.ask", "ask"),
+    "status": ("edged.cli.status", "status"),
+    "metrics": ("edged.cli.metrics", "metrics"),
+    "adapters": ("edged.cli.adapters", "adapters"),
+    "feedback": ("edged.cli.feedback", "feedback"),
+    "config": ("edged.cli.configure", "config"),
+    "bench": ("edged.cli.bench", "bench"),
+}
+"""Each command's module and the name of the click command in it."""
+
+
+class Failure(click.ClickException):
+    """An expected failure: shown as `edged: message`, exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"edged: {self.format_message()}", err=True)
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are named or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DaemonError as error:
+            raise Failure(str(error)) from None
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="edged")
+def cli() -> None:
+    """Serve a language model on this box and align it to each user while it serves."""
+
+
+def main() -> None:
+    """Run the command line; a terminal that cannot show a character gets a replacement instead of an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    cli(prog_name="edged")

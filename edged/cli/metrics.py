@@ -1,0 +1,128 @@
+"""`edged metrics`: how well each user's adapter predicts their preferences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import click
+
+from edged.cli.client import Client, DaemonError
+from edged.cli.options import interval_option, json_option, with_client
+from edged.cli.output import number, show
+from edged.cli.plot import line_plot
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PLOT_WIDTH = 36
+PLOT_HEIGHT = 6
+
+
+@click.command()
+@click.option("--user", "-u", default="", metavar="NAME", help="Only this user's adapter.")
+@click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
+@interval_option
+@json_option
+@with_client
+def metrics(client: Client, user: str, watch: bool, interval_s: float, as_json: bool) -> None:
+    """How well each adapter knows its user: win rate, CLPD, reward accuracy.
+
+    All are means over the pairs as they came. Each pair is scored by the adapter before it is trained on. CLPD is the mean of log p(chosen) - log p(rejected) in
+    nats; the reward margin is the same against the base model, times beta.
+    """
+
+    def fetch() -> dict[str, Any]:
+        return fetch_metrics(client, user, with_series=not as_json)
+
+    show(fetch, screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
+
+
+def fetch_metrics(client: Client, user: str = "", *, with_series: bool) -> dict[str, Any]:
+    """`{"adapters": [summary, ...]}`, each with its `series` when asked. Raises DaemonError for an unknown `user`."""
+    adapters = client.get("/v1/adapters")["adapters"]
+    if user:
+        known = ", ".join(item["adapter"] for item in adapters) or "none yet"
+        adapters = [item for item in adapters if item["adapter"] == user]
+        if not adapters:
+            raise DaemonError(f'no adapter is called "{user}": it appears with the first pair (known: {known})')
+    if with_series:
+        adapters = [client.get(f"/v1/adapters/{quote(item['adapter'], safe='')}") for item in adapters]
+    return {"adapters": adapters}
+
+
+def line(data: dict[str, Any]) -> str:
+    """One line of plain text per refresh."""
+    return (
+        "  |  ".join(
+            f"{item['adapter']} v{item['version']}: {item['pairs_trained']}/{item['pairs_seen']} pairs, "
+            f"win rate {number(item['win_rate_recent'])}, CLPD {number(item['clpd_recent'])} nats, "
+            f"reward accuracy {number(item['reward_accuracy_recent'])}"
+            for item in data["adapters"]
+        )
+        or "no adapter yet"
+    )
+
+
+def screen(data: dict[str, Any]) -> RenderableType:
+    """The table, then a plot for every adapter with scored pairs."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not data["adapters"]:
+        return Text('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+    plots = [plot(item) for item in data["adapters"] if len(item.get("series", ())) > 1]
+    return Group(table(data["adapters"]), *plots)
+
+
+def table(adapters: list[dict[str, Any]]) -> RenderableType:
+    """One row per adapter: means over the last pairs, and over all of them in brackets."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    result = Table(
+        box=SIMPLE_HEAD,
+        caption="pairs trained/seen; means over the last 50 pairs (in brackets: all), each scored before it was "
+        "trained on; CLPD and KL in nats; held out: reward accuracy",
+        caption_justify="left",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    result.add_column("adapter", overflow="fold")
+    for title in ("pairs", "win rate", "CLPD", "reward acc.", "margin", "loss", "held out"):
+        result.add_column(title, justify="right", overflow="fold")
+    for item in adapters:
+        result.add_row(
+            f"{item['adapter']} v{item['version']}",
+            f"{item['pairs_trained']}/{item['pairs_seen']}",
+            *(
+                f"{number(item[f'{key}_recent'], digits)} ({number(item[key], digits)})"
+                for key, digits in (("win_rate", 2), ("clpd", 1), ("reward_accuracy", 2))
+            ),
+            *(number(item[f"{key}_recent"]) for key in ("reward_margin", "loss")),
+            f"{number(item['held_out_reward_accuracy'])}, KL {number(item['held_out_kl_nats'])}",
+        )
+    return result
+
+
+def plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> RenderableType:
+    """An adapter's running win rate, CLPD and reward accuracy over its pairs, side by side."""
+    from rich.columns import Columns
+    from rich.panel import Panel
+    from rich.text import Text
+
+    series = item["series"]
+    win, clpd, accuracy = ([point[key] for point in series] for key in ("win_rate", "clpd", "reward_accuracy"))
+    plots = (
+        ("win rate", "green", line_plot(win, width, height, low=0.0, high=1.0, guide=0.5)),
+        ("CLPD in nats", "cyan", line_plot(clpd, width, height, guide=0.0)),
+        ("reward accuracy", "yellow", line_plot(accuracy, width, height, low=0.0, high=1.0, guide=0.5)),
+    )
+    columns = [Text("\n".join([title, *rows]), style=colour, no_wrap=True) for title, colour, rows in plots]
+    return Panel(
+        Columns(columns, padding=(0, 2)),
+        title=f"{item['adapter']}, pairs {series[0]['pair']} to {series[-1]['pair']}",
+        title_align="left",
+        border_style="dim",
+        expand=False,
+    )

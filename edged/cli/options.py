@@ -1,0 +1,37 @@
+"""Options that several commands share: where the daemon is, JSON output, watching."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from edged.cli.client import Client, find_address
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+interval_option = click.option(
+    "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds per refresh."
+)
+user_option = click.option(
+    "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
+)
+
+
+def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--socket`, `--url` and `--token`, and pass a connected client as the first argument."""
+
+    @click.option(
+        "--socket", "socket_path", default="", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET]."
+    )
+    @click.option("--url", default="", envvar="EDGED_URL", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
+    @click.option("--token", default="", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
+    @functools.wraps(function)
+    def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:
+        with Client(find_address(socket_path, url, token)) as client:
+            return function(client, *args, **kwargs)
+
+    return command

@@ -1,0 +1,88 @@
+"""How results are shown: JSON, number formats, a screen that refreshes.
+
+Owns the terminal's conventions (a pipe gets plain lines). Must not know what is shown. rich is imported when used.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PIPE_WIDTH = 140
+"""Columns of a table that goes to a file or pipe."""
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """`value` as JSON on stdout; `indent` None gives one line."""
+    click.echo(json.dumps(value, indent=indent, ensure_ascii=False))
+
+
+def make_console() -> Console:
+    """rich's console on stdout; wider than a terminal's 80 columns when nobody looks."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=max(PIPE_WIDTH, console.width))
+
+
+def number(value: Any, digits: int = 2, unit: str = "") -> str:
+    """A number with its unit; what is not known yet is a dash."""
+    if value is None:
+        return "–"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    return f"{text} {unit}" if unit else text
+
+
+def percent(share: Any) -> str:
+    """A share of 0..1 in percent."""
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: 45 s, 3 min 20 s, 2 h 5 min, 4 d 3 h."""
+    whole = int(seconds)
+    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {small_unit}"
+    return f"{whole} s"
+
+
+def show(
+    fetch: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any]], RenderableType],
+    line: Callable[[dict[str, Any]], str],
+    *,
+    as_json: bool,
+    watch: bool,
+    interval_s: float,
+) -> None:
+    """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
+
+    With `as_json` every refresh is one JSON document (one line each when watching).
+    """
+    if as_json and not watch:
+        return print_json(fetch())
+    console = make_console()
+    if not watch:
+        return console.print(render(fetch()))
+    try:
+        if as_json or not console.is_terminal:
+            while True:
+                data = fetch()
+                click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
+                time.sleep(interval_s)
+        from rich.live import Live
+
+        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                live.update(render(fetch()), refresh=True)
+    except KeyboardInterrupt:
+        return None

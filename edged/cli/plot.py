@@ -1,0 +1,73 @@
+"""Plots made of characters: lines in braille dots, bars in block characters. Pure functions from numbers to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+_BRAILLE = 0x2800
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Braille's bit of the dot in column 0-1 and row 0-3 (from the top) of a character."""
+
+
+def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
+    """The last `width` values as bars of height 0..`top` (their maximum); anything above zero is visible."""
+    shown = list(values)[-width:]
+    scale = max(shown, default=0.0) if top is None else top
+    if scale <= 0:
+        return " " * len(shown)
+    steps = len(BLOCKS) - 1
+    return "".join(BLOCKS[0 if v <= 0 else min(steps, max(1, round(steps * v / scale)))] for v in shown)
+
+
+def line_plot(
+    values: Sequence[float],
+    width: int,
+    height: int,
+    low: float | None = None,
+    high: float | None = None,
+    guide: float | None = None,
+) -> list[str]:
+    """`values` as a line over `width` x `height` characters, with an axis on the left: `height` strings.
+
+    `low` and `high` fix the axis (default: the data's range); `guide` adds a dotted horizontal line there.
+    """
+    known = [*values, *([] if guide is None else [guide])]
+    bottom = min(known, default=0.0) if low is None else low
+    ceiling = max(known, default=1.0) if high is None else high
+    if ceiling - bottom < 1e-9:
+        bottom, ceiling = bottom - 0.5, ceiling + 0.5
+    digits = 2 if max(abs(bottom), abs(ceiling)) < 10 else 0
+    labels = [ceiling - (ceiling - bottom) * row / max(1, height - 1) for row in range(height)]
+    texts = [f"{round(label, digits) + 0.0:.{digits}f}" for label in labels]
+    margin = max(map(len, texts))
+    plot_width = max(1, width - margin - 2)
+    rows = _dots(values, plot_width, height, bottom, ceiling, guide)
+    return [f"{text:>{margin}} ┤{row}" for text, row in zip(texts, rows, strict=True)]
+
+
+def _dots(
+    values: Sequence[float], width: int, height: int, bottom: float, ceiling: float, guide: float | None
+) -> list[str]:
+    """The braille characters of the plot's inside."""
+    columns, rows = 2 * width, 4 * height
+    cells = [[0] * width for _ in range(height)]
+
+    def level(value: float) -> int:
+        return round((rows - 1) * (ceiling - min(max(value, bottom), ceiling)) / (ceiling - bottom))
+
+    def dot(x: int, y: int) -> None:
+        cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+
+    if guide is not None:
+        for x in range(0, columns, 4):
+            dot(x, level(guide))
+    if len(values) == 1:
+        dot(0, level(values[0]))
+    points = [(round((columns - 1) * i / (len(values) - 1)), level(v)) for i, v in enumerate(values) if len(values) > 1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        steps = max(x1 - x0, abs(y1 - y0), 1)
+        for step in range(steps + 1):
+            dot(x0 + (x1 - x0) * step // steps, y0 + round((y1 - y0) * step / steps))
+    return ["".join(chr(_BRAILLE + cell) for cell in row) for row in cells]

@@ -1,0 +1,37 @@
+"""`edged serve`: run the daemon in the foreground."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from edged.cli.client import DaemonError
+
+
+@click.command()
+@click.option(
+    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
+)
+@click.option("--model", "-m", metavar="DIR", help='Directory of save_pretrained, hub name, or "demo".')
+@click.option("--socket", metavar="PATH", help="Unix socket to listen on [EDGED_SOCKET].")
+@click.option("--listen", metavar="HOST:PORT", help="Listen on TCP too.")
+@click.option("--data-dir", metavar="DIR", help="Folder of the database and the adapters.")
+def serve(config: Path | None, model: str | None, socket: str | None, listen: str | None, data_dir: str | None) -> None:
+    """Serve a model on the local socket and learn from feedback.
+
+    Runs in the foreground until SIGTERM or Ctrl-C; running answers are finished first.
+
+    Flags win over environment variables (EDGED_SECTION__KEY), and these over the file.
+    """
+    from edged.config import ConfigError, load_settings
+
+    flags = {"model.path": model, "api.socket": socket, "api.listen": listen, "store.data_dir": data_dir}
+    try:
+        settings = load_settings(config, overrides=flags)
+    except ConfigError as error:
+        raise DaemonError(str(error)) from None
+    from edged.daemon import run_daemon
+
+    sys.exit(run_daemon(settings))

@@ -1,0 +1,163 @@
+"""`edged status`: what the daemon is doing now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edged.cli.client import Client
+from edged.cli.options import interval_option, json_option, with_client
+from edged.cli.output import duration, number, percent, show
+from edged.cli.plot import sparkline
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BINS = 32
+"""Iterations that the daemon reports."""
+BIN_ROWS = (
+    ("prefill", "prefill_tokens", "cyan", "tok"),
+    ("decode", "decode_tokens", "green", "tok"),
+    ("fine-tune", "finetune_tokens", "magenta", "tok"),
+    ("units", "finetune_units", "magenta", "units"),
+    ("latency", "latency_ms", "yellow", "ms"),
+)
+
+
+@click.command()
+@click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
+@interval_option
+@json_option
+@with_client
+def status(client: Client, watch: bool, interval_s: float, as_json: bool) -> None:
+    """What the daemon does now: queues, speed, latency, bins, learning."""
+    show(lambda: client.get("/v1/status"), screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
+
+
+def line(data: dict[str, Any]) -> str:
+    """The status in one line of plain text."""
+    queue, rates, latency = data["queue"], data["rates"], data["latency"]
+    return (
+        f"waiting {queue['waiting']}  prefill {queue['prefill']}  decode {queue['decode']}  "
+        f"fine-tune {queue['finetune']}  {number(rates['output_tokens_per_s'], 0)} tok/s  "
+        f"TTFT p50 {number(latency['ttft_ms']['p50'], 0)} ms  TBT p50 {number(latency['tbt_ms']['p50'], 1)} ms  "
+        f"pairs queued {data['finetune']['pairs_queued']}  trained {data['finetune']['pairs_trained']}"
+    )
+
+
+def screen(data: dict[str, Any]) -> RenderableType:
+    """The status as one screen."""
+    from rich.console import Group
+
+    return Group(headline(data), facts(data), bins_panel(data))
+
+
+def headline(data: dict[str, Any]) -> RenderableType:
+    """Which model runs where, and since when."""
+    from rich.text import Text
+
+    model = data["model"]
+    context = number(model["max_context_tokens"])
+    return Text.assemble(
+        ("edged ", "bold"),
+        f"{data['version']}  up {duration(data['uptime_s'])}\n",
+        (f"{model['name']}", "bold"),
+        f"  {model['architecture']}, {_count(model['parameters'])} parameters, {model['dtype']} on {model['device']}, "
+        f"context {context} tokens",
+    )
+
+
+def facts(data: dict[str, Any]) -> RenderableType:
+    """The numbers, in two columns of name and value."""
+    from rich.table import Table
+
+    queue, rates, latency, totals = data["queue"], data["rates"], data["latency"], data["totals"]
+    pages, prefix, tuning, slo = data["pages"], data["prefix"], data["finetune"], data["slo"]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for style in ("dim", "", "dim", ""):
+        table.add_column(style=style, overflow="fold")
+    active = tuning["active_adapter"]
+    table.add_row(
+        "requests",
+        f"{queue['waiting']} waiting, {queue['prefill']} in prefill, {queue['decode']} in decode",
+        "output",
+        f"{number(rates['output_tokens_per_s'], 0)} tok/s, {number(rates['requests_per_s'], 1)} requests/s",
+    )
+    table.add_row("TTFT", _quantiles(latency["ttft_ms"], 0), "TBT", _quantiles(latency["tbt_ms"], 1))
+    table.add_row(
+        "in time",
+        f"TTFT {percent(slo['ttft_attainment'])}, TBT {percent(slo['tbt_attainment'])}",
+        "iteration",
+        _quantiles(latency["iteration_ms"], 1),
+    )
+    table.add_row(
+        "fine-tuning",
+        f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
+        + (f" (now: {active})" if active else ""),
+        "learning",
+        f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
+    )
+    table.add_row(
+        "pages",
+        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes",
+        "prefix hits",
+        f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens",
+    )
+    table.add_row(
+        "scheduler",
+        f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision",
+        "cost model",
+        f"{number(data['cost_model']['mape_percent'], 0)} % mean error",
+    )
+    table.add_row(
+        "in all",
+        f"{number(totals['requests'])} requests, {number(totals['output_tokens'])} tokens out",
+        "preempted",
+        number(totals["preemptions"]),
+    )
+    device = data["device"]
+    heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} °C"
+    table.add_row(
+        "box",
+        f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}",
+        "memory",
+        f"{_gib(device['process_rss_bytes'])} used here, {_gib(device['memory_available_bytes'])} of "
+        f"{_gib(device['memory_total_bytes'])} free",
+    )
+    return table
+
+
+def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:
+    """What the last iterations were filled with: one column each, the newest on the right."""
+    from rich.panel import Panel
+    from rich.table import Table
+
+    bins = data["bins"]
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=10)
+    for title, key, colour, unit in BIN_ROWS:
+        values = [item[key] for item in bins]
+        last = number(values[-1], 1) if values else "–"
+        table.add_row(title, f"[{colour}]{sparkline(values, columns):>{columns}}[/]", f"{last} {unit}")
+    return Panel(table, title=f"bins (last {columns} iterations)", title_align="left", border_style="dim", expand=False)
+
+
+def _quantiles(values: dict[str, Any], digits: int) -> str:
+    return f"p50 {number(values['p50'], digits)} ms, p95 {number(values['p95'], digits)} ms"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def _count(value: int | None) -> str:
+    """A number of parameters: 1.5 B, 135 M, 40 k."""
+    if value is None:
+        return "–"
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return str(value)

@@ -1,0 +1,151 @@
+"""A real daemon in a process of its own, and clients that talk to it over its Unix socket.
+
+The processes are forked from one that has imported everything, so that a start takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+START_S = 60.0
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["edged.daemon"])
+
+
+def _serve(settings: dict[str, str], log: str) -> None:
+    """What `edged serve` does, with settings from the environment alone."""
+    for name in [name for name in os.environ if name.startswith("EDGED_")]:
+        del os.environ[name]
+    os.environ.update(settings)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    from edged.config import load_settings
+    from edged.daemon import run_daemon
+
+    torch.set_num_threads(1)
+    sys.exit(run_daemon(load_settings()))
+
+
+class LiveDaemon:
+    """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`."""
+
+    def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.model = folder, model
+        self.socket, self.data, self.log_file = folder / "edged.sock", folder / "data", folder / "log"
+        places = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data}
+        named = {f"EDGED_{name.upper()}": str(value) for name, value in {**places, **settings}.items()}
+        self.process = _forked.Process(target=_serve, args=(named, str(self.log_file)), daemon=True)
+        self.process.start()
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def wait_until_ready(self) -> LiveDaemon:
+        deadline = time.monotonic() + START_S
+        with self.http() as http:
+            while time.monotonic() < deadline:
+                assert self.process.is_alive(), self.log
+                try:
+                    if http.get("/readyz").status_code == 200:
+                        return self
+                except httpx2.TransportError:
+                    pass
+                time.sleep(0.05)
+        raise AssertionError(f"not ready after {START_S} s: {self.log}")
+
+    def http(self, **options: Any) -> httpx2.Client:
+        """Bare HTTP over the socket."""
+        transport = httpx2.HTTPTransport(uds=str(self.socket))
+        return httpx2.Client(transport=transport, base_url="http://edged", timeout=30.0, **options)
+
+    def openai(self) -> openai.OpenAI:
+        """The official client, as an application has it."""
+        http = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(self.socket)), timeout=30.0)
+        return openai.OpenAI(base_url="http://edged/v1", api_key="none", http_client=http, max_retries=0)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        """The official asyncio client, with as many connections as it likes."""
+        limits = httpx2.Limits(max_connections=None)
+        transport = httpx2.AsyncHTTPTransport(uds=str(self.socket), limits=limits)
+        http = httpx2.AsyncClient(transport=transport, timeout=60.0)
+        return openai.AsyncOpenAI(base_url="http://edged/v1", api_key="none", http_client=http, max_retries=0)
+
+    def send(self, data: bytes, wait_for: bytes = b"") -> bytes:
+        """Raw bytes on a connection that is dropped once `wait_for` was read."""
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(30)
+            raw.connect(str(self.socket))
+            raw.sendall(data)
+            seen = b""
+            while wait_for not in seen:
+                piece = raw.recv(65536)
+                if not piece:
+                    break
+                seen += piece
+        return seen
+
+    def status(self) -> dict[str, Any]:
+        with self.http() as http:
+            return http.get("/v1/status").json()
+
+    def idle(self, within_s: float = 10.0) -> bool:
+        """Whether all requests end in time and only shared prefixes keep pages."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            status = self.status()
+            queue, pages = status["queue"], status["pages"]
+            waiting = queue["waiting"] + queue["prefill"] + queue["decode"] + status["open_requests"]
+            if not waiting and pages["free"] + pages["cached"] == pages["total"]:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait; returns the exit code."""
+        self.signal(number)
+        return self.wait()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, within_s: float = 30.0) -> int:
+        """The exit code."""
+        self.process.join(within_s)
+        assert self.process.exitcode is not None, f"still running after {within_s} s: {self.log}"
+        return self.process.exitcode
+
+
+@contextmanager
+def running(folder: Path, model: Path, **settings: Any) -> Iterator[LiveDaemon]:
+    """A daemon that is ready; it is killed if the test has not stopped it."""
+    with started(folder, model, **settings) as daemon:
+        yield daemon.wait_until_ready()
+
+
+@contextmanager
+def started(folder: Path, model: Path, **settings: Any) -> Iterator[LiveDaemon]:
+    """A daemon that may still be loading."""
+    daemon = LiveDaemon(folder, model, **settings)
+    try:
+        yield daemon
+    finally:
+        daemon.process.kill()
+        daemon.process.join()

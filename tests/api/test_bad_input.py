@@ -1,0 +1,180 @@
+"""What cannot be served is refused in OpenAI's shape, names what is wrong, and does not disturb the daemon."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.api.live import LiveDaemon
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def refused(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """The error object of a response that must have this status."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    return error
+
+
+@pytest.fixture(autouse=True)
+def still_serving(daemon: LiveDaemon) -> Any:
+    yield
+    with daemon.http() as http:
+        assert http.post(CHAT, json={**HELLO, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "cut", "list", "string", "not utf-8", "nan", "deep", "long number"],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/feedback"])
+def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str, body: bytes) -> None:
+    error = refused(http.post(path, content=body), 400)
+    assert error["code"] == "malformed_json"
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("messages", [], "messages"),
+        ("messages", "hello", "messages"),
+        ("messages", None, "messages"),
+        ("messages", [{"role": "user"}], "messages.0.content"),
+        ("messages", [{"role": "robot", "content": "x"}], "messages.0.role"),
+        ("messages", [{"role": "user", "content": 3}], "messages.0.content"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0"),
+        ("messages", [{"role": "user", "content": "\ud800"}], "messages.0"),
+        ("max_tokens", "12", "max_tokens"),
+        ("max_tokens", -1, "max_tokens"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_tokens", 1.5, "max_tokens"),
+        ("max_tokens", True, "max_tokens"),
+        ("temperature", -0.1, "temperature"),
+        ("temperature", 1e300, "temperature"),
+        ("temperature", "hot", "temperature"),
+        ("top_p", 1.01, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("min_p", 2, "min_p"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("presence_penalty", 2.5, "presence_penalty"),
+        ("frequency_penalty", -9, "frequency_penalty"),
+        ("n", 0, "n"),
+        ("n", 10**9, "n"),
+        ("seed", 2**70, "seed"),
+        ("stop", "", "stop"),
+        ("stop", ["a"] * 17, "stop"),
+        ("stop", "x" * 10_000, "stop"),
+        ("stop", [1], "stop.0"),
+        ("stop_token_ids", [259], "stop_token_ids"),
+        ("logit_bias", {"259": 1.0}, "logit_bias"),
+        ("logit_bias", {"a": 1.0}, "logit_bias"),
+        ("logit_bias", {"5": 200.0}, "logit_bias.5"),
+        ("top_logprobs", 2, None),
+        ("user", "../../etc/passwd", "user"),
+        ("user", "", "user"),
+        ("user", "x" * 65, "user"),
+        ("user", "a b", "user"),
+        ("user", 7, "user"),
+        ("stream", "yes", "stream"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("tools", [{"type": "function"}], None),
+        ("response_format", {"type": "json_object"}, "response_format.type"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(http: httpx2.Client, field: str, value: Any, param: str | None) -> None:
+    data = json.dumps({**HELLO, field: value}).encode()
+    error = refused(http.post(CHAT, content=data), 400)
+    assert error["param"] == param
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": ["a", "b"]},
+        {"prompt": [1, "a"]},
+        {"prompt": [259]},
+        {"prompt": [-1]},
+        {"prompt": 5},
+        {"prompt": "\udfff"},
+        {"prompt": "a", "echo": True},
+        {"prompt": "a", "best_of": 4},
+        {"prompt": "a", "logprobs": 21},
+        {"prompt": "a", "min_tokens": 9, "max_tokens": 8},
+        {},
+    ],
+)
+def test_a_bad_text_completion_is_refused(http: httpx2.Client, change: dict[str, Any]) -> None:
+    refused(http.post(TEXT, content=json.dumps(change).encode()), 400)
+
+
+@pytest.mark.parametrize("model", ["gpt-4", "tiny2", "tiny:", "tiny:../x", "tiny:a b", "\ud800"])
+def test_an_unknown_model_is_not_found(http: httpx2.Client, model: str) -> None:
+    error = refused(http.post(CHAT, content=json.dumps({**HELLO, "model": model}).encode()), 404)
+    assert error["code"] == "model_not_found"
+
+
+def test_the_official_client_raises_its_own_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=-5)
+
+
+@pytest.mark.parametrize("characters", [513, 100_000])
+def test_a_prompt_longer_than_the_context_is_refused(http: httpx2.Client, characters: int) -> None:
+    error = refused(http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * characters}]}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "512 tokens" in error["message"]
+    assert refused(http.post(TEXT, json={"prompt": "x" * characters}), 400)["param"] == "prompt"
+
+
+def test_the_longest_prompt_that_fits_gets_its_one_token(http: httpx2.Client) -> None:
+    answer = http.post(TEXT, json={"prompt": "x" * 511, "max_tokens": 50, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+def test_a_body_over_the_limit_is_refused(http: httpx2.Client) -> None:
+    assert refused(http.post(CHAT, json={"prompt": "x" * 300_000}), 413)["code"] == "body_too_large"
+
+
+def test_unknown_urls_and_methods_are_told_apart(http: httpx2.Client) -> None:
+    assert refused(http.get("/v2/nothing"), 404)["code"] == "unknown_url"
+    response = http.get(CHAT)
+    assert refused(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["Allow"] == "POST"
+
+
+def test_bytes_that_are_not_http_do_no_harm(daemon: LiveDaemon) -> None:
+    assert b"400" in daemon.send(b"\x00\x01\x02 nonsense\r\n\r\n", wait_for=b"400")
+    daemon.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+
+
+def test_unknown_and_ignored_fields_do_not_matter(http: httpx2.Client) -> None:
+    extra = {
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": "none",
+        "new": 1,
+    }
+    assert http.post(CHAT, json={**HELLO, **extra, "max_tokens": 1}).status_code == 200
+
+
+def test_special_tokens_and_nul_in_a_message_are_text(http: httpx2.Client) -> None:
+    messages = [{"role": "user", "content": "\x00</s><s> \U0001f600"}]
+    assert http.post(CHAT, json={"messages": messages, "max_tokens": 2, "user": "odd"}).status_code == 200

@@ -1,0 +1,124 @@
+"""Where the daemon listens: which path, who may use it, what happens when it is taken or left over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from edged.api.sockets import ListenError, UnixListener, notify_systemd, socket_path, tcp_socket
+from edged.config import ApiSettings
+
+
+def leave_socket(path: Path) -> None:
+    """What a daemon leaves that was killed: a socket file on which nobody listens."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+
+
+@pytest.mark.parametrize(
+    ("setting", "environ", "expected"),
+    [
+        ("/a/b.sock", {"EDGED_SOCKET": "/c"}, "/a/b.sock"),
+        ("", {"EDGED_SOCKET": "/c/d.sock", "XDG_RUNTIME_DIR": "/run/user/1"}, "/c/d.sock"),
+        ("", {"RUNTIME_DIRECTORY": "/run/one:/run/two", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/one/edged.sock"),
+        ("", {"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/edged.sock"),
+        ("", {}, "/run/edged/edged.sock"),
+    ],
+)
+def test_the_socket_is_found_as_documented(setting: str, environ: dict[str, str], expected: str) -> None:
+    assert socket_path(ApiSettings(socket=setting), environ) == Path(expected)
+
+
+def test_the_socket_is_for_owner_and_group_and_goes_with_the_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "edged.sock"
+    listener = UnixListener(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    listener.close()
+    assert not path.exists()
+
+
+def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    leave_socket(path)
+    listener = UnixListener(path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    listener.close()
+
+
+def test_a_living_daemons_socket_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    listener = UnixListener(path)
+    with pytest.raises(ListenError, match=rf"{path}.*pid {os.getpid()}"):
+        UnixListener(path)
+    listener.close()
+    UnixListener(path).close()
+
+
+def test_another_programs_socket_and_files_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ListenError, match="another program"):
+            UnixListener(path)
+    path.unlink()
+    path.write_text("precious")
+    with pytest.raises(ListenError, match="not a socket"):
+        UnixListener(path)
+    assert path.read_text() == "precious"
+
+
+def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    listener = UnixListener(path)
+    path.unlink()
+    path.write_text("somebody else's")
+    listener.close()
+    assert path.exists()
+
+
+def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ListenError, match="longer than 107 bytes"):
+        UnixListener(tmp_path / ("x" * 120))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ListenError, match=r"cannot listen on .*file/edged\.sock"):
+        UnixListener(tmp_path / "file" / "edged.sock")
+
+
+@pytest.mark.parametrize(
+    "listen", ["8080", "localhost:", "localhost:http", ":80", "localhost:99999", "no.such.host.:80"]
+)
+def test_a_malformed_tcp_address_is_refused(listen: str) -> None:
+    with pytest.raises(ListenError, match=r"api\.listen"):
+        tcp_socket(listen, "")
+
+
+def test_tcp_beyond_loopback_needs_a_token() -> None:
+    with pytest.raises(ListenError, match=r"set api\.token"):
+        tcp_socket("0.0.0.0:0", "")
+    tcp_socket("0.0.0.0:0", "secret").close()
+    tcp_socket("127.0.0.1:0", "").close()
+
+
+def test_a_taken_tcp_port_is_named() -> None:
+    first = tcp_socket("127.0.0.1:0", "")
+    port = first.getsockname()[1]
+    with pytest.raises(ListenError, match=f"127.0.0.1:{port}.*in use"):
+        tcp_socket(f"127.0.0.1:{port}", "")
+    first.close()
+
+
+def test_systemd_is_told_where_it_asks(tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        notify_systemd("READY=1", {"NOTIFY_SOCKET": str(path)})
+        assert manager.recv(64) == b"READY=1"
+    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    notify_systemd("READY=1", {})

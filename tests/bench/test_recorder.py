@@ -1,0 +1,97 @@
+"""What the engine's callbacks told becomes the figures of a report."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from edged.align.pair import PairScored
+from edged.bench.recorder import (
+    Answer,
+    Recorder,
+    alignment_figures,
+    attainment,
+    percentiles_ms,
+    request_counts,
+    serving_figures,
+)
+from edged.engine.request import FinishEvent, FinishReason, TokenEvent
+
+
+def answer(due_s: float, *token_s: float, reason: FinishReason | None = "length", prompt: int = 10) -> Answer:
+    finish = FinishEvent("x", reason) if reason else None
+    return Answer(due_s, prompt, list(token_s), finish)
+
+
+def scored(chosen: float, rejected: float, margin: float) -> PairScored:
+    return PairScored(1, "replay", 1, "prequential", chosen, rejected, 0.0, 0.0, margin, 0.5)
+
+
+def test_first_tokens_are_timed_from_when_the_trace_wanted_them() -> None:
+    figures = serving_figures([answer(1.0, 1.2, 1.3, 1.5), answer(2.0, 2.4)], start_s=0.0, seconds=10.0)
+    assert figures["ttft_ms"]["p50"] == pytest.approx(300.0)
+    assert figures["tbt_ms"]["mean"] == pytest.approx(150.0)
+
+
+def test_only_what_came_within_the_window_is_throughput() -> None:
+    inside, late = answer(0.0, 1.0, 2.0), answer(0.0, 3.0, 5.0)
+    figures = serving_figures([inside, late], start_s=0.0, seconds=4.0)["throughput"]
+    assert figures == {"output_tokens_per_s": 3 / 4, "prompt_tokens_per_s": 20 / 4, "requests_per_s": 1 / 4}
+
+
+def test_a_request_without_an_answer_misses_its_target() -> None:
+    answers = [answer(0.0, 0.1), answer(0.0, 0.3), answer(0.0, reason="cancelled"), answer(0.0, reason=None)]
+    assert attainment(answers, lambda prompt_tokens: prompt_tokens / 50) == 0.25
+    assert attainment([], lambda _tokens: 1.0) is None
+
+
+def test_requests_are_counted_by_their_end() -> None:
+    ends: list[FinishReason | None] = ["length", "stop", "cancelled", "error", None]
+    assert request_counts([answer(0.0, reason=end) for end in ends]) == {
+        "sent": 5,
+        "finished": 2,
+        "refused": 1,
+        "unfinished": 1,
+        "failed": 1,
+    }
+
+
+def test_alignment_is_the_mean_over_the_pairs_and_over_the_last_fifty() -> None:
+    figures = alignment_figures([scored(-10.0, -5.0, -1.0)] * 50 + [scored(-5.0, -10.0, 2.0)] * 50)
+    assert figures["pairs"] == 100
+    assert (figures["win_rate"], figures["win_rate_recent"]) == (0.5, 1.0)
+    assert (figures["clpd_nats"], figures["clpd_nats_recent"]) == (0.0, 5.0)
+    assert (figures["reward_accuracy"], figures["reward_margin_recent"]) == (0.5, 2.0)
+    assert alignment_figures([])["win_rate"] is None
+
+
+def test_nothing_measured_is_told_as_nothing() -> None:
+    assert percentiles_ms([]) == {"mean": None, "p50": None, "p95": None, "p99": None}
+
+
+def test_waiting_ends_with_the_last_answer() -> None:
+    recorder = Recorder()
+    recorder.expect("a", 0.0, 5)
+    recorder.expect("b", 0.0, 5)
+    recorder.refuse("b")
+    assert not recorder.wait_until_answered(0.01)
+    timer = threading.Timer(0.05, recorder.deliver, [[TokenEvent("a", 7), FinishEvent("a", "length")]])
+    timer.start()
+    assert recorder.wait_until_answered(5.0)
+    timer.join()
+    assert len(recorder.answers["a"].token_s) == 1
+    assert recorder.open_requests == 0
+
+
+def test_waiting_for_a_dead_engine_ends() -> None:
+    recorder = Recorder()
+    recorder.expect("a", 0.0, 5)
+    assert not recorder.wait_until_answered(60.0, alive=lambda: False)
+
+
+def test_held_out_scores_are_not_prequential() -> None:
+    recorder = Recorder()
+    held_out = PairScored(1, "replay", 1, "held_out", -1.0, -2.0, 0.0, 0.0, 1.0, 0.5)
+    recorder.journal([held_out, scored(-1.0, -2.0, 1.0)])
+    assert len(recorder.scores) == 1

@@ -1,0 +1,176 @@
+"""The client against peers that are absent, forbidden, or not what they should be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edged.cli.client import Address, Client, DaemonError, NotRunning, find_address
+from tests.cli.conftest import edged
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@contextlib.contextmanager
+def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
+    """A program on the socket that gives each connection one of `answers` and hangs up; yields what it received."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen()
+    received: list[bytes] = []
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                received.append(whole_request(connection))
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield received
+    finally:
+        thread.join(10)
+        listener.close()
+
+
+def whole_request(connection: socket.socket) -> bytes:
+    """One HTTP request, with its body."""
+    data = connection.recv(65536)
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    while length and len(body) < int(length.group(1)):
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def test_an_absent_daemon_is_reported_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    for arguments in (["status"], ["ask", "hello"], ["metrics", "--json"], ["adapters", "list"], ["chat"]):
+        result = edged(*arguments, EDGED_SOCKET=str(path))
+        assert result.returncode == 1
+        assert result.stderr == f'edged: no daemon answers on {path}: start it with "edged serve"\n'
+        assert result.stdout == ""
+
+
+def test_a_stale_socket_file_is_an_absent_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+    with pytest.raises(NotRunning, match="no daemon answers"):
+        Client(Address(sockets=(path,))).get("/healthz")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every socket")
+def test_a_forbidden_socket_says_whom_to_ask(tmp_path: Path) -> None:
+    path = tmp_path / "edged.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        path.chmod(0)
+        with pytest.raises(DaemonError, match="no permission"):
+            Client(Address(sockets=(path,))).get("/healthz")
+
+
+def test_a_socket_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    with pytest.raises(DaemonError, match="longer than 107 bytes"):
+        Client(Address(sockets=(path,))).get("/healthz")
+
+
+def test_the_first_socket_that_answers_is_taken(tmp_path: Path) -> None:
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"ok": "b"}'
+    with peer(tmp_path / "b", answer), Client(Address(sockets=(tmp_path / "a", tmp_path / "b"))) as client:
+        assert client.get("/healthz") == {"ok": "b"}
+
+
+def test_an_answer_that_is_not_json_names_the_suspicion(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with (
+        peer(path, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"),
+        pytest.raises(DaemonError, match="another program"),
+    ):
+        Client(Address(sockets=(path,))).get("/healthz")
+
+
+def test_a_peer_that_does_not_speak_http_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with peer(path, b"220 mail.example ready\r\n"):
+        result = edged("status", "--socket", str(path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("edged: the connection to ")
+
+
+def test_a_stream_that_breaks_off_is_an_error_after_the_text_it_had(tmp_path: Path) -> None:
+    event = b'data: {"id": "chatcmpl-1", "choices": [{"delta": {"content": "Hel"}}]}\n\n'
+    chunk = b"%x\r\n%s\r\n" % (len(event), event)
+    with peer(tmp_path / "s", HEAD + chunk), peer(tmp_path / "t", HEAD + chunk + b"0\r\n\r\n"):
+        for name in ("s", "t"):
+            result = edged("ask", "hi", "--socket", str(tmp_path / name))
+            assert result.returncode == 1
+            assert result.stdout == "Hel"
+            assert "edged: the " in result.stderr
+
+
+def test_an_error_inside_a_stream_is_the_daemon_s_message(tmp_path: Path) -> None:
+    event = b'data: {"error": {"message": "the engine stopped", "type": "server_error"}}\n\n'
+    with peer(tmp_path / "s", HEAD + b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)):
+        result = edged("ask", "hi", "--socket", str(tmp_path / "s"))
+    assert result.returncode == 1
+    assert result.stderr.strip() == "edged: the engine stopped"
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_opened_again(tmp_path: Path) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    with peer(tmp_path / "s", answer, answer) as received, Client(Address(sockets=(tmp_path / "s",))) as client:
+        assert client.get("/first") == {}
+        assert client.get("/second") == {}
+    assert [request.split()[1] for request in received] == [b"/first", b"/second"]
+
+
+def test_sockets_are_looked_for_in_the_documented_order() -> None:
+    environment = {"RUNTIME_DIRECTORY": "/run/a:/run/b", "XDG_RUNTIME_DIR": "/run/user/7"}
+    assert find_address(environ=environment).sockets == tuple(
+        Path(folder) / "edged.sock" for folder in ("/run/a", "/run/user/7", "/run/edged")
+    )
+    assert find_address(environ={}).sockets == (Path("/run/edged/edged.sock"),)
+    assert find_address(environ={**environment, "EDGED_SOCKET": "/x/y"}).sockets == (Path("/x/y"),)
+    assert find_address("/flag", environ={"EDGED_SOCKET": "/x/y"}).sockets == (Path("/flag"),)
+
+
+def test_a_url_and_token_reach_a_tcp_listener() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        received: list[bytes] = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                received.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        result = edged("status", "--url", url, "--token", "secret")
+        thread.join(10)
+    assert b"Authorization: Bearer secret" in received[0]
+    assert result.returncode == 1
+    assert result.stderr == "edged: the daemon answered 401 Unauthorized\n"
+
+
+@pytest.mark.parametrize("url", ["https://box:1", "http://", "http://box:99999", "ftp://box"])
+def test_a_malformed_url_is_refused(url: str) -> None:
+    with pytest.raises(DaemonError, match="HOST:PORT"):
+        find_address(url=url)

@@ -1,0 +1,111 @@
+"""The command line itself: help, start-up, and that the documents name only what exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from edged.cli.main import cli
+from tests.cli.conftest import clean_environment, edged
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()]
+SLOW_MODULES = {"torch", "transformers", "pydantic", "aiohttp", "rich", "numpy", "sqlite_utils"}
+
+
+def all_commands() -> Iterator[tuple[str, ...]]:
+    """Every command's words: ("adapters", "list"), ..."""
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        yield (name,)
+        if isinstance(command, click.Group):
+            yield from ((name, inner) for inner in command.list_commands(context))
+
+
+def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that `words` name, and the words after its name."""
+    context = click.Context(cli)
+    command: click.Command = cli
+    rest = list(words)
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        inner = command.get_command(context, rest[0])
+        assert inner is not None, f"`edged {shlex.join(words)}`: there is no command {rest[0]}"
+        command, rest = inner, rest[1:]
+    return command, rest
+
+
+def documented_commands() -> Iterator[tuple[str, str]]:
+    """(document, command line) of every `edged ...` in a code block or code span of the documents."""
+    for path in DOCUMENTS:
+        text = path.read_text()
+        blocks = re.findall(r"```(?:sh|bash|console)?\n(.*?)```", text, re.DOTALL)
+        spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()] + spans
+        for line in lines:
+            match = re.match(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:sudo )?edged( .*)?$", line)
+            if match:
+                yield path.name, match.group(1) or ""
+
+
+@pytest.mark.parametrize("words", list(all_commands()), ids=" ".join)
+def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*words, "--help"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Usage: ")
+    assert len(result.output.splitlines()) > 4
+
+
+@pytest.mark.parametrize(("document", "line"), sorted(set(documented_commands())))
+def test_documented_commands_and_options_exist(document: str, line: str) -> None:
+    words = [word for word in shlex.split(line, comments=True) if word not in ("...", "…")]
+    for mark in ("|", ">", "&", "&&", ";"):
+        words = words[: words.index(mark)] if mark in words else words
+    command, rest = command_of([word.strip("[]") for word in words])
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help", "-h", "--version"}
+    used = {word.split("=")[0] for word in rest if word.startswith("-") and word != "-" and not word[1:2].isdigit()}
+    assert used <= known, f"{document}: `edged{line}` uses {sorted(used - known)}"
+
+
+def test_no_slow_module_is_imported_for_help() -> None:
+    code = (
+        "import sys, click; from edged.cli.main import cli\n"
+        "context = click.Context(cli)\n"
+        "for name in cli.list_commands(context): cli.get_command(context, name)\n"
+        f"print(sorted({SLOW_MODULES!r} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_help_appears_at_once() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert edged("status", "--help").returncode == 0
+        return time.perf_counter() - started
+
+    # The best of several: other work on the machine is not this command's.
+    assert any(seconds() < 0.3 for _ in range(10))
+
+
+def test_an_unknown_command_is_refused_with_usage() -> None:
+    result = edged("stauts")
+    assert result.returncode == 2
+    assert "No such command" in result.stderr
+
+
+def test_a_terminal_without_unicode_gets_replacements_instead_of_a_traceback() -> None:
+    code = "import sys; from edged.cli.main import main; sys.argv = ['edged', 'config', 'init', '-o', '-']; main()"
+    environment = clean_environment(PYTHONIOENCODING="ascii", EDGED_MODEL__PATH="modèle")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, cwd=ROOT)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,106 @@
+"""`edged config`, `configs/edged.toml` and `docs/configuration.md` all say what `edged.config` says."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from edged.cli.main import cli
+from edged.config import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EDGED_CONFIG", "EDGED_MODEL__PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_annotated_profile_is_what_init_writes(tmp_path: Path) -> None:
+    run("config", "init", "--output", str(tmp_path / "edged.toml"))
+    assert (tmp_path / "edged.toml").read_text() == (ROOT / "configs" / "edged.toml").read_text()
+
+
+def test_every_value_of_the_annotated_profile_is_the_default() -> None:
+    values = tomllib.loads((ROOT / "configs" / "edged.toml").read_text())
+    assert values == json.loads(Settings().model_dump_json())
+
+
+def test_init_does_not_overwrite_a_file_unless_forced(tmp_path: Path) -> None:
+    path = tmp_path / "edged.toml"
+    path.write_text("mine")
+    assert "exists" in run("config", "init", "-o", str(path), code=1)
+    assert path.read_text() == "mine"
+    run("config", "init", "-o", str(path), "--force")
+    assert "[align]" in path.read_text()
+
+
+def test_show_is_toml_of_file_and_environment_with_the_changes_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "edged.toml"
+    path.write_text("[align]\nrank = 8\n")
+    monkeypatch.setenv("EDGED_MODEL__PATH", 'a "quoted" \\ path')
+    text = run("config", "show", "--config", str(path))
+    assert "rank = 8  # default: 16" in text
+    assert tomllib.loads(text)["model"]["path"] == 'a "quoted" \\ path'
+    assert json.loads(run("config", "show", "--config", str(path), "--json"))["align"]["rank"] == 8
+
+
+def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "edged.toml"
+    path.write_text("[align]\nrnak = 8\n")
+    output = run("config", "show", "--config", str(path), code=1)
+    assert output.startswith("edged: ")
+    assert 'did you mean "rank"' in output
+
+
+def test_show_says_that_a_file_is_missing() -> None:
+    assert "config init" in run("config", "show", "--config", "/nowhere/edged.toml", code=1)
+
+
+def section_table(section: str) -> str:
+    """The documentation's table of one section, from the settings themselves."""
+    model: Any = Settings.model_fields[section].annotation
+    schema = model.model_json_schema()["properties"]
+    rows = ["| setting | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for key, field in model.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{key}` | `{json.dumps(field.default)}` | {allowed(schema[key])} | {meaning} |")
+    return "\n".join(rows)
+
+
+def allowed(schema: dict[str, Any]) -> str:
+    """A setting's type and bounds in words."""
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(allowed(option) for option in schema["anyOf"])
+    kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "array": "list"}
+    text = kind[schema["type"]]
+    if "maximum" in schema:
+        return f"{text} from {schema['minimum']:g} to {schema['maximum']:g}"
+    if "minimum" in schema:
+        return f"{text}, at least {schema['minimum']:g}"
+    return f"{text} over {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else text
+
+
+@pytest.mark.parametrize("section", list(Settings.model_fields))
+def test_the_documentation_lists_every_setting(section: str) -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    heading, table = f"\n## `[{section}]`", section_table(section)
+    assert heading in text
+    part = text.partition(heading)[2].partition("\n## ")[0]
+    assert table in part, f"docs/configuration.md needs in [{section}]:\n{table}"

@@ -1,0 +1,276 @@
+"""Every command against a real daemon with a real (tiny) model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Daemon, clean_environment, wait_for
+
+PAIRS = [
+    {"prompt": f"Question {i}:", "chosen": f" yes, certainly {i}", "rejected": f" no, never ever {i}"}
+    for i in range(12)
+]
+
+
+def import_pairs(daemon: Daemon, folder: Path, user: str) -> None:
+    """Import PAIRS for `user` and wait until they are learned."""
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    daemon.run("feedback", "import", str(path), "--user", user, "--format", "trl")
+    with daemon.client() as client:
+        wait_for(
+            lambda: not client.get("/v1/status")["queue"]["finetune"] and learned(daemon, user), "pairs not learned"
+        )
+
+
+def learned(daemon: Daemon, user: str) -> bool:
+    with daemon.client() as client:
+        summary = next(item for item in client.get("/v1/adapters")["adapters"] if item["adapter"] == user)
+    return bool(summary["pairs_seen"] == summary["pairs_trained"] + summary["pairs_held_out"])
+
+
+@pytest.fixture(scope="module")
+def ada(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A user whose adapter has learned PAIRS."""
+    import_pairs(daemon, tmp_path_factory.mktemp("ada"), "ada")
+    return "ada"
+
+
+def test_ask_streams_the_same_answer_that_json_shows(daemon: Daemon) -> None:
+    arguments = ("ask", "Hello there", "--temperature", "0", "--max-tokens", "12")
+    streamed = daemon.run(*arguments).stdout
+    answer = json.loads(daemon.run(*arguments, "--json").stdout)
+    assert answer["object"] == "chat.completion"
+    assert streamed == answer["choices"][0]["message"]["content"] + "\n"
+
+
+def test_ask_reads_standard_input(daemon: Daemon) -> None:
+    piped = daemon.run("ask", "-", "--temperature", "0", "--max-tokens", "5", input="Hello there").stdout
+    assert piped == daemon.run("ask", "Hello there", "--temperature", "0", "--max-tokens", "5").stdout
+    assert "prompt is empty" in daemon.run("ask", "-", input=" \n", code=1).stderr
+
+
+def test_ask_passes_the_daemon_s_refusal_on(daemon: Daemon) -> None:
+    result = daemon.run("ask", "x" * 5000, code=1)
+    assert result.stderr.startswith("edged: ")
+    assert "context" in result.stderr
+
+
+def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> None:
+    text = daemon.run("status").stdout
+    for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "GiB"):
+        assert word in text
+    data = json.loads(daemon.run("status", "--json").stdout)
+    assert {"model", "queue", "rates", "latency", "bins", "pages", "finetune", "device"} <= data.keys()
+
+
+@pytest.mark.parametrize("command", ["status", "metrics"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watching_into_a_pipe_gives_a_line_per_refresh(daemon: Daemon, command: str, as_json: bool) -> None:
+    arguments = [command, "--watch", "--interval", "0.1", *(["--json"] if as_json else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edged.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(EDGED_SOCKET=str(daemon.socket)),
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert errors == ""
+    assert all(line.endswith("\n") for line in lines)
+    if as_json:
+        assert all(isinstance(json.loads(line), dict) for line in lines)
+
+
+@pytest.mark.parametrize("command", ["status", "metrics"])
+def test_watching_on_a_terminal_refreshes_until_ctrl_c(daemon: Daemon, command: str, ada: str) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = clean_environment(EDGED_SOCKET=str(daemon.socket), TERM="xterm-256color", LINES="50")
+        os.execve(sys.executable, [sys.executable, "-m", "edged.cli", command, "-w", "--interval", "0.1"], environment)
+    shown = read_until(
+        terminal, "decode" if command == "status" else ada, "win rate" if command == "metrics" else "TTFT"
+    )
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert "Traceback" not in shown
+
+
+def read_until(terminal: int, *words: str, seconds: float = 20.0) -> str:
+    """What a terminal received, up to when it has all `words`."""
+    shown, end = "", time.monotonic() + seconds
+    while not all(word in shown for word in words):
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
+
+
+def test_metrics_has_a_row_and_plots_per_user_and_the_documented_json(daemon: Daemon, ada: str) -> None:
+    text = daemon.run("metrics", "--user", ada).stdout
+    assert f"{ada}, pairs 1 to " in text
+    assert "CLPD in nats" in text
+    assert "┤" in text
+    adapters = json.loads(daemon.run("metrics", "--json").stdout)["adapters"]
+    item = next(item for item in adapters if item["adapter"] == ada)
+    expected = {
+        "version",
+        "pairs_seen",
+        "pairs_trained",
+        "win_rate",
+        "clpd",
+        "reward_accuracy",
+        "reward_margin",
+        "loss",
+    }
+    assert expected <= item.keys()
+    assert item["pairs_seen"] == len(PAIRS)
+
+
+def test_metrics_of_an_unknown_user_names_the_known_ones(daemon: Daemon, ada: str) -> None:
+    error = daemon.run("metrics", "--user", "nobody", code=1).stderr
+    assert '"nobody"' in error
+    assert ada in error
+
+
+def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Daemon, tmp_path: Path) -> None:
+    import_pairs(daemon, tmp_path, "bob")
+    listed = json.loads(daemon.run("adapters", "list", "--json").stdout)["adapters"]
+    version = next(item["version"] for item in listed if item["adapter"] == "bob")
+    assert version >= 1
+    assert "bob" in daemon.run("adapters", "list").stdout
+    shown = daemon.run("adapters", "show", "bob").stdout
+    assert "trained" in shown
+
+    assert "already" in daemon.run("adapters", "rollback", "bob", str(version)).stdout
+    rolled = json.loads(daemon.run("adapters", "rollback", "bob", "0", "--json").stdout)
+    assert rolled["version"] == version + 1
+    assert "no version 999" in daemon.run("adapters", "rollback", "bob", "999", code=1).stderr
+
+    with daemon.client() as client:
+        wait_for(lambda: any(item["on_disk"] for item in client.get("/v1/adapters/bob")["versions"]), "never saved")
+    folder = tmp_path / "peft"
+    assert str(folder) in daemon.run("adapters", "export", "bob", "--output", str(folder)).stdout
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert "not an empty folder" in daemon.run("adapters", "export", "bob", "--output", str(folder), code=1).stderr
+
+    assert daemon.run("adapters", "forget", "bob", input="n\n", code=1).stdout.startswith("Delete everything")
+    assert "forgotten" in daemon.run("adapters", "forget", "bob", "--yes").stdout
+    assert "bob" not in daemon.run("adapters", "list").stdout
+    assert "bob" in daemon.run("adapters", "show", "bob", code=1).stderr
+
+
+def test_import_keeps_good_lines_and_reports_bad_ones_by_number(daemon: Daemon, tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"prompt": "A:", "chosen": " one", "rejected": " two"}),
+        "{broken",
+        json.dumps({"prompt": "A:", "chosen": " same", "rejected": " same"}),
+        json.dumps({"prompt": "B:", "chosen": " three", "rejected": " four"}),
+    ]
+    path = tmp_path / "pairs.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    result = daemon.run("feedback", "import", str(path), "--user", "carl", "--format", "trl", code=1)
+    assert "line 2: " in result.stderr
+    assert "line 3: " in result.stderr
+    assert "line 1: " not in result.stderr
+    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n"
+    exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "carl").stdout.splitlines()]
+    assert [pair["chosen"] for pair in exported] == [" one", " three"]
+
+
+def test_import_of_hh_dialogues_takes_the_part_that_is_asked_for(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "hh.jsonl"
+    dialogue = "\n\nHuman: Question {}?\n\nAssistant: {}"
+    path.write_text(
+        "".join(
+            json.dumps({"chosen": dialogue.format(i, "Yes."), "rejected": dialogue.format(i, "No.")}) + "\n"
+            for i in range(6)
+        )
+    )
+    arguments = ("feedback", "import", str(path), "--user", "dora", "--format", "hh", "--json")
+    result = json.loads(daemon.run(*arguments, "--skip", "2", "--limit", "3").stdout)
+    assert result == {"user": "dora", "pairs": 3, "waiting_already": 0, "bad_lines": []}
+    exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "dora").stdout.splitlines()]
+    assert [pair["messages"][0]["content"] for pair in exported] == ["Question 2?", "Question 3?", "Question 4?"]
+
+
+def test_an_exported_file_can_be_imported_for_another_user(daemon: Daemon, tmp_path: Path, ada: str) -> None:
+    path = tmp_path / "export.jsonl"
+    assert daemon.run("feedback", "export", "--user", ada, "-o", str(path)).stdout.startswith(f"{len(PAIRS)} pairs")
+    result = json.loads(daemon.run("feedback", "import", str(path), "--user", "eve", "--json").stdout)
+    assert result["pairs"] == len(PAIRS)
+
+
+def test_import_of_a_missing_file_or_for_an_impossible_user_says_so(daemon: Daemon, tmp_path: Path) -> None:
+    assert "nowhere.jsonl" in daemon.run("feedback", "import", "nowhere.jsonl", "--user", "ada", code=1).stderr
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(PAIRS[0]))
+    result = daemon.run("feedback", "import", str(path), "--user", "a/b", "--format", "trl", code=1)
+    assert "line 1: " in result.stderr
+    assert "a/b" in result.stderr
+
+
+def chat(daemon: Daemon, *lines: str, user: str = "fay") -> subprocess.CompletedProcess[str]:
+    """A conversation typed into `edged chat`."""
+    arguments = ["--user", user] if user else []
+    return daemon.run("chat", *arguments, "--max-tokens", "8", "--temperature", "1", input="\n".join(lines) + "\n")
+
+
+def signals(daemon: Daemon, user: str) -> list[tuple[str, str, str]]:
+    """(source, chosen, rejected) of the pairs that `user` made."""
+    lines = daemon.run("feedback", "export", "--user", user).stdout.splitlines()
+    return [(pair["source"], pair["chosen"], pair["rejected"]) for pair in map(json.loads, lines)]
+
+
+def test_picking_in_a_chat_makes_a_pair_of_the_two_candidates(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/pick", "2", "/quit", user="gus")
+    assert result.stderr == ""
+    assert "noted: 1 pair to learn from" in result.stdout
+    ((source, chosen, rejected),) = signals(daemon, "gus")
+    assert source == "chosen"
+    assert chosen != rejected
+
+
+def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:
+    chat(daemon, "Hello", "/edit Good morning to you", user="hal")
+    ((source, chosen, _),) = signals(daemon, "hal")
+    assert (source, chosen) == ("edit", "Good morning to you")
+
+
+def test_regenerating_and_accepting_in_a_chat_prefers_the_second_answer(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/regen", "/up", user="ian")
+    assert "noted: 1 pair to learn from" in result.stdout
+    ((source, _, _),) = signals(daemon, "ian")
+    assert source == "regenerate"
+
+
+def test_a_thumb_alone_waits_and_says_why(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/down", user="jim")
+    assert "noted: waits for an answer" in result.stdout
+
+
+def test_mistakes_in_a_chat_are_explained_and_the_chat_goes_on(daemon: Daemon) -> None:
+    result = chat(daemon, "/up", "/nonsense", "/pick 1", "/pick x", "Hello", "/edit ", "/help", "/new", "/down")
+    for message in ("no answer yet", "is no command", "no candidates", "is no candidate", "edited answer is empty"):
+        assert message in result.stderr
+    assert "/regen" in result.stdout
+
+
+def test_a_chat_without_a_user_says_who_would_learn(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/up", user="")
+    assert "--user NAME" in result.stderr

@@ -1,0 +1,169 @@
+"""The cost model learns a device's prices from its iterations."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edged.scheduler.cost import CostModel, Fit, Load, load_of
+from edged.scheduler.task import Kind, Outcome, Result, Task, Unit
+from tests.scheduler.world import Device
+
+loads = st.builds(
+    Load,
+    prefill_tokens=st.integers(0, 500),
+    decodes=st.integers(0, 64),
+    finetune_tokens=st.integers(0, 500),
+    context=st.integers(0, 50_000),
+    pairs=st.floats(0, 1e6),
+)
+
+
+def guessed() -> CostModel:
+    return CostModel.guess(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10)
+
+
+def iteration(device: Device, rng: random.Random) -> Result:
+    """What a device reports of a random mix of decodes, a chunk, a pair's forward and units."""
+    tasks = [Task(i, Kind.DECODE, 0.0, context=rng.randint(10, 2000)) for i in range(rng.randint(0, 20))]
+    outcomes = [Outcome(task, 1, 0, Kind.DECODE) for task in tasks]
+    if rng.random() < 0.5:
+        outcomes.append(Outcome(Task(98, Kind.PREFILL, 0.0, tokens=999), rng.randint(1, 400), 0, Kind.PREFILL))
+    if rng.random() < 0.5 or not outcomes:
+        outcomes.append(Outcome(Task(99, Kind.FINETUNE, 0.0, tokens=999), rng.randint(1, 400), 0, Kind.FINETUNE))
+    result = Result(outcomes)
+    noise = 1.0 + device.noise * rng.uniform(-1, 1)
+    result.forward_s = device.forward_s(load_of(result)) * noise
+    result.units = [(unit, device.unit_s(unit)) for unit in rng.sample([Unit("layer", 64), Unit("layer", 256)], 1)]
+    return result
+
+
+def trained(device: Device, iterations: int = 300) -> CostModel:
+    cost, rng = guessed(), random.Random(0)
+    for _ in range(iterations):
+        cost.observe(iteration(device, rng))
+    return cost
+
+
+def test_it_predicts_a_device_that_it_has_watched_within_one_percent() -> None:
+    device = Device()
+    cost = trained(device)
+    rng = random.Random(7)
+    results = [iteration(device, rng) for _ in range(50)]
+    errors = [abs(cost.forward_s(load_of(result)) / result.forward_s - 1.0) for result in results]
+    assert sum(errors) / len(errors) < 0.01
+    assert max(errors) < 0.06
+    assert cost.unit_s(Unit("layer", 128)) == pytest.approx(device.unit_s(Unit("layer", 128)), rel=0.05)
+    assert cost.mape < 0.03
+
+
+def test_it_recognises_that_tokens_below_the_knee_are_nearly_free() -> None:
+    # A device that reads its weights for 30 ms computes its first 128 tokens meanwhile: a roofline.
+    cost = CostModel.guess(parameters=3_000_000_000, flops_per_s=2.56e13, bytes_per_s=2e11)
+    device = Device(pass_s=0.03, token_s=0.0001, decode_s=1e-5, free_tokens=128)
+    rng = random.Random(0)
+    for _ in range(300):
+        cost.observe(iteration(device, rng))
+    decodes = Load(decodes=8, context=4000)
+    few, many = Load(64, 8, 0, 4000), Load(564, 8, 0, 4000)
+    assert cost.forward_s(few) - cost.forward_s(decodes) < 0.15 * cost.forward_s(decodes)
+    assert cost.forward_s(many) - cost.forward_s(few) == pytest.approx(0.0001 * (572 - 128), rel=0.1)
+
+
+def test_it_follows_a_device_that_throttles_to_half_its_speed() -> None:
+    fast, slow = Device(), Device(pass_s=0.04, token_s=0.001, decode_s=0.0004, key_s=2e-7, pair_s=2e-8)
+    cost, rng = trained(fast), random.Random(1)
+    for _ in range(150):
+        cost.observe(iteration(slow, rng))
+    result = iteration(slow, rng)
+    assert cost.forward_s(load_of(result)) == pytest.approx(result.forward_s, rel=0.1)
+
+
+def test_a_stall_of_a_hundred_times_the_usual_hardly_moves_it() -> None:
+    cost, rng = trained(Device()), random.Random(2)
+    stalled = iteration(Device(), rng)
+    before_s = cost.forward_s(load_of(stalled))
+    stalled.forward_s *= 100
+    cost.observe(stalled)
+    assert cost.forward_s(load_of(stalled)) == pytest.approx(before_s, rel=0.05)
+
+
+def test_its_error_is_the_noise_that_it_cannot_predict() -> None:
+    cost = trained(Device(noise=0.2), 500)
+    assert 0.05 < cost.mape < 0.15
+    assert cost.headroom == cost.mape
+
+
+def test_before_any_measurement_it_admits_that_it_may_be_wrong() -> None:
+    assert guessed().mape == 0.25
+
+
+def test_a_unit_of_an_unknown_kind_starts_like_a_layer_and_is_learned() -> None:
+    cost = guessed()
+    assert cost.unit_s(Unit("score", 64)) == cost.unit_s(Unit("layer", 64))
+    for _ in range(30):
+        cost.observe(Result(units=[(Unit("score", 64), 0.5)]))
+    assert cost.unit_s(Unit("score", 64)) == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_part_of_an_iteration_that_was_fine_tuning_is_told() -> None:
+    device = Device()
+    cost = trained(device)
+    served = Outcome(Task(1, Kind.PREFILL, 0.0, tokens=200), 200, 0, Kind.DECODE)
+    tuned = Outcome(Task(2, Kind.FINETUNE, 0.0, tokens=300), 300, 1, Kind.FINETUNE)
+    forward_s = device.forward_s(load_of(Result([served, tuned])))
+    alone_s = device.forward_s(load_of(Result([served])))
+    finetune_s = cost.observe(Result([served, tuned], forward_s, [(Unit("layer", 64), 0.007)]))
+    assert finetune_s == pytest.approx(forward_s - alone_s + 0.007, rel=0.1)
+
+
+@given(st.lists(st.tuples(loads, st.floats(1e-5, 10.0)), max_size=30), loads)
+def test_predictions_are_never_negative_and_more_work_never_takes_less_time(
+    seen: list[tuple[Load, float]], load: Load
+) -> None:
+    cost = guessed()
+    for index, (known, seconds) in enumerate(seen):
+        decodes = [Outcome(Task(i, Kind.DECODE, 0.0, context=5), 1, 0, Kind.DECODE) for i in range(known.decodes)]
+        chunk = Outcome(Task(99, Kind.PREFILL, 0.0, tokens=999), known.prefill_tokens, 0, Kind.PREFILL)
+        cost.observe(Result([*decodes, chunk], seconds, [(Unit("layer", index), seconds)]))
+    more = Load(load.prefill_tokens + 1, load.decodes + 1, load.finetune_tokens + 1, load.context + 9, load.pairs + 9)
+    assert 0.0 <= cost.forward_s(load) <= cost.forward_s(more)
+    assert cost.token_s > 0.0
+    assert 0.0 <= cost.mape <= 1.0
+
+
+@given(loads, st.integers(0, 3000), st.integers(1, 1024), st.floats(0.0, 2.0), st.booleans())
+def test_a_chunk_is_the_longest_that_keeps_the_limit(
+    load: Load, context: int, most: int, limit_s: float, finetune: bool
+) -> None:
+    cost = guessed()
+
+    def with_chunk(tokens: int) -> float:
+        grown = Load(load.prefill_tokens, load.decodes, load.finetune_tokens, load.context, load.pairs)
+        grown.add_chunk(tokens, context, finetune)
+        return cost.forward_s(grown)
+
+    tokens = cost.chunk(load, context, most, limit_s, finetune)
+    assert 0 <= tokens <= most
+    if tokens:
+        assert with_chunk(tokens) <= limit_s * (1 + 1e-9)
+    if tokens < most:
+        assert with_chunk(tokens + 1) > limit_s * (1 - 1e-9)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000))
+def test_a_fit_agrees_with_least_squares_where_the_data_are_plentiful(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    true = rng.uniform(0.5, 2.0, 3)
+    rows = rng.uniform(0.5, 1.5, (200, 3))
+    fit = Fit([1.0, 1.0, 1.0])
+    for row in rows:
+        fit.observe(row.tolist(), float(row @ true))
+    # The oracle: numpy's least squares over the same relative errors.
+    oracle, *_ = np.linalg.lstsq(rows / (rows @ true)[:, None], np.ones(len(rows)), rcond=None)
+    assert fit.prices == pytest.approx(oracle, rel=0.1)

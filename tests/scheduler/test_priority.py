@@ -1,0 +1,74 @@
+"""MACE's priorities: who stands above whom, and from when on."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edged.config import SchedulerSettings
+from edged.scheduler.arrears import Arrears
+from edged.scheduler.priority import Priorities
+from edged.scheduler.task import Kind, Task
+
+waits = st.floats(0.0, 1e4)
+
+
+def derived(wait_s: float = 0.5, gamma: float = 0.1) -> Priorities:
+    return Priorities.derive(SchedulerSettings(finetune_max_wait_s=wait_s, gamma=gamma))
+
+
+def test_on_arrival_a_decode_stands_above_a_prefill_above_fine_tuning() -> None:
+    priorities = derived()
+    assert priorities.decode(0.0) > priorities.prefill(0.0) > priorities.finetune(0.0, 0.69)
+
+
+@given(st.floats(0.01, 100.0))
+def test_fine_tuning_rises_faster_than_prefill_faster_than_decode(wait_s: float) -> None:
+    priorities = derived(wait_s)
+    assert priorities.finetune_per_s > priorities.prefill_per_s > priorities.decode_per_s > 0.0
+
+
+@given(st.floats(0.01, 100.0), waits, st.floats(0.0, 5.0), st.floats(0.0, 2.0))
+def test_after_the_longest_wait_fine_tuning_outranks_all_serving_however_old(
+    wait_s: float, age_s: float, loss: float, more: float
+) -> None:
+    priorities = derived(wait_s)
+    own = priorities.finetune(wait_s * (1.0 + 1e-9 + more), loss)
+    assert own >= priorities.decode(age_s)
+    assert own >= priorities.prefill(age_s)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_no_loss_alone_lifts_fine_tuning_above_a_request_that_just_arrived(loss: float) -> None:
+    own = derived(gamma=100.0).finetune(0.0, loss)
+    assert math.isfinite(own)
+    assert own <= derived().prefill(0.0)
+
+
+def test_of_two_pairs_the_worse_aligned_goes_first() -> None:
+    assert derived().finetune(0.1, 2.0) > derived().finetune(0.1, 0.1)
+
+
+def test_a_sliver_of_work_pays_for_as_much_waiting_as_its_share() -> None:
+    arrears = Arrears(SchedulerSettings(finetune_min_share=0.1))
+    task = Task(1, Kind.FINETUNE, 10.0)
+    arrears.pay(task, 0.01, 11.0, prepaid=False)
+    assert math.isclose(arrears.wait_s([task], 11.0), 0.9)
+    arrears.pay(task, 0.09, 11.0, prepaid=False)
+    assert arrears.wait_s([task], 11.0) == 0.0
+
+
+def test_a_new_task_has_not_waited_for_what_others_got_long_ago() -> None:
+    arrears = Arrears(SchedulerSettings())
+    arrears.pay(Task(1, Kind.FINETUNE, 0.0), 1.0, 1.0, prepaid=False)
+    assert arrears.wait_s([Task(2, Kind.FINETUNE, 99.75)], 100.0) == 0.25
+
+
+def test_work_that_was_prepaid_puts_off_the_next_wait() -> None:
+    arrears = Arrears(SchedulerSettings(finetune_max_wait_s=1.0, finetune_min_share=0.1))
+    task = Task(1, Kind.FINETUNE, 0.0)
+    arrears.pay(task, 0.2, 0.0, prepaid=True)
+    assert arrears.wait_s([task], 2.0) == 0.0
+    assert arrears.wait_s([task], 3.0) > 0.0

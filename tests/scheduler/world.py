@@ -1,0 +1,264 @@
+"""A world in virtual time for the scheduler: a pool of pages, a device of known speed, requests and preference steps.
+
+It does what the engine does (allocate, run, complete) and checks every plan against what the scheduler promises.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from edged.scheduler.cost import Load
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task, Unit
+
+
+@dataclass
+class Device:
+    """How long things really take, in seconds; `noise` is the relative spread of one measurement."""
+
+    pass_s: float = 0.020
+    token_s: float = 0.0005
+    decode_s: float = 0.0002
+    key_s: float = 1e-7
+    pair_s: float = 1e-8
+    unit_token_s: float = 0.0001
+    free_tokens: int = 0
+    noise: float = 0.0
+
+    def forward_s(self, load: Load) -> float:
+        tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
+        if not tokens:
+            return 0.0
+        beyond = max(0, tokens - self.free_tokens)
+        return (
+            self.pass_s
+            + self.token_s * beyond
+            + self.decode_s * load.decodes
+            + self.key_s * load.context
+            + self.pair_s * load.pairs
+        )
+
+    def unit_s(self, unit: Unit) -> float:
+        return 0.001 + self.unit_token_s * unit.tokens
+
+
+@dataclass
+class Life:
+    """One request: what it asks for, and when its tokens came."""
+
+    task: Task
+    prompt: int
+    answer: int
+    shared: int = 0
+    made: int = 0
+    token_times: list[float] = field(default_factory=list)
+    preemptions: int = 0
+
+
+@dataclass
+class Tuning:
+    """One adapter's fine-tune task: `steps` still to take, each `tokens` of forward and `units`."""
+
+    task: Task
+    tokens: int
+    units: tuple[Unit, ...]
+    steps: int
+    taken: int = 0
+    run_times: list[float] = field(default_factory=list)
+    work_s: float = 0.0
+
+
+class World:
+    """Runs a scheduler against a device. `overrun` pages may be missing because a preempted task shared them."""
+
+    def __init__(self, scheduler: Scheduler, resources: Resources, device: Device | None = None, seed: int = 0) -> None:
+        self.scheduler = scheduler
+        self.resources = resources
+        self.device = device or Device()
+        self.now = 0.0
+        self.free = resources.total_pages
+        self.lives: dict[int, Life] = {}
+        self.tunings: dict[int, Tuning] = {}
+        self.done: list[Life] = []
+        self.longest_iteration_s = 0.0
+        self.iterations = 0
+        self.plans: list[Plan] = []
+        self._own: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._random = random.Random(seed)
+        self._next_id = 0
+
+    # -- in
+
+    def ask(self, prompt: int, answer: int, shared: int = 0) -> Life:
+        """A request whose first `shared` pages are another's, once it is admitted."""
+        task = Task(self._id(), Kind.PREFILL, self.now, tokens=prompt)
+        life = self.lives[task.task_id] = Life(task, prompt, answer, shared)
+        self.scheduler.add(task, self.now)
+        return life
+
+    def teach(self, tokens: int, units: list[Unit], steps: int = 1) -> Tuning:
+        """A fine-tune task of `steps` steps."""
+        task = Task(self._id(), Kind.FINETUNE, self.now, tokens=tokens, units=tuple(units), loss=0.69)
+        tuning = self.tunings[task.task_id] = Tuning(task, tokens, tuple(units), steps)
+        self.scheduler.add(task, self.now)
+        return tuning
+
+    def _id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # -- one iteration
+
+    def step(self) -> Plan:
+        """Plan, check, run, complete; time advances by what the iteration took."""
+        room = Resources(
+            self.free,
+            self.resources.total_pages,
+            self.resources.page_size,
+            self.resources.max_tokens,
+            self.resources.max_sequences,
+        )
+        plan = self.scheduler.plan(self.now, room)
+        self.check(plan)
+        for task in plan.preempt:
+            self._preempt(task)
+        result = self._run(plan)
+        self.iterations += 1
+        self.scheduler.complete(result, self.now)
+        for outcome in result.outcomes:
+            self._follow_up(outcome)
+        self.check_pages()
+        return plan
+
+    def check(self, plan: Plan) -> None:
+        """What every plan must keep to."""
+        tasks = [grant.task for grant in plan.grants]
+        assert len(set(tasks)) == len(tasks), "a task was granted twice in one bin"
+        assert not set(tasks) & set(plan.preempt), "a preempted task was granted"
+        assert len(set(plan.preempt)) == len(plan.preempt)
+        for task in (*tasks, *plan.preempt):
+            assert task.task_id in self.lives or task.task_id in self.tunings, "a finished task was planned"
+        assert sum(grant.tokens for grant in plan.grants) <= self.resources.max_tokens
+        for grant in plan.grants:
+            task = grant.task
+            assert 0 <= grant.tokens <= task.tokens
+            assert grant.tokens or grant.units
+            assert grant.units <= len(task.units) - task.next_unit
+            if grant.units:
+                assert grant.tokens == task.tokens, "units before the end of the forward"
+        needed = sum(self._needed(grant) for grant in plan.grants)
+        assert needed == plan.pages
+        assert needed <= self.free + sum(task.held_pages for task in plan.preempt)
+        holders = {life.task for life in self.lives.values() if life.task.held_pages} - set(plan.preempt)
+        holders |= {task for task in tasks if task.kind is not Kind.FINETUNE}
+        assert len(holders) <= self.resources.max_sequences
+
+    def check_pages(self) -> None:
+        """No page is lost or held twice."""
+        assert self.free >= 0
+        assert self.free + sum(self._own.values()) == self.resources.total_pages
+
+    def _needed(self, grant: Grant) -> int:
+        task = grant.task
+        return max(0, -(-(task.context + grant.tokens - task.capacity) // self.resources.page_size))
+
+    def _run(self, plan: Plan) -> Result:
+        load = Load()
+        outcomes = []
+        units: list[tuple[Unit, float]] = []
+        for grant in plan.grants:
+            task = grant.task
+            needed = self._needed(grant)
+            if needed > self.free:
+                continue
+            self._allocate(task, needed)
+            if task.kind is Kind.DECODE:
+                load.decodes += 1
+                load.context += task.context
+            elif grant.tokens:
+                load.add_chunk(grant.tokens, task.context, task.kind is Kind.FINETUNE)
+            granted = task.units[task.next_unit : task.next_unit + grant.units]
+            units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
+            outcomes.append(Outcome(task, grant.tokens, grant.units, self._next(grant)))
+        forward_s = self.device.forward_s(load) * self._noise()
+        spent_s = forward_s + sum(seconds for _, seconds in units)
+        if load.finetune_tokens:
+            bare = Load(load.prefill_tokens, load.decodes, 0, load.context, load.pairs)
+            tuned_s = forward_s - self.device.forward_s(bare)
+        else:
+            tuned_s = 0.0
+        self.now += max(spent_s, 1e-6)
+        self.longest_iteration_s = max(self.longest_iteration_s, spent_s)
+        for outcome in outcomes:
+            tuning = self.tunings.get(outcome.task.task_id)
+            if tuning is not None:
+                tuning.run_times.append(self.now)
+                tuning.work_s += tuned_s + sum(seconds for _, seconds in units)
+        return Result(outcomes, forward_s, units)
+
+    def _noise(self) -> float:
+        return 1.0 + self.device.noise * (2.0 * self._random.random() - 1.0)
+
+    def _next(self, grant: Grant) -> Kind | None:
+        task = grant.task
+        if task.kind is Kind.FINETUNE:
+            tuning = self.tunings[task.task_id]
+            ended = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units)
+            return None if ended and tuning.steps == 1 else Kind.FINETUNE
+        life = self.lives[task.task_id]
+        if grant.tokens < task.tokens:
+            return Kind.PREFILL
+        return None if life.made + 1 >= life.answer else Kind.DECODE
+
+    def _follow_up(self, outcome: Outcome) -> None:
+        """What the engine does with a task after the scheduler has advanced it."""
+        task = outcome.task
+        if task.kind is Kind.FINETUNE:
+            tuning = self.tunings[task.task_id]
+            if not task.tokens and task.next_unit == len(task.units):
+                self._release(task)
+                tuning.steps -= 1
+                tuning.taken += 1
+                if tuning.steps:
+                    task.tokens, task.context, task.next_unit = tuning.tokens, 0, 0
+                    task.arrival_s = self.now
+                    self.scheduler.update(task)
+                else:
+                    del self.tunings[task.task_id]
+            return
+        life = self.lives[task.task_id]
+        if outcome.next_kind is not Kind.PREFILL:
+            life.made += 1
+            life.token_times.append(self.now)
+        if outcome.next_kind is None:
+            self._release(task)
+            self.done.append(self.lives.pop(task.task_id))
+
+    def _preempt(self, task: Task) -> None:
+        self._release(task)
+        if task.kind is Kind.FINETUNE:
+            self.scheduler.restart(task, self.tunings[task.task_id].tokens, self.now)
+        else:
+            life = self.lives[task.task_id]
+            life.preemptions += 1
+            self.scheduler.restart(task, life.prompt + life.made, self.now)
+
+    # -- pages
+
+    def _allocate(self, task: Task, pages: int) -> None:
+        life = self.lives.get(task.task_id)
+        if life is not None and not task.held_pages and life.shared:
+            # Its first pages belong to another sequence: preempting it will not free them.
+            self._shared[task.task_id] = min(life.shared, pages)
+        shared = self._shared.get(task.task_id, 0) if not task.held_pages else 0
+        self.free -= pages - shared
+        self._own[task.task_id] = self._own.get(task.task_id, 0) + pages - shared
+        task.held_pages += pages
+        task.capacity += pages * self.resources.page_size
+
+    def _release(self, task: Task) -> None:
+        self.free += self._own.pop(task.task_id, 0)
+        self._shared.pop(task.task_id, None)
+        task.held_pages = task.capacity = 0

@@ -1,0 +1,266 @@
+"""The daemon's life: what prevents a start, what a stop keeps, what a restart finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from edged.config import ModelSettings, Settings
+from edged.daemon import ModelMissing, data_folder, find_model, run_daemon
+from tests.api.live import LiveDaemon, running, started
+from tests.models import save_tiny
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[LiveDaemon]:
+    with running(tmp_path_factory.mktemp("daemon"), model, api__listen="127.0.0.1:0", api__token="secret") as live:
+        yield live
+
+
+def start(folder: Path, model: Path | str, **api: str) -> int:
+    """A start in this process that must fail before it serves; returns the exit code."""
+    settings = Settings.model_validate(
+        {
+            "model": {"path": str(model)},
+            "api": {"socket": str(folder / "edged.sock"), **api},
+            "store": {"data_dir": str(folder / "data")},
+        }
+    )
+    return run_daemon(settings)
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused(
+    daemon: LiveDaemon, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, model, socket=str(daemon.socket)) == 1
+    assert f'socket "{daemon.socket}" is served by another edged (pid {daemon.process.pid})' in capsys.readouterr().err
+    with daemon.http() as http:
+        assert http.get("/readyz").status_code == 200
+
+
+def test_a_second_daemon_on_the_same_data_folder_is_refused(
+    daemon: LiveDaemon, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = start(daemon.folder, model, socket=str(tmp_path / "other.sock"))
+    assert code == 1
+    assert f'data folder "{daemon.data}" is in use by another edged' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["*token*", "config.json", "model.safetensors"])
+def test_an_incomplete_model_directory_is_refused_with_the_reason(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_tiny(tmp_path / "tiny")
+    for file in directory.glob(what):
+        file.unlink()
+    assert start(tmp_path, directory) == 1
+    message = capsys.readouterr().err
+    assert f'edged: model "{directory}"' in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "edged.sock").exists()
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "nowhere", "~/no-such-model-here"])
+def test_a_model_that_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(ModelMissing, match="is not a directory"):
+        find_model(ModelSettings(path=path))
+
+
+def test_a_listener_open_to_the_network_needs_a_token(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, model, listen="0.0.0.0:0") == 1
+    assert "set api.token" in capsys.readouterr().err
+
+
+def test_models_are_named_after_their_directory(model: Path) -> None:
+    assert find_model(ModelSettings(path=str(model))) == (model, "tiny")
+    assert find_model(ModelSettings(path=str(model), name="other"))[1] == "other"
+
+
+@pytest.mark.parametrize(
+    ("configured", "environ", "expected"),
+    [
+        ("/data", {"STATE_DIRECTORY": "/var/lib/edged"}, "/data"),
+        ("", {"STATE_DIRECTORY": "/var/lib/edged:/other", "XDG_DATA_HOME": "/x"}, "/var/lib/edged"),
+        ("", {"XDG_DATA_HOME": "/x"}, "/x/edged"),
+    ],
+)
+def test_the_data_folder_is_found_as_documented(configured: str, environ: dict[str, str], expected: str) -> None:
+    assert data_folder(configured, environ) == Path(expected)
+
+
+def test_tcp_asks_for_the_token_and_the_socket_does_not(daemon: LiveDaemon) -> None:
+    port = tcp_port(daemon.process.pid)
+    url = f"http://127.0.0.1:{port}"
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}):
+        encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+        response = httpx2.get(f"{url}/v1/models", headers=encoded)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+    assert httpx2.get(f"{url}/readyz").status_code == 200
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret")
+    assert next(iter(client.models.list())).id == "tiny"
+    with daemon.http() as http:
+        assert http.get("/v1/models").status_code == 200
+
+
+def tcp_port(pid: int) -> int:
+    """The port on which a process listens."""
+    import psutil
+
+    return next(c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+
+
+async def chat(client: openai.AsyncOpenAI, tokens: int) -> Any:
+    return await client.chat.completions.create(
+        model="tiny", messages=HELLO, user="sam", max_tokens=tokens, extra_body={"ignore_eos": True}
+    )
+
+
+async def test_sigterm_under_load_drains_and_a_restart_finds_everything(tmp_path: Path, model: Path) -> None:
+    settings = {"serving__drain_s": 3.0, "store__save_every_s": 0.1, "align__micro_batch_pairs": 2}
+    with running(tmp_path, model, **settings) as first:
+        acknowledged = await stop_under_load(first)
+        assert "Traceback" not in first.log
+    cut_newest_version(first.data)
+    with running(tmp_path, model, **settings) as second, second.http() as http:
+        assert acknowledged <= {json.loads(line)["chosen"] for line in http.get("/v1/feedback").text.splitlines()}
+        assert http.get("/v1/adapters/sam").json()["version"] > 0
+        assert "an older version is used" in second.log
+        assert await all_learned(http)
+        assert second.stop(signal.SIGINT) == 0
+
+
+async def all_learned(http: httpx2.Client) -> bool:
+    """Whether no pair waits any more, in time."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not http.get("/v1/adapters/sam").json()["pairs_queued"]:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def stop_under_load(daemon: LiveDaemon) -> set[str]:
+    """SIGTERM while short and long answers and feedback are under way; what must hold of them is checked here.
+
+    Returns the chosen answers of all acknowledged pairs.
+    """
+    acknowledged: set[str] = set()
+
+    def report() -> None:
+        with daemon.http() as http:
+            for i in range(10_000):
+                body = {"user": "sam", "prompt": f"q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+                try:
+                    response = http.post("/v1/feedback", json=body)
+                except httpx2.TransportError:
+                    return
+                if response.status_code != 200:
+                    assert response.status_code == 503
+                    return
+                acknowledged.add(f"good {i}")
+
+    reporter = threading.Thread(target=report)
+    reporter.start()
+    async with daemon.async_openai() as client:
+        short = [asyncio.create_task(chat(client, 30)) for _ in range(8)]
+        long = [asyncio.create_task(chat(client, 4000)) for _ in range(4)]
+        await until_saved_twice(daemon)
+        started = time.monotonic()
+        daemon.signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        late = await asyncio.gather(chat(client, 4), return_exceptions=True)
+        done, cut = await asyncio.gather(
+            asyncio.gather(*short, return_exceptions=True), asyncio.gather(*long, return_exceptions=True)
+        )
+        code = await asyncio.to_thread(daemon.wait)
+    await asyncio.to_thread(reporter.join)
+    assert code == 0, daemon.log
+    assert time.monotonic() - started < 10
+    assert isinstance(late[0], openai.APIStatusError)
+    assert late[0].status_code == 503
+    assert all(not isinstance(answer, BaseException) for answer in done)
+    for answer in cut:
+        assert not isinstance(answer, openai.APIConnectionError)
+        assert not isinstance(answer, BaseException) or "stopped before" in str(answer)
+    assert not daemon.socket.exists()
+    assert acknowledged
+    return acknowledged
+
+
+async def until_saved_twice(daemon: LiveDaemon) -> None:
+    """Wait until two versions of the user's adapter are on disk."""
+    deadline = time.monotonic() + 30
+    with daemon.http() as http:
+        while time.monotonic() < deadline:
+            response = await asyncio.to_thread(http.get, "/v1/adapters/sam")
+            if sum(version["on_disk"] for version in response.json().get("versions", ())) >= 2:
+                return
+            await asyncio.sleep(0.05)
+    raise AssertionError("nothing was learned")
+
+
+def cut_newest_version(data: Path) -> None:
+    """What a disk that lied about a flush leaves: the newest adapter file is short."""
+    newest = max(data.glob("adapters/*/sam/v*/adapter_model.safetensors"), key=lambda file: file.parent.name)
+    newest.write_bytes(newest.read_bytes()[:100])
+
+
+def test_a_daemon_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path, model) as first:
+        with first.http() as http:
+            body = {"user": "tom", "prompt": "q", "chosen": "good", "rejected": "bad"}
+            pair_ids = http.post("/v1/feedback", json=body).json()["pair_ids"]
+        assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert first.socket.exists()
+    with started(tmp_path, model) as second:
+        assert early_answer(second) == 503
+        with second.wait_until_ready().http() as http:
+            assert http.get("/v1/adapters/tom").json()["pairs_seen"] == len(pair_ids) == 1
+
+
+def early_answer(daemon: LiveDaemon) -> int:
+    """The status of the first answer of a daemon that has just been started."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with daemon.http() as http:
+                return http.get("/v1/models").status_code
+        except httpx2.TransportError:
+            time.sleep(0.01)
+    raise AssertionError(daemon.log)
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, model: Path) -> None:
+    body = b'{"prompt": "a", "max_tokens": 4000, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with running(tmp_path, model, serving__drain_s=60.0) as daemon, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(daemon.socket))
+        client.sendall(head + body)
+        assert client.recv(4096)
+        started = time.monotonic()
+        daemon.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait(10) == 0
+        assert time.monotonic() - started < 5
