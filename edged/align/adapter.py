@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class AdapterState:
                 leaf.grad = gradient / pairs
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
         try:
-            if norm != norm or norm == float("inf"):
+            if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
             self._optimizer.step()
         finally:

@@ -6,6 +6,7 @@ Must not know who decides when a piece runs, or whose pages it uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -219,7 +220,7 @@ class DpoStep:
         """The optimizer, when there is something to learn and all of it is finite."""
         self.finished = True
         self.loss = sum(self._losses) / len(self._losses)
-        if self.loss != self.loss or self.loss == float("inf"):
+        if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:
             try:

@@ -6,6 +6,7 @@ how a version reaches the packed batch (the engine's). Not thread-safe: the engi
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from edged.config import AlignSettings, GuardSettings
 
 FineTuneStep = DpoStep | HeldOutTest
 _REPLAY_POOL = 64
+_FIRST_LOSS = math.log(2.0)
+"""DPO's loss of an adapter that answers as the base."""
 
 
 class UnknownAdapter(KeyError):
@@ -55,7 +58,7 @@ class Learner:
     tested_version: int = -1
     best: HeldOutScore | None = None
     best_weights: Snapshot | None = None
-    loss: float = 0.6931
+    loss: float = _FIRST_LOSS
     saved_version: int = 0
     saved_at_s: float = 0.0
 
@@ -208,9 +211,12 @@ class Trainer:
     def _close_step(self, learner: Learner, step: DpoStep) -> None:
         state = learner.state
         self.records += step.scores
-        learner.loss = step.loss
+        learner.loss = step.loss if math.isfinite(step.loss) else _FIRST_LOSS
         if step.error:
             self._skipped(learner, step, step.error)
+            if not math.isfinite(step.loss) and step.version > 0:
+                # Weights that answer with NaN or infinity must not be served a moment longer.
+                self._restore(learner, learner.best_weights, f"guard: {step.error}")
             return
         for pair, loss, trained in step.outcomes:
             epochs = pair.epochs_done + int(trained)

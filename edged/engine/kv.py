@@ -27,7 +27,7 @@ class KvStore:
         self.page_size, self.layers, self.kv_heads, self.head_dim = page_size, layers, kv_heads, head_dim
         self.blocks_per_page = layers * kv_heads
         shape = (pages * self.blocks_per_page, page_size, head_dim)
-        # Zeroed, not empty: padding rows are masked by adding -inf to their scores, which a stale NaN would survive.
+        # Zeroed, not empty: rows that are not written yet are read with weight 0, which a NaN would survive.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self._key_rows = self.keys.view(-1, head_dim)
@@ -49,10 +49,14 @@ class KvStore:
         return (pages[:, None, :] * self.blocks_per_page + self._heads[:, None]).reshape(-1)
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values of shape [tokens, kv_heads, head_dim] at `row_index` rows of `layer`."""
+        """Store keys and values of shape [tokens, kv_heads, head_dim] at `row_index` rows of `layer`.
+
+        What is not finite is stored as if it were: a page's next owner reads its stale rows with weight 0, and 0 * NaN
+        would carry one user's diverged adapter into another's answer.
+        """
         index = rows + layer * self.kv_heads * self.page_size
-        self._key_rows.index_copy_(0, index, keys.reshape(-1, self.head_dim))
-        self._value_rows.index_copy_(0, index, values.reshape(-1, self.head_dim))
+        self._key_rows.index_copy_(0, index, keys.reshape(-1, self.head_dim).nan_to_num())
+        self._value_rows.index_copy_(0, index, values.reshape(-1, self.head_dim).nan_to_num())
 
     def read(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `block_index` blocks of `layer`, each [sequences, kv_heads, n * page_size, head_dim]."""

@@ -14,6 +14,7 @@ import torch
 
 from edged.engine.request import Sampling
 
+NOT_A_TOKEN = -1
 _MASK64 = (1 << 64) - 1
 
 
@@ -32,7 +33,10 @@ class Row:
 
 @dataclass(slots=True)
 class Drawn:
-    """The result on the host. `logprobs` and `tops` have an entry per row, None where not asked for."""
+    """The result on the host. `logprobs` and `tops` have an entry per row, None where not asked for.
+
+    A token is NOT_A_TOKEN where the model's scores were not numbers.
+    """
 
     tokens: list[int]
     logprobs: list[float | None]
@@ -50,10 +54,10 @@ def uniform(seed: int, step: int) -> float:
 class SampledRows:
     """Sampling queued on the device; `read` waits for it. The one host synchronisation of an iteration."""
 
-    def __init__(self, tokens: torch.Tensor, rows: Sequence[Row], raw: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, broken: torch.Tensor, rows: Sequence[Row], raw: torch.Tensor) -> None:
         self._rows = rows
         self._asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        parts = [tokens.double()]
+        parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
         self._width = max((rows[i].sampling.logprobs or 0 for i in self._asked), default=0)
         if self._asked:
             index = _index(self._asked, raw.device)
@@ -89,12 +93,14 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> SampledRows:
     scores = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
     _penalize(scores, rows)
     tokens = scores.argmax(-1)
+    # argmax points at a NaN where there is one.
+    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if drawn:
         index = _index(drawn, scores.device)
         picked = _draw(scores.index_select(0, index), [rows[i] for i in drawn])
         tokens.index_copy_(0, index, picked)
-    return SampledRows(tokens, rows, raw)
+    return SampledRows(tokens, broken, rows, raw)
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from edged.engine.batch import NO_SLOT
 from edged.engine.executor import Work
 from edged.engine.parts import EngineParts
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
+from edged.engine.sampling import NOT_A_TOKEN
 from edged.engine.sequence import Sequence
 from edged.scheduler.task import Kind, Outcome, Plan, Task
 
@@ -119,6 +120,10 @@ class Serving:
                 self._executor.share(sequence)
                 sequence.decoding = True
                 self._decoding += 1
+            if drawn.tokens[row] == NOT_A_TOKEN:
+                outcomes.append(Outcome(sequence.task, computed, 0, None))
+                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
+                continue
             self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
             reason = sequence.end(drawn.tokens[row], self._parts.end_ids, self._parts.max_context_tokens)
             outcomes.append(Outcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
@@ -127,6 +132,10 @@ class Serving:
             elif not sequence.released_followers:
                 self._release_followers(sequence)
         return outcomes
+
+    def _not_finite(self, sequence: Sequence) -> str:
+        who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
+        return f"{who} answers with numbers that are not finite"
 
     def _append(
         self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from edged.engine.request import Sampling
-from edged.engine.sampling import Row, sample, uniform
+from edged.engine.sampling import NOT_A_TOKEN, Row, sample, uniform
 
 VOCAB = 50
 
@@ -112,3 +112,12 @@ def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:
     assert values.max() < 1
     counts, _ = np.histogram(values, bins=20)
     assert np.all(np.abs(counts - 500) < 120)
+
+
+def test_scores_that_are_not_numbers_give_no_token() -> None:
+    scores = logits(3)
+    scores[1, 7] = float("nan")
+    rows = [Row(Sampling(temperature=t), 0, 0, (), ()) for t in (0.0, 0.0, 1.0)]
+    tokens = sample(scores, rows).read().tokens
+    assert tokens[1] == NOT_A_TOKEN
+    assert min(tokens[0], tokens[2]) >= 0

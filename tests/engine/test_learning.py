@@ -1,0 +1,117 @@
+"""What becomes of pairs and versions when learning does not go smoothly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from edged.align.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished
+from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+
+
+def test_a_pair_is_trained_on_for_its_epochs_and_scored_once(tmp_path: Path) -> None:
+    settings = {"align__epochs": 3, "guard__held_out_share": 0.0, "align__loss_threshold": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: len(client.of(PairRetired)) == 6)
+    retired = client.of(PairRetired)
+    assert [r.state for r in retired] == ["queued"] * 4 + ["trained"] * 2
+    assert [r.epochs_done for r in retired] == [1, 1, 2, 2, 3, 3]
+    assert len(client.of(PairScored)) == 2
+
+
+def test_a_pair_whose_loss_is_under_the_threshold_ends_without_a_step(tmp_path: Path) -> None:
+    with running_engine(tmp_path, align__loss_threshold=0.7, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(3))
+        client.wait(lambda: len(client.of(PairRetired)) == 3)
+        assert engine.adapters() == {"ann": 0}
+    assert {r.state for r in client.of(PairRetired)} == {"learnt"}
+    assert "under align.loss_threshold" in client.of(PairRetired)[0].reason
+
+
+def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path) -> None:
+    settings = {"align__learning_rate": 1e30, "guard__held_out_share": 0.0, "align__max_grad_norm": 1e30}
+    prompt = random_ids(20, 1)
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit(request("before", prompt, adapter="ann"))
+        client.wait(lambda: "before" in client.finished)
+        engine.submit(request("during", prompt, 400, adapter="ann"))
+        engine.submit_pairs(random_pairs(8))
+        client.wait(lambda: len(client.of(PairRetired)) == 8)
+        wait_idle(engine)
+        engine.submit(request("after", prompt, adapter="ann"))
+        client.wait(lambda: "after" in client.finished)
+    skipped = client.of(StepSkipped)
+    assert skipped
+    assert "loss is" in skipped[0].reason
+    assert client.of(VersionPublished)[-1].reason.startswith("guard: loss is")
+    assert client.ids("after") == client.ids("before"), "the untrained adapter answers again"
+    assert client.finished["during"].reason == "error"
+    assert "numbers that are not finite" in client.finished["during"].error
+
+
+def test_the_guard_rolls_back_a_version_that_strays_too_far(tmp_path: Path) -> None:
+    settings = {
+        "align__learning_rate": 0.05,
+        "guard__held_out_share": 0.5,
+        "guard__min_pairs": 2,
+        "guard__max_kl_nats": 0.001,
+        "guard__evaluate_every": 1,
+    }
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit_pairs(random_pairs(8))
+        client.wait(lambda: any(v.reason.startswith("guard: KL") for v in client.of(VersionPublished)))
+
+
+def test_pairs_wait_while_fine_tuning_is_paused_and_two_users_learn_apart(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.pause_finetuning(True)
+        engine.submit_pairs(random_pairs(3, "ann") + random_pairs(3, "bob", seed=4, first_id=50))
+        engine.submit(request("r", random_ids(9, 1)))
+        client.wait(lambda: "r" in client.finished)
+        assert engine.status()["finetune"]["pairs_queued"] == 6
+        engine.pause_finetuning(False)
+        client.wait(lambda: len(client.of(PairRetired)) == 6)
+        wait_idle(engine)
+        assert set(engine.adapters()) == {"ann", "bob"}
+        assert min(engine.adapters().values()) >= 1
+
+
+def test_pairs_longer_than_the_batch_and_the_window_are_trained_in_chunks(tmp_path: Path) -> None:
+    long = TokenPair(1, "ann", tuple(random_ids(90, 1)), (*random_ids(70, 2), 2), (*random_ids(60, 3), 2))
+    settings = {"serving__max_batch_tokens": 16, "align__window_tokens": 20, "guard__held_out_share": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit_pairs([long])
+        client.wait(lambda: bool(client.of(PairRetired)))
+        assert client.of(PairRetired)[0].state == "trained"
+        wait_idle(engine)
+        status = engine.status()["pages"]
+        assert status["free"] + status["cached"] == status["total"]
+
+
+@pytest.mark.parametrize("window", [7, 400])
+def test_preempted_fine_tuning_starts_its_group_again_and_ends_the_same(tmp_path: Path, window: int) -> None:
+    """Pages for one long answer and little else: the step loses its pages to serving, more than once."""
+    published = []
+    for pressure in (False, True):
+        settings = {
+            "cache__memory_mb": 1 if pressure else 8,
+            "align__window_tokens": window,
+            "guard__held_out_share": 0.0,
+            "align__replay_share": 0.0,
+            "model__max_context_tokens": 240,
+        }
+        with running_engine(tmp_path, data=f"data-{pressure}", **settings) as (engine, client):
+            if pressure:
+                for i in range(4):
+                    engine.submit(request(f"r{i}", random_ids(100, i), tokens=120))
+            engine.submit_pairs(random_pairs(4))
+            client.wait(lambda: len(client.of(PairRetired)) == 4)
+            wait_idle(engine)
+            if pressure:
+                client.wait(lambda: len(client.finished) == 4)
+            published.append([v.loss for v in client.of(VersionPublished)])
+    assert published[0] == pytest.approx(published[1], rel=1e-5)
+    assert torch.isfinite(torch.tensor(published[0])).all()
