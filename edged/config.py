@@ -39,7 +39,10 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
-    max_context_tokens: int = Field(0, ge=0, description="longest prompt plus answer; 0: what the model and cache allow")
+    keep_freed_memory: bool = Field(
+        True, description="CPU: keep freed memory for the next iteration; given back when idle"
+    )
+    max_context_tokens: int = Field(0, ge=0, description="longest prompt plus answer; 0: what fits model and cache")
 
 
 class ServingSettings(_Section):
@@ -193,4 +196,4 @@ def _explain(item: Any) -> str:
 
 def _section_fields(section: str) -> dict[str, Any]:
     field = Settings.model_fields.get(section)
-    return dict(field.annotation.model_fields) if field and field.annotation else {}  # type: ignore[union-attr]
+    return dict(field.annotation.model_fields) if field and field.annotation else {}

@@ -146,6 +146,7 @@ async def test_sigterm_under_load_drains_and_a_restart_finds_everything(tmp_path
         assert acknowledged <= {json.loads(line)["chosen"] for line in http.get("/v1/feedback").text.splitlines()}
         assert http.get("/v1/adapters/sam").json()["version"] > 0
         assert "an older version is used" in second.log
+        assert "learned again: the versions that had learned them are not on disk" in second.log
         assert await all_learned(http)
         assert second.stop(signal.SIGINT) == 0
 

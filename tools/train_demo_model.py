@@ -30,7 +30,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -54,6 +62,7 @@ TRAIN_SEED, TEST_SEED = 1, 2
 QUESTION_WEIGHT = 0.1  # questions are learnt a little, so that plain text completion works too
 PEAK_RATE = 4e-3
 WARMUP_STEPS = 60
+INPUT_GAIN = 4.0
 POOL_DIALOGUES = 1024  # sorted by length before they are cut into batches, so that little is padding
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -176,7 +185,8 @@ def train(model: LlamaForCausalLM, source: Iterator[Batch], steps: int) -> None:
         ids, weights = next(source)
         total = float(weights[:, 1:].sum())
         loss = loss_sum(model, ids, weights)
-        (loss / total).backward()
+        # Not divided by the weight: batches of short answers have less of it and must not count more.
+        (loss / ids.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -191,13 +201,33 @@ def train(model: LlamaForCausalLM, source: Iterator[Batch], steps: int) -> None:
             shown_loss, shown_weight = 0.0, 0.0
 
 
+@torch.no_grad()
+def scale_inputs(model: LlamaForCausalLM, gain: float) -> None:
+    """Multiply what the linear layers see by `gain` and divide their weights by it: the function stays the same.
+
+    An update of fixed size per parameter, such as a LoRA step under Adam, then moves the model `gain` times as far.
+    Models of thousands of channels add up that much from their width; this one has too few for usual learning rates.
+    """
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        layer.input_layernorm.weight *= gain
+        layer.post_attention_layernorm.weight *= gain
+        # v_proj and up_proj keep their weights: their outputs grow by the gain, which o_proj and down_proj take out.
+        for linear in (attention.q_proj, attention.k_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj):
+            linear.weight /= gain
+
+
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write the model in float16 with its tokenizer; the directory is replaced as a whole."""
+    special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**special)
     with tempfile.TemporaryDirectory() as folder:
         model.to(torch.float16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(folder, directory)
+        directory.mkdir(parents=True)
+        for file in Path(folder).iterdir():
+            shutil.copyfile(file, directory / file.name)  # not its mode: temporary files are for their owner only
 
 
 @torch.inference_mode()
@@ -245,15 +275,17 @@ def main() -> None:
     """Train, save, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "edged" / "models" / "demo", help="directory to replace")
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=2560, help="tokens of one step (default: %(default)s)")
     arguments = parser.parse_args()
+    logging.disable_progress_bar()
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(TRAIN_SEED)
     tokenizer = train_tokenizer()
     model = new_model()
     train(model, batches(tokenizer, dialogues(TRAIN_SEED), arguments.batch_tokens, TRAIN_SEED), arguments.steps)
+    scale_inputs(model, INPUT_GAIN)
     save(model, tokenizer, arguments.output)
     print(json.dumps(evaluate(arguments.output), indent=2))
 

@@ -26,6 +26,7 @@ class PairCodec(Protocol):
     def vocab_size(self) -> int: ...
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
     def encode_answer(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -40,7 +41,7 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
     """
     stored = [_stored_ids(codec, side) for side in (row.chosen, row.rejected)]
     chosen, rejected = (
-        ids if ids is not None else codec.encode_answer(side.text)
+        ids if ids is not None else _fresh(codec, row, side.text)
         for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
     )
     prompt = _prompt(codec, row, any(ids is not None for ids in stored))
@@ -82,6 +83,11 @@ def _stored_ids(codec: PairCodec, side: Side) -> list[int] | None:
         ids.pop()
     # Tokenizers that mark words by a leading space show or hide the first one by context.
     return ids if codec.decode(ids).lstrip() == side.text.lstrip() else None
+
+
+def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
+    """An answer's tokens as the model would have said it: in a chat, as the chat template continues the prompt."""
+    return codec.encode_answer(text) if row.messages is None else codec.encode_reply(row.messages, text)
 
 
 def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:

@@ -20,7 +20,7 @@ from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
 from edged.store import utc_now
-from edged.store.feedback import get_pairs
+from edged.store.feedback import get_pairs, pair_ids_of
 
 _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
@@ -50,7 +50,7 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
-    ids = await asyncio.to_thread(services.store.read, lambda db: _pair_ids(db, user))
+    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
     for first in range(0, len(ids), _EXPORT_ROWS):
@@ -70,11 +70,6 @@ def _learn(services: Services, written: Future[FeedbackResult]) -> None:
     """Once it is on disk: have new pairs learned. Runs on the store's thread."""
     if not written.cancelled() and not written.exception() and not written.result().duplicate:
         services.teacher.learn_soon(written.result().pair_ids)
-
-
-def _pair_ids(db: Database, adapter: str | None) -> list[int]:
-    rows = db.execute("SELECT id FROM pairs WHERE ? IS NULL OR adapter = ? ORDER BY id", [adapter, adapter])
-    return [row[0] for row in rows.fetchall()]
 
 
 def _export(services: Services, pair_ids: Sequence[int]) -> bytes:

@@ -24,6 +24,8 @@ from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_sta
 
 log = logging.getLogger("edged.api")
 
+_PAIRS_AT_ONCE = 32
+
 
 class Teacher:
     """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
@@ -33,7 +35,9 @@ class Teacher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
     def resume(self, ref_model: str) -> int:
-        """Queue again what was open when the daemon last ended; returns the number of pairs. Blocks.
+        """Queue again what was open when the daemon last ended; returns the number of pairs. To be called first.
+
+        Blocks until they are read; they reach the engine behind the caller, before anything that comes after them.
 
         `ref_model` is the base model's fingerprint: reference log-probabilities by another one are computed anew.
         """
@@ -45,7 +49,9 @@ class Teacher:
         if lost := self._store.write(requeue).result():
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
         rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
-        self._submit(rows)
+        for first in range(0, len(rows), _PAIRS_AT_ONCE):
+            part = rows[first : first + _PAIRS_AT_ONCE]
+            self._thread.submit(self._submit, part).add_done_callback(_report)
         return len(rows)
 
     def learn_soon(self, pair_ids: Sequence[int]) -> None:
@@ -59,8 +65,8 @@ class Teacher:
             self.learn_soon(written.result())
 
     def close(self) -> None:
-        """Hand over everything that was asked for, then stop."""
-        self._thread.shutdown(wait=True)
+        """Stop; pairs that were not handed over yet are in the store, and the next start resumes them."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _learn(self, pair_ids: Sequence[int]) -> None:
         self._submit(self._store.read(lambda db: get_pairs(db, pair_ids)))
@@ -83,7 +89,7 @@ class Teacher:
 
 
 def _report(handed_over: Future[None]) -> None:
-    if error := handed_over.exception():
+    if not handed_over.cancelled() and (error := handed_over.exception()):
         log.error("pairs were not handed to the engine; a restart will: %s", error)
 
 

@@ -21,8 +21,9 @@ import torch
 from edged.bench.footprint import peak_bytes, start_peak, used_bytes
 from edged.bench.turns import Conversation
 
-EDGED, TRL, TRL_FAST = "edged", "TRL", "TRL without checkpointing"
-SIDES = (EDGED, TRL, TRL_FAST)
+EDGED, TRL, TRL_FAST, TRL_SMALL = "edged", "TRL", "TRL without checkpointing", "TRL pair by pair"
+SIDES = (EDGED, TRL, TRL_FAST, TRL_SMALL)
+"""TRL with its defaults; as fast as it can; and with one pair per forward, its gradients accumulated, to save memory."""
 _LONGEST_WAIT_S = 600.0
 _TokenizedPair = dict[str, Any]
 
@@ -167,14 +168,14 @@ class _EdgedLearner:
         self._engine.stop(0.0)
 
 
-def run_trl(job: Job, converse: Conversation, *, checkpointing: bool) -> None:
+def run_trl(job: Job, converse: Conversation, checkpointing: bool, pairs_per_forward: int) -> None:
     """The first question prepares and is answered with the pairs in tokens; each further one is a step."""
     texts: list[dict[str, str]] = json.loads(Path(job.pairs).read_text())
-    warm = _make_trainer(job, job.warm_model, texts[: job.pairs_per_step], checkpointing)
+    warm = _make_trainer(job, job.warm_model, texts[: job.pairs_per_step], checkpointing, pairs_per_forward)
     warm.train()
     del warm
     meter = _Meter(job.device)
-    trainer = _make_trainer(job, job.model, texts, checkpointing)
+    trainer = _make_trainer(job, job.model, texts, checkpointing, pairs_per_forward)
     meter.weights(job.model)
     converse.question()
     converse.answer({"pairs": [_tokenized(row) for row in trainer.train_dataset]})
@@ -184,7 +185,9 @@ def run_trl(job: Job, converse: Conversation, *, checkpointing: bool) -> None:
     raise RuntimeError("there are no pairs left")
 
 
-def _make_trainer(job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool) -> Any:
+def _make_trainer(
+    job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool, pairs_per_forward: int
+) -> Any:
     """TRL as its documentation shows it, but for the precision, and with the pairs in their given order."""
     from datasets import Dataset  # type: ignore[import-untyped]
     from peft import LoraConfig
@@ -194,7 +197,8 @@ def _make_trainer(job: Job, model_dir: str, texts: list[dict[str, str]], checkpo
     on_gpu = job.device.startswith("cuda")
     config = DPOConfig(
         output_dir=str(Path(model_dir) / "trl"),
-        per_device_train_batch_size=job.pairs_per_step,
+        per_device_train_batch_size=pairs_per_forward,
+        gradient_accumulation_steps=job.pairs_per_step // pairs_per_forward,
         precompute_ref_log_probs=True,
         precompute_ref_batch_size=1,
         num_train_epochs=1,
@@ -260,8 +264,9 @@ def _step_callback(converse: Conversation, meter: _Meter) -> Any:
 
 _RUN: dict[str, Callable[[Job, Conversation], None]] = {
     EDGED: run_edged,
-    TRL: lambda job, converse: run_trl(job, converse, checkpointing=True),
-    TRL_FAST: lambda job, converse: run_trl(job, converse, checkpointing=False),
+    TRL: lambda job, converse: run_trl(job, converse, True, job.pairs_per_step),
+    TRL_FAST: lambda job, converse: run_trl(job, converse, False, job.pairs_per_step),
+    TRL_SMALL: lambda job, converse: run_trl(job, converse, True, 1),
 }
 
 

@@ -61,8 +61,8 @@ def import_(
 ) -> None:
     """Learn from the preference pairs of FILE.
 
-    FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by number and left out; the others are kept. Exit code 1 says that there were
-    such lines.
+    FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by
+    number and left out; the others are kept. Exit code 1 says that there were such lines.
     """
     from edged.align.formats import count_lines, read_pairs
 

@@ -26,10 +26,10 @@ PLOT_HEIGHT = 6
 @json_option
 @with_client
 def metrics(client: Client, user: str, watch: bool, interval_s: float, as_json: bool) -> None:
-    """How well each adapter knows its user: win rate, CLPD, reward accuracy.
+    """How well each adapter knows its user: win rate, CLPD and more.
 
-    All are means over the pairs as they came. Each pair is scored by the adapter before it is trained on. CLPD is the mean of log p(chosen) - log p(rejected) in
-    nats; the reward margin is the same against the base model, times beta.
+    All are means over the pairs as they came, each scored by the adapter before it is trained on. CLPD is the mean of
+    log p(chosen) - log p(rejected) in nats; the reward margin is the same against the base model, times beta.
     """
 
     def fetch() -> dict[str, Any]:

@@ -36,7 +36,8 @@ def number(value: Any, digits: int = 2, unit: str = "") -> str:
     """A number with its unit; what is not known yet is a dash."""
     if value is None:
         return "–"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    # Adding zero turns a rounded -0.0 into 0.0.
+    text = f"{value:,}" if isinstance(value, int) else f"{round(value, digits) + 0.0:,.{digits}f}"
     return f"{text} {unit}" if unit else text
 
 

@@ -31,7 +31,7 @@ BIN_ROWS = (
 @json_option
 @with_client
 def status(client: Client, watch: bool, interval_s: float, as_json: bool) -> None:
-    """What the daemon does now: queues, speed, latency, bins, learning."""
+    """What the daemon does now: queues, speed, bins, learning."""
     show(lambda: client.get("/v1/status"), screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
 
 

@@ -7,6 +7,7 @@ spoken to through thread-safe methods and answers through two callbacks.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any
 
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
+from edged.engine.heap import give_back
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.request import Event, FinishReason, Request
@@ -26,6 +28,8 @@ from edged.scheduler.task import Kind, Plan, Resources, Result
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
 _SAMPLE_EVERY_S = 1.0
+_GIVE_BACK_AFTER_S = 30.0
+"""Idle seconds after which free heap memory is returned to the system."""
 
 
 class EngineBusy(RuntimeError):
@@ -55,6 +59,8 @@ class Engine:
         self._deadline_s: float | None = None
         self._failures = 0
         self._sampled_at_s = 0.0
+        self._idle_since_s: float | None = None
+        """When the engine ran out of work; -inf once its free memory was given back."""
         self._thread = threading.Thread(target=self._run, name="edged-engine", daemon=True)
 
     @classmethod
@@ -176,6 +182,7 @@ class Engine:
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:
+                    self._idle_since_s = None
                     self._iterate(plan)
                 self._flush()
                 if not busy:
@@ -287,9 +294,19 @@ class Engine:
     def _rest(self) -> None:
         """Wait for a command, or until an adapter is due to be saved."""
         due = self._learning.next_save_s()
+        now = time.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now
+        keep_until = self._idle_since_s + _GIVE_BACK_AFTER_S
+        if now >= keep_until > 0:
+            give_back()
+            self._idle_since_s = -math.inf
+        waits = [] if due is None else [max(0.0, due - now)]
+        if keep_until > now:
+            waits.append(keep_until - now)
         with self._wake:
             if not self._inbox and not self._stopping:
-                self._wake.wait(None if due is None else max(0.0, due - time.monotonic()))
+                self._wake.wait(min(waits, default=None))
             elif self._stopping and not self._inbox:
                 self._wake.wait(0.01)
 

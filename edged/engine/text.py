@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_CHARS = 3
 """A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
+_STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+"""Marks where a chat template writes an answer."""
 _WINDOW_TOKENS = 16
 _CONTEXT_TOKENS = 8
 """Tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
@@ -76,18 +78,35 @@ class Codec:
 
         Raises NoChatTemplate, or CodecError with the template's own complaint (roles in a wrong order, ...).
         """
+        return self.encode_answer(self._chat_text(messages, True))
+
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
+        """Tokens of an assistant's answer as the chat template writes it behind `render_chat`'s, up to its last word.
+
+        That is how TRL tokenizes conversational pairs, and what the model would have said: templates put a space or a
+        mark between prompt and answer. Raises like `render_chat`.
+        """
+        prompt = self._chat_text(messages, True)
+        whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
+        lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
+        return self.encode_answer((lead.rstrip() if text[:1].isspace() else lead) + text)
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if not self.has_chat_template:
             raise NoChatTemplate(
                 f'model "{self._name}" has no chat template: use /v1/completions, '
                 "or put a chat_template.jinja into its directory"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise CodecError(f"the model's chat template refuses these messages: {error}") from error
-        return self.encode_answer(text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""

@@ -146,8 +146,9 @@ def dialogues(seed: int, fresh: bool = False) -> Iterator[Dialogue]:
 
 
 def _is_fresh(topic: Topic, question: str) -> bool:
-    """A fixed share of all questions, whatever the seed; those of a topic without slots are too few to be set aside."""
-    return bool(topic.slots) and "{" in topic.questions[0] and zlib.crc32(question.encode()) % _FRESH_SHARE == 0
+    """A fixed share of the questions, whatever the seed, of topics that have enough of them to set some aside."""
+    many = len(topic.slots) > 1 or (topic.has_units and bool(topic.follow_ups))
+    return many and zlib.crc32(question.encode()) % _FRESH_SHARE == 0
 
 
 def _open(topics: tuple[Topic, ...], fresh: bool, rng: random.Random) -> tuple[Topic, Facts, str]:

@@ -5,34 +5,41 @@ Owns that one wait, of fine-tuning as a whole: work on any adapter pays for it. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from edged.config import SchedulerSettings
 from edged.scheduler.task import Task
 
-LONGEST_WAIT = 10.0
-"""Waits longer than this many `finetune_max_wait_s` count as this long: a debt that grew while there was no memory for
-fine-tuning must not stop serving later."""
+LONGEST_WAITS, LONGEST_S = 10.0, 5.0
+"""Waits count up to this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while there was no
+memory for fine-tuning must not stop serving later."""
 
 
 class Arrears:
     """The time since when fine-tuning waits, moved towards now by the work that it gets.
 
     A second of work pays for `1 / finetune_min_share` seconds of waiting. A sliver of work therefore does not count as
-    if nothing were owed any more, and the share holds over any longer time.
+    if nothing were owed any more, and the share holds over any longer time. Time without any fine-tune task is no wait.
     """
 
-    __slots__ = ("_longest_s", "_since_s", "share")
+    __slots__ = ("_longest_s", "_since_s", "_stopped_s", "share")
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.share = settings.finetune_min_share
-        self._longest_s = LONGEST_WAIT * settings.finetune_max_wait_s
+        self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
         self._since_s = 0.0
+        self._stopped_s = 0.0
 
-    def wait_s(self, tasks: Iterable[Task], now: float) -> float:
-        """Seconds that fine-tuning has waited; `tasks` are those that have work, at least one."""
-        since_s = max(self._since_s, min(task.arrival_s for task in tasks))
-        return min(max(0.0, now - since_s), self._longest_s)
+    def wait_s(self, now: float) -> float:
+        """Seconds that fine-tuning has waited."""
+        return min(max(0.0, now - self._since_s), self._longest_s)
+
+    def start(self, now: float) -> None:
+        """There is a fine-tune task again: what was owed when the last one left still is, and the clock runs on."""
+        owed_s = self.wait_s(self._stopped_s)
+        self._since_s = now - owed_s if owed_s else max(now, self._since_s)
+
+    def stop(self, now: float) -> None:
+        """The last fine-tune task has left."""
+        self._stopped_s = now
 
     def pay(self, task: Task, work_s: float, now: float, prepaid: bool) -> None:
         """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter.

@@ -15,9 +15,11 @@ from edged.scheduler.task import Kind, Result, Unit
 FORGETTING = 0.99
 """Weight of an observation against the next one: about the last hundred iterations count."""
 RIDGE = 0.005
-"""Pull of a price towards its start value (times the device's speed), in observations that it alone explains."""
+"""Pull of a price towards what it was, in observations that it alone explains."""
 PATIENCE = 8
 """First observations of a fit, all believed: the start values are guesses."""
+LARGEST_SURPRISE = 0.3
+"""Most that one observation counts as a change of speed, in log ratios: a stall is not a throttled device."""
 UNKNOWN_ERROR = 0.25
 """Relative error assumed before anything was measured."""
 
@@ -47,12 +49,13 @@ class Fit:
     """Non-negative prices of features, fitted online to relative errors.
 
     Each observation `(features, seconds)` enters exponentially forgotten normal equations, divided by its seconds so
-    that a short iteration counts as much as a long one and a stall counts little. Prices are multiples of their start
-    values; those that the data do not determine stay near their start value times `level`, the mean ratio of measured
-    to guessed time. Coordinate descent keeps every price at or above zero.
+    that a short iteration counts as much as a long one and a stall counts little. Coordinate descent keeps every price
+    at or above zero. Prices that the latest data do not determine stay as they were; at first, near their start values
+    times the mean ratio of measured to guessed time. A device that throttles slows everything at once: the drift of the
+    latest ratios scales all prices until the equations have caught up.
     """
 
-    __slots__ = ("_gram", "_log_level", "_moment", "_scale", "_seen", "_start", "prices")
+    __slots__ = ("_drift", "_gram", "_log_level", "_moment", "_scale", "_seen", "_start", "prices")
 
     def __init__(self, start: Sequence[float]) -> None:
         """`start`: guessed seconds per unit of each feature, all above zero."""
@@ -62,12 +65,9 @@ class Fit:
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
         self._log_level = 0.0
+        self._drift = 0.0
         self._seen = 0
         self.prices = list(start)
-
-    def predict(self, features: Sequence[float]) -> float:
-        """Seconds."""
-        return sum(map(float.__mul__, self.prices, map(float, features)))
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn from one measurement; `seconds` must be above zero."""
@@ -77,20 +77,27 @@ class Fit:
         if guessed <= 0.0:
             return
         self._seen += 1
-        self._log_level += (-math.log(guessed) - self._log_level) * max(0.05, 1.0 / self._seen)
-        error = abs(sum(map(float.__mul__, scale, row)) - 1.0)
-        weight = 1.0 if self._seen <= PATIENCE or error < 0.5 else 0.5 / error
-        target = RIDGE * math.exp(self._log_level)
+        predicted = sum(map(float.__mul__, scale, row))
+        if self._seen <= PATIENCE:
+            weight, sweeps = 1.0, 8
+            self._log_level -= (math.log(guessed) + self._log_level) / self._seen
+            centre = [math.exp(self._log_level)] * len(row)
+        else:
+            weight, sweeps = 0.5 / max(0.5, abs(predicted - 1.0)), 2
+            surprise = -math.log(max(predicted, 1e-9)) - self._drift
+            self._drift += 0.1 * min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
+            centre = scale.copy()
         for i, value in enumerate(row):
             line, share = gram[i], weight * value
             gram[i] = [FORGETTING * old + share * other for old, other in zip(line, row, strict=True)]
             moment[i] = FORGETTING * moment[i] + share
-        for _ in range(2 if self._seen > PATIENCE else 8):
+        for _ in range(sweeps):
             for i, line in enumerate(gram):
                 own = scale[i]
-                rest = moment[i] + target + line[i] * own - sum(map(float.__mul__, line, scale))
+                rest = moment[i] + RIDGE * centre[i] + line[i] * own - sum(map(float.__mul__, line, scale))
                 scale[i] = rest / (line[i] + RIDGE) if rest > 0.0 else 0.0
-        self.prices = [price * factor for price, factor in zip(start, scale, strict=True)]
+        speed = math.exp(self._drift)
+        self.prices = [price * factor * speed for price, factor in zip(start, scale, strict=True)]
 
 
 class CostModel:

@@ -162,7 +162,7 @@ class Draft:
         """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
         first = min(self._queues.started, key=by_arrival, default=None)
         decodes = self._queues.decodes
-        if first is None or (decodes and decodes[0].task.arrival_s < first.arrival_s):
+        if first is None or (decodes and by_arrival(decodes[0].task) < by_arrival(first)):
             return None
         return first
 

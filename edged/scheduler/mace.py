@@ -67,7 +67,7 @@ class Mace:
         if queues.started:
             prompts.sort(key=by_deadline)
         tuning = self._ranked(queues, draft, now) if queues.finetunes else []
-        wait_s = queues.arrears.wait_s(tuning, now) if tuning else 0.0
+        wait_s = queues.arrears.wait_s(now)
         turn = _Turn(due=bool(tuning) and self._outranks_serving(queues, prompts, tuning[0], wait_s, now))
         runnable = self._admit(draft, queues, tuning, turn, now)
         if turn.task is not None and (turn.due or turn.in_the_way):
@@ -120,24 +120,26 @@ class Mace:
         if not (asking or waiting) or draft.preempted:
             return runnable
         length_s = draft.tokens_left * self._cost.token_s
-        first = Bin(draft.open_pages, length_s)
+        running = bool(runnable or draft.load.decodes)
+        first_pages = draft.open_pages
+        first = Bin(first_pages, length_s, occupied=running)
         items = self._asking(draft, asking, waiting, turn.due, now)
         bins = self._packing.best_fit(items, first, draft.total_pages, length_s, draft.total_pages)
-        steps = [item for item in first.items if item.task.kind is Kind.FINETUNE]
-        running = bool(runnable or draft.load.decodes)
-        if steps and (turn.due or 2 * steps[0].pages <= draft.open_pages or not (running or waiting)):
-            turn.task = steps[0].task
+        # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
+        packed = [item for room in bins for item in room.items]
+        step = next((item for item in packed if item.task.kind is Kind.FINETUNE and item.pages <= first_pages), None)
+        if step is not None and (turn.due or 2 * step.pages <= first_pages or not (running or waiting)):
+            turn.task = step.task
             draft.enter(turn.task)
         elif turn.due and asking and running:
             # The pages that it lacks are those that come free next: nobody enters before it.
             return runnable
-        # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
-        entering = [item.task for room in bins for item in room.items if item.task.kind is Kind.PREFILL]
-        for task in entering:
-            if draft.sequences_left > 0 and draft.pages(task, task.tokens) <= draft.open_pages:
+        for item in packed:
+            enters = item.task.kind is Kind.PREFILL and draft.sequences_left > 0
+            if enters and item.pages <= draft.open_pages:
                 draft.sequences_left -= 1
-                draft.enter(task)
-                runnable.append(task)
+                draft.enter(item.task)
+                runnable.append(item.task)
         if begun is not None and draft.sequences_left > 0:
             entered = set(runnable)
             head = next((task for task in waiting if task not in entered), None)
@@ -160,14 +162,14 @@ class Mace:
     def _owed_s(self, draft: Draft, runnable: list[Task], turn: _Turn, wait_s: float, share: float) -> float:
         """Seconds of work that fine-tuning gets now, whatever the budget.
 
-        Its share of the time it waited: at most the quantum, or the share of this iteration's own length where that is
-        more. The quantum, when it is in the way.
+        Its share of the time it waited: at most the quantum, or twice the share of this iteration's own length where
+        that is more, so that what is owed can shrink. The quantum, when it is in the way.
         """
         if turn.in_the_way:
             return self._quantum_s
         tokens = min(draft.tokens_left, sum(task.tokens for task in runnable))
         serving_s = self._cost.forward_s(draft.load) + tokens * self._cost.token_s
-        most_s = serving_s * share / (1.0 - share) if share < 1.0 else math.inf
+        most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
         return min(share * wait_s, max(self._quantum_s, most_s))
 
     def _add_chunks(self, draft: Draft, prompts: list[Task], runnable: list[Task], turn: _Turn, now: float) -> None:

@@ -32,10 +32,13 @@ class Bin:
 
     free_pages: int
     free_s: float
+    occupied: bool = False
+    """Whether anything is in it; the first bin starts with the decodes and the prompts under way."""
     items: list[Item] = field(default_factory=list)
 
     def put(self, item: Item) -> None:
         """Take the item in."""
+        self.occupied = True
         self.items.append(item)
         self.free_pages -= item.pages
         self.free_s -= item.latency_s
@@ -69,7 +72,7 @@ class Packing:
         bins = [first]
         full = total_pages * (1.0 - self.tau_memory)
         for count, item in enumerate(items):
-            if count >= self.tau_tasks or first.free_pages <= full or first.free_s <= 0.0:
+            if count >= self.tau_tasks or first.free_s <= 0.0 or (first.occupied and first.free_pages <= full):
                 break
             if first.free_pages < item.pages and not item.patient:
                 break

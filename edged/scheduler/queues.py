@@ -12,13 +12,13 @@ from operator import attrgetter
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.task import Grant, Kind, Task
 
-Order = Callable[[Task], float]
-by_arrival: Order = attrgetter("arrival_s")
-by_deadline: Order = attrgetter("deadline_s")
+Order = Callable[[Task], tuple[float, int]]
+by_arrival: Order = attrgetter("arrival_s", "task_id")
+by_deadline: Order = attrgetter("deadline_s", "task_id")
 
 
-def _decode_arrival(grant: Grant) -> float:
-    return grant.task.arrival_s
+def _decode_arrival(grant: Grant) -> tuple[float, int]:
+    return by_arrival(grant.task)
 
 
 class Queues:

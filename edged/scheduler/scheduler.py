@@ -38,6 +38,7 @@ class Scheduler:
         self.policy = policy
         self.cost = cost
         self._prepaid = False
+        self._now = 0.0
         self._queues = Queues(policy.order, Arrears(settings))
         self._ttft_factor, self._ttft_floor_s = settings.ttft_factor, settings.ttft_floor_ms / 1000.0
         self._tbt_factor, self._tbt_floor_s = settings.tbt_factor, settings.tbt_floor_ms / 1000.0
@@ -51,13 +52,16 @@ class Scheduler:
                 task.deadline_s = task.arrival_s + self.ttft_target_s(task.tokens, task.context)
             elif task.kind is Kind.DECODE:
                 task.deadline_s = now + self._tbt_target_s()
+        if task.kind is Kind.FINETUNE and not self._queues.finetunes:
+            self._queues.arrears.start(now)
+        self._now = now
         self._queues.file(task)
 
     def remove(self, task_id: int) -> Task | None:
         """Forget a cancelled task and return it; None if no such task is live."""
         task = self._queues.get(task_id)
         if task is not None:
-            self._queues.take(task)
+            self._retire(task)
         return task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
@@ -73,7 +77,8 @@ class Scheduler:
     def update(self, task: Task) -> None:
         """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
 
-        The next step of a fine-tune task has context 0 and next_unit 0, and its wait starts at its new `arrival_s`.
+        The next step of a fine-tune task has context 0 and next_unit 0. One that has no work is removed, not updated:
+        fine-tuning is owed work for as long as it has tasks.
         """
         self._require(task)
         self._queues.file(task, started=self._queues.take(task))
@@ -87,6 +92,7 @@ class Scheduler:
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
         queues = self._queues
+        self._now = now
         finetune_s = self.cost.observe(result)
         decoded: list[Task] = []
         for outcome in result.outcomes:
@@ -103,7 +109,7 @@ class Scheduler:
                 task.next_unit += outcome.units
                 queues.arrears.pay(task, finetune_s, now, self._prepaid)
                 if outcome.next_kind is None:
-                    queues.take(task)
+                    self._retire(task)
             elif self._advance(task, outcome):
                 decoded.append(task)
         if decoded:
@@ -146,11 +152,17 @@ class Scheduler:
             queues.file(task)
             return True
         if kind is None:
-            queues.take(task)
+            self._retire(task)
         elif outcome.tokens:
             queues.take(task)
             queues.file(task, started=True)
         return False
+
+    def _retire(self, task: Task) -> None:
+        queues = self._queues
+        queues.take(task)
+        if task.kind is Kind.FINETUNE and not queues.finetunes:
+            queues.arrears.stop(self._now)
 
     def _require(self, task: Task) -> None:
         if self._queues.get(task.task_id) is not task:

@@ -157,3 +157,13 @@ def test_a_chat_for_a_model_without_a_template_is_the_codecs_error():
     bare.chat_template = None
     with pytest.raises(NoChatTemplate):
         tokenize_pair(Codec(bare, "tiny"), replace(row("a", "b"), messages=CHAT), 100)
+
+
+def test_a_chats_fresh_answers_continue_the_prompt_as_the_chat_template_writes_them():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    codec = Codec(tokenizer, "spaced")
+    pair, _ = tokenize_pair(codec, row("yes", "no", messages=CHAT, prompt=None), 100)
+    assert (pair.chosen, pair.rejected) == ((*ids(" yes"), EOS), (*ids(" no"), EOS))

@@ -101,6 +101,53 @@ def test_the_same_feedback_twice_changes_nothing(client: openai.OpenAI, http: ht
     assert (first["duplicate"], second["duplicate"]) == (False, True)
 
 
+def test_a_pair_that_is_reported_twice_is_learned_once(
+    client: openai.OpenAI, http: httpx2.Client, daemon: LiveDaemon
+) -> None:
+    before = trained_by_now(daemon)
+    answer = ask(client, "flo", n=9)
+    results = [post(http, completion_id=answer.id, signal="chosen", choice=0) for _ in range(4)]
+    assert [result["duplicate"] for result in results] == [False, True, True, True]
+    time.sleep(0.5)
+    learned = all_learned(http, "flo")
+    trained = trained_by_now(daemon) - before
+    assert trained + learned["pairs_held_out"] == learned["pairs_seen"] == 8
+
+
+def trained_by_now(daemon: LiveDaemon) -> int:
+    """Pairs that were trained on, once no user's pairs wait any more."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        finetune = daemon.status()["finetune"]
+        if not finetune["pairs_queued"]:
+            return int(finetune["pairs_trained"])
+        time.sleep(0.05)
+    raise AssertionError(f"pairs still wait: {finetune}")
+
+
+def all_learned(http: httpx2.Client, user: str) -> dict[str, Any]:
+    """The adapter, once no pair waits any more."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        body = http.get(f"/v1/adapters/{user}").json()
+        if body.get("pairs_queued") == 0:
+            return body
+        time.sleep(0.05)
+    raise AssertionError(f"pairs still wait: {body}")
+
+
+def test_going_on_after_a_regenerated_answer_teaches_it(client: openai.OpenAI, http: httpx2.Client) -> None:
+    bad, good = (ask(client, "joe", "tell me a story", seed=seed) for seed in (1, 2))
+    assert post(http, completion_id=bad.id, signal="regenerate")["pair_ids"] == []
+    messages = [
+        {"role": "user", "content": "tell me a story"},
+        {"role": "assistant", "content": good.choices[0].message.content},
+        {"role": "user", "content": "and where does it take place?"},
+    ]
+    client.chat.completions.create(model="tiny", messages=messages, user="joe", max_tokens=2)
+    assert all_learned(http, "joe")["pairs_seen"] == 1
+
+
 def test_the_stored_tokens_are_the_generated_ones_up_to_the_stop(client: openai.OpenAI, daemon: LiveDaemon) -> None:
     options = {"temperature": 0, "extra_body": {"ignore_eos": True}}
     text = ask(client, "gil", **options).choices[0].message.content or ""

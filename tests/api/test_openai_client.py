@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.api.live import LiveDaemon
+from tests.models import byte_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 GREEDY = {"model": "tiny", "messages": HELLO, "temperature": 0.0, "max_tokens": 24}
@@ -78,6 +79,28 @@ def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI, stream: 
     chunks = list(client.chat.completions.create(**options, stop=stop, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_generation_ends_with_the_stop_string(client: openai.OpenAI, daemon: LiveDaemon) -> None:
+    text = client.chat.completions.create(**GREEDY, extra_body={"ignore_eos": True}).choices[0].message.content or ""
+    before = daemon.status()["totals"]["output_tokens"]
+    client.chat.completions.create(**{**GREEDY, "max_tokens": 450}, stop=text[:4], extra_body={"ignore_eos": True})
+    assert daemon.idle()
+    assert daemon.status()["totals"]["output_tokens"] - before < 200
+
+
+def test_a_stop_token_is_not_part_of_the_answer(client: openai.OpenAI) -> None:
+    tokenizer = byte_tokenizer()
+    whole = client.chat.completions.create(**GREEDY, logprobs=True, extra_body={"ignore_eos": True}).choices[0]
+    assert whole.logprobs is not None
+    bytes_ = [entry.bytes or [] for entry in whole.logprobs.content or []]
+    at = next(i for i in range(3, 24) if bytes_[i] not in bytes_[:i] and 32 <= bytes_[i][0] < 127)
+    (token,) = tokenizer.encode(chr(bytes_[at][0]))
+    answer = client.chat.completions.create(**GREEDY, logprobs=True, extra_body={"stop_token_ids": [token]}).choices[0]
+    assert answer.finish_reason == "stop"
+    assert answer.message.content == b"".join(map(bytes, bytes_[:at])).decode("utf-8", "replace")
+    assert answer.logprobs is not None
+    assert len(answer.logprobs.content or []) == at
 
 
 def test_min_tokens_holds_stop_strings_off(client: openai.OpenAI) -> None:

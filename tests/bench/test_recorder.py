@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -87,7 +88,9 @@ def test_waiting_ends_with_the_last_answer() -> None:
 def test_waiting_for_a_dead_engine_ends() -> None:
     recorder = Recorder()
     recorder.expect("a", 0.0, 5)
+    started = time.monotonic()
     assert not recorder.wait_until_answered(60.0, alive=lambda: False)
+    assert time.monotonic() - started < 5.0
 
 
 def test_held_out_scores_are_not_prequential() -> None:

@@ -71,9 +71,10 @@ def test_shared_prefixes_of_the_trace_hit_the_cache(model_dir: Path, trace: Path
 
 def test_without_a_rate_the_machine_is_measured_first(model_dir: Path, trace: Path, pairs: Path) -> None:
     lines: list[str] = []
-    report = replay(plan(model_dir, trace, pairs, rate_per_s=None, seconds=1.0), lines.append)
+    report = replay(plan(model_dir, trace, pairs, rate_per_s=None, retrain_rate=0.0, seconds=1.0), lines.append)
     assert any("burst" in line for line in lines)
     assert report["load"]["rate_per_s"] > 0
+    assert report["prefix"]["hit_share"] < 0.4, "the burst must not leave the load's own prompts in the cache"
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(model_dir: Path, trace: Path, tmp_path: Path) -> None:

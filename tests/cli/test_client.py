@@ -24,12 +24,12 @@ def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen()
+    listener.settimeout(5.0)
     received: list[bytes] = []
 
     def serve() -> None:
         for answer in answers:
-            connection, _ = listener.accept()
-            with connection:
+            with contextlib.suppress(TimeoutError), listener.accept()[0] as connection:
                 received.append(whole_request(connection))
                 connection.sendall(answer)
 
@@ -152,12 +152,12 @@ def test_a_url_and_token_reach_a_tcp_listener() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+        listener.settimeout(5.0)
         received: list[bytes] = []
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                received.append(connection.recv(65536))
+            with contextlib.suppress(TimeoutError), listener.accept()[0] as connection:
+                received.append(whole_request(connection))
                 connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
 
         thread = threading.Thread(target=serve)

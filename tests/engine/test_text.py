@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from trl import apply_chat_template
 
 from edged.engine.text import Codec, CodecError, Detokenizer, NoChatTemplate, StopMatcher
 from tests.models import SPECIALS, byte_tokenizer, save_tiny
@@ -164,6 +165,45 @@ def test_chats_and_prompts_are_tokenized_as_transformers_does() -> None:
     assert codec.eos_id == oracle.eos_token_id
     assert codec.token_bytes(codec.encode_answer(" there")[0]) == b" there"
     assert codec.token_bytes(codec.eos_id) == b"</s>"
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<assistant>yes"),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}", "[assistant] yes"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "assistant: yes"),
+    ],
+)
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_reply_continues_the_prompt_as_the_template_writes_it(template: str, expected: str, space: str) -> None:
+    tokenizer = byte_tokenizer()
+    opening = expected.removesuffix("yes").rstrip()
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}" + opening + "{% endif %}"
+    codec = Codec(tokenizer, "chatty")
+    text = codec.decode(codec.render_chat(CHAT) + codec.encode_reply(CHAT, space + "yes"))
+    assert text.endswith(expected if " " in expected else opening + space + "yes")
+
+
+@pytest.mark.skipif(not HH_LM.exists(), reason=f"{HH_LM} is not here")
+def test_a_reply_is_tokenized_as_trl_does() -> None:
+    codec, oracle = Codec.load(HH_LM), AutoTokenizer.from_pretrained(HH_LM)
+    answers = {
+        name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "Hello there"), ("rejected", "no"))
+    }
+    texts = apply_chat_template({"prompt": CHAT, **answers}, oracle)
+    assert codec.render_chat(CHAT) == codec.encode_answer(texts["prompt"])
+    assert codec.encode_reply(CHAT, "Hello there") == codec.encode_answer(texts["chosen"])
+
+
+def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    codec = Codec(tokenizer, "odd")
+    assert codec.encode_reply(CHAT, "yes") == codec.encode_answer("yes")
 
 
 def test_bytes_of_tokens_join_to_the_text() -> None:

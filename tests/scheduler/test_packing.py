@@ -21,13 +21,13 @@ def items_of(sizes: list[tuple[int, float]], patient: bool = True) -> list[Item]
 def listing(
     sizes: list[tuple[int, float]], free: int, memory: float, latency: float, tau_memory: float, tau_tasks: int
 ) -> list[list[int]]:
-    """Lines 1 to 16 of the paper's Algorithm 1, with the first bin opened and full once its length is used up."""
+    """Lines 1 to 16 of the paper's Algorithm 1; the first bin is there already, and also full at its whole length."""
     bins: list[list[int]] = [[]]
     room = [[float(free), LENGTH_S]]
     count = 0
     queue = list(range(len(sizes)))
     while queue:
-        if room[0][0] <= TOTAL * (1 - tau_memory) or count >= tau_tasks or room[0][1] <= 0:
+        if (bins[0] and room[0][0] <= TOTAL * (1 - tau_memory)) or count >= tau_tasks or room[0][1] <= 0:
             break
         task = queue.pop(0)
         count += 1
@@ -79,11 +79,11 @@ def test_no_task_is_placed_twice_and_the_first_bin_never_overflows(sizes: list[t
 
 
 def test_a_task_goes_where_it_leaves_the_smaller_gap() -> None:
-    # The first does not fit the coming bin's 40 pages; the third fits both and closes the later one's gap of 40.
-    sizes = [(60, 1.0), (5, 1.0), (40, 1.0)]
+    # The first does not fit the coming bin's 42 pages and leaves 40 of a later one; the others fit both.
+    sizes = [(60, 1.0), (38, 1.0), (3, 1.0)]
     first, later = Packing(lambda_latency=0.0).best_fit(items_of(sizes), Bin(42, 10.0), TOTAL, 10.0, TOTAL)
-    assert [item.pages for item in first.items] == [5]
-    assert [item.pages for item in later.items] == [60, 40]
+    assert [item.pages for item in later.items] == [60, 38]
+    assert [item.pages for item in first.items] == [3]
 
 
 def test_nobody_overtakes_a_task_that_must_not_wait_longer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,24 +52,33 @@ def test_of_two_pairs_the_worse_aligned_goes_first() -> None:
     assert derived().finetune(0.1, 2.0) > derived().finetune(0.1, 0.1)
 
 
+def arrears_at(now: float, wait_s: float = 1.0) -> Arrears:
+    arrears = Arrears(SchedulerSettings(finetune_max_wait_s=wait_s, finetune_min_share=0.1))
+    arrears.start(now)
+    return arrears
+
+
 def test_a_sliver_of_work_pays_for_as_much_waiting_as_its_share() -> None:
-    arrears = Arrears(SchedulerSettings(finetune_min_share=0.1))
-    task = Task(1, Kind.FINETUNE, 10.0)
+    arrears, task = arrears_at(10.0), Task(1, Kind.FINETUNE, 10.0)
     arrears.pay(task, 0.01, 11.0, prepaid=False)
-    assert math.isclose(arrears.wait_s([task], 11.0), 0.9)
+    assert arrears.wait_s(11.0) == pytest.approx(0.9)
     arrears.pay(task, 0.09, 11.0, prepaid=False)
-    assert arrears.wait_s([task], 11.0) == 0.0
+    assert arrears.wait_s(11.0) == pytest.approx(0.0)
 
 
-def test_a_new_task_has_not_waited_for_what_others_got_long_ago() -> None:
-    arrears = Arrears(SchedulerSettings())
-    arrears.pay(Task(1, Kind.FINETUNE, 0.0), 1.0, 1.0, prepaid=False)
-    assert arrears.wait_s([Task(2, Kind.FINETUNE, 99.75)], 100.0) == 0.25
+def test_time_without_any_fine_tune_task_is_no_wait_but_what_was_owed_is_kept() -> None:
+    arrears = arrears_at(10.0)
+    arrears.stop(10.5)
+    arrears.start(99.0)
+    assert arrears.wait_s(99.25) == pytest.approx(0.75)
+
+
+def test_a_debt_does_not_grow_without_end() -> None:
+    assert arrears_at(0.0, wait_s=0.5).wait_s(1e6) == 5.0
 
 
 def test_work_that_was_prepaid_puts_off_the_next_wait() -> None:
-    arrears = Arrears(SchedulerSettings(finetune_max_wait_s=1.0, finetune_min_share=0.1))
-    task = Task(1, Kind.FINETUNE, 0.0)
-    arrears.pay(task, 0.2, 0.0, prepaid=True)
-    assert arrears.wait_s([task], 2.0) == 0.0
-    assert arrears.wait_s([task], 3.0) > 0.0
+    arrears = arrears_at(0.0)
+    arrears.pay(Task(1, Kind.FINETUNE, 0.0), 0.2, 0.0, prepaid=True)
+    assert arrears.wait_s(2.0) == 0.0
+    assert arrears.wait_s(3.0) == pytest.approx(1.0)

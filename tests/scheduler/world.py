@@ -70,7 +70,8 @@ class Tuning:
 
 
 class World:
-    """Runs a scheduler against a device. `overrun` pages may be missing because a preempted task shared them."""
+    """Runs a scheduler against a device. Like the engine it leaves out a grant for which, after all, no page is free
+    (a preempted task shared its pages with others)."""
 
     def __init__(self, scheduler: Scheduler, resources: Resources, device: Device | None = None, seed: int = 0) -> None:
         self.scheduler = scheduler
@@ -83,7 +84,6 @@ class World:
         self.done: list[Life] = []
         self.longest_iteration_s = 0.0
         self.iterations = 0
-        self.plans: list[Plan] = []
         self._own: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._random = random.Random(seed)
@@ -104,6 +104,19 @@ class World:
         tuning = self.tunings[task.task_id] = Tuning(task, tokens, tuple(units), steps)
         self.scheduler.add(task, self.now)
         return tuning
+
+    def cancel(self, life: Life) -> None:
+        """The client went away."""
+        assert self.scheduler.remove(life.task.task_id) is life.task
+        self._release(life.task)
+        del self.lives[life.task.task_id]
+
+    def run(self, iterations: int = 20_000) -> None:
+        """Until all that was asked is done; fails if a plan is empty before, or `iterations` do not suffice."""
+        while self.lives or self.tunings:
+            plan = self.step()
+            assert plan.grants or plan.preempt, "nothing runs though tasks are live"
+            assert self.iterations < iterations, "no end in sight"
 
     def _id(self) -> int:
         self._next_id += 1
@@ -223,7 +236,6 @@ class World:
                 tuning.taken += 1
                 if tuning.steps:
                     task.tokens, task.context, task.next_unit = tuning.tokens, 0, 0
-                    task.arrival_s = self.now
                     self.scheduler.update(task)
                 else:
                     del self.tunings[task.task_id]

@@ -116,7 +116,7 @@ def settle(client: Client) -> None:
 def go_on(console: Console, daemon: TemporaryDaemon | None) -> None:
     """What to type next."""
     commands = [
-        ("edged chat --user ada", "talk with what was learned; /up, /down, /edit, /regen, /pick teach it"),
+        ("edged chat --user ada", "talk; /up, /down, /edit, /regen and /pick teach ada's adapter"),
         ("edged metrics", "win rate, CLPD and reward accuracy per user"),
         ("edged status --watch", "what the daemon does now"),
     ]

@@ -91,8 +91,8 @@ def closing(console: Console, exam: Exam, moment: Moment) -> None:
         body.add_row("after", Text(after[index], style=taste.colour))
         body.add_row(
             "in all",
-            f"{len(after)} new questions: {exam.liking(taste, before):+.2f} before, "
-            f"{exam.liking(taste, after):+.2f} after (-2: the opposite taste, +2: exactly this one)",
+            f"{len(after)} questions nobody had asked: taste met {exam.liking(taste, before):+.2f} before, "
+            f"{exam.liking(taste, after):+.2f} after (-2: the opposite, +2: fully)",
         )
         console.print(Panel(body, title=f"{taste.user} likes {taste}", title_align="left", border_style=taste.colour))
     if moment.adapters:

@@ -1,0 +1,29 @@
+"""docs/api.md names every route and every field that can be sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edged.api.app import make_app
+from edged.api.schemas import ChatRequest, CompletionRequest, PairRequest, SignalRequest
+from edged.api.services import Lifecycle
+from edged.config import ApiSettings
+
+TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+
+def test_every_route_is_described() -> None:
+    routes = [route for route in make_app(ApiSettings(), Lifecycle()).router.routes() if route.method != "HEAD"]
+    headings = [line for line in TEXT.splitlines() if line.startswith("### ")]
+    for route in routes:
+        assert route.resource is not None
+        path = route.resource.canonical
+        assert any(f"`{route.method} {path}`" in heading for heading in headings), f"{route.method} {path}"
+
+
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, SignalRequest, PairRequest])
+def test_every_field_is_described(body: type[ChatRequest]) -> None:
+    for field in body.model_fields:
+        assert f"`{field}`" in TEXT or f'"{field}"' in TEXT, field

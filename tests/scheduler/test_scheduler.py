@@ -1,0 +1,155 @@
+"""A task's life in the scheduler: added, advanced, preempted, retired."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from edged.config import SchedulerSettings
+from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import Kind, Outcome, Resources, Result, Task, Unit
+
+AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
+
+
+def scheduler_of(**settings: object) -> Scheduler:
+    cost = CostModel.guess(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10)
+    return Scheduler(SchedulerSettings.model_validate(settings), cost)
+
+
+def prompt(task_id: int = 1, tokens: int = 100, arrival_s: float = 0.0) -> Task:
+    return Task(task_id, Kind.PREFILL, arrival_s, tokens=tokens)
+
+
+def lesson(task_id: int = 9, tokens: int = 100) -> Task:
+    return Task(task_id, Kind.FINETUNE, 0.0, tokens=tokens, units=(Unit("layer", 32), Unit("step", 0)))
+
+
+def test_a_prompt_is_due_a_multiple_of_its_own_forward_after_it_arrived() -> None:
+    scheduler = scheduler_of(ttft_factor=5.0, ttft_floor_ms=1.0)
+    task = prompt(tokens=500, arrival_s=3.0)
+    scheduler.add(task, now=3.5)
+    assert task.deadline_s == pytest.approx(3.0 + 5.0 * scheduler.cost.prompt_s(500))
+
+
+def test_no_target_is_tighter_than_its_floor() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=60_000.0, tbt_floor_ms=7_000.0)
+    task = prompt()
+    scheduler.add(task, now=0.0)
+    assert task.deadline_s == 60.0
+    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.1), now=1.0)
+    assert task.deadline_s == 8.0
+
+
+def test_a_deadline_that_was_given_is_kept() -> None:
+    task = prompt()
+    task.deadline_s = 0.125
+    scheduler_of().add(task, now=0.0)
+    assert task.deadline_s == 0.125
+
+
+def test_a_prompt_becomes_a_decode_and_each_token_gets_a_new_deadline() -> None:
+    scheduler = scheduler_of(tbt_factor=2.0, tbt_floor_ms=0.001)
+    task = prompt(tokens=100)
+    scheduler.add(task, now=0.0)
+    scheduler.complete(Result([Outcome(task, 60, 0, Kind.PREFILL)], 0.05), now=1.0)
+    assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 40, 60)
+    scheduler.complete(Result([Outcome(task, 40, 0, Kind.DECODE)], 0.05), now=2.0)
+    assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 100)
+    scheduler.complete(Result([Outcome(task, 1, 0, Kind.DECODE)], 0.02), now=3.0)
+    assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 101)
+    assert task.deadline_s == pytest.approx(3.0 + 2.0 * scheduler.cost.forward_s(Load(decodes=1, context=101)))
+    scheduler.complete(Result([Outcome(task, 1, 0, None)], 0.02), now=4.0)
+    assert sum(scheduler.counts().values()) == 0
+    assert scheduler.plan(5.0, AMPLE).grants == []
+
+
+def test_a_fine_tune_task_advances_by_tokens_then_units() -> None:
+    scheduler = scheduler_of()
+    task = lesson()
+    scheduler.add(task, now=0.0)
+    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    assert (task.tokens, task.context, task.next_unit) == (0, 100, 1)
+    scheduler.complete(Result([Outcome(task, 0, 1, None)], 0.0, [(Unit("step", 0), 0.01)]), now=2.0)
+    assert scheduler.counts()[Kind.FINETUNE] == 0
+
+
+def test_a_preempted_sequence_starts_over_and_keeps_its_arrival() -> None:
+    scheduler = scheduler_of()
+    task = prompt(tokens=100, arrival_s=0.5)
+    scheduler.add(task, now=0.5)
+    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
+    scheduler.restart(task, tokens=103, now=2.0)
+    assert (task.kind, task.tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
+    assert task.arrival_s == 0.5
+    assert scheduler.waiting == 1
+    (grant,) = scheduler.plan(2.0, AMPLE).grants
+    assert (grant.task, grant.tokens) == (task, 103)
+
+
+def test_a_preempted_step_starts_over_with_its_forward() -> None:
+    scheduler = scheduler_of()
+    task = lesson()
+    scheduler.add(task, now=0.0)
+    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    scheduler.restart(task, tokens=100, now=1.0)
+    assert (task.kind, task.tokens, task.context, task.next_unit) == (Kind.FINETUNE, 100, 0, 0)
+
+
+def test_a_grant_without_an_outcome_leaves_its_task_as_it_was() -> None:
+    scheduler = scheduler_of()
+    task = prompt(tokens=100)
+    scheduler.add(task, now=0.0)
+    scheduler.plan(0.0, AMPLE)
+    scheduler.complete(Result(), now=0.1)
+    assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 100, 0)
+    assert [grant.task for grant in scheduler.plan(0.2, AMPLE).grants] == [task]
+
+
+def test_a_removed_task_is_planned_no_more_and_a_late_outcome_is_ignored() -> None:
+    scheduler = scheduler_of()
+    task, other = prompt(1), prompt(2)
+    scheduler.add(task, now=0.0)
+    scheduler.add(other, now=0.0)
+    assert scheduler.remove(1) is task
+    assert scheduler.remove(1) is None
+    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
+    assert scheduler.counts() == {Kind.PREFILL: 1, Kind.DECODE: 0, Kind.FINETUNE: 0}
+    assert [grant.task for grant in scheduler.plan(1.0, AMPLE).grants] == [other]
+
+
+def test_an_id_that_is_live_already_is_refused() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(prompt(7), now=0.0)
+    with pytest.raises(ValueError, match="task 7 is scheduled already"):
+        scheduler.add(prompt(7), now=0.0)
+
+
+@pytest.mark.parametrize("act", ["update", "restart"])
+def test_a_task_that_is_not_live_cannot_be_changed(act: str) -> None:
+    scheduler = scheduler_of()
+    with pytest.raises(ValueError, match="task 7 is not scheduled"):
+        scheduler.update(prompt(7)) if act == "update" else scheduler.restart(prompt(7), 1, 0.0)
+
+
+def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
+    scheduler = scheduler_of()
+    task = prompt(7, tokens=100)
+    scheduler.add(task, now=0.0)
+    with pytest.raises(ValueError, match="task 7 cannot decode: 40 tokens of its prompt are left"):
+        scheduler.complete(Result([Outcome(task, 60, 0, Kind.DECODE)], 0.05), now=1.0)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match='unknown scheduling policy "mcae": known are mace, fcfs'):
+        scheduler_of(policy="mcae")
+
+
+def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(prompt(tokens=100), now=0.0)
+    plan = scheduler.plan(0.0, AMPLE)
+    assert plan.predicted_forward_s == pytest.approx(scheduler.cost.prompt_s(100))
+    assert math.isfinite(plan.budget_s)
