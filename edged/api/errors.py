@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.align.signals import FeedbackError
-from edged.engine.engine import EngineBusy, RequestRefused
+from edged.engine.engine import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
 
@@ -66,6 +66,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case EngineStopping():
+            return unavailable(str(error), "stopping")
         case EngineBusy():
             return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
         case RequestRefused():

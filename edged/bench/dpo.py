@@ -23,7 +23,7 @@ from edged.bench.turns import Conversation
 
 EDGED, TRL, TRL_FAST, TRL_SMALL = "edged", "TRL", "TRL without checkpointing", "TRL pair by pair"
 SIDES = (EDGED, TRL, TRL_FAST, TRL_SMALL)
-"""TRL with its defaults; as fast as it can; and with one pair per forward, its gradients accumulated, to save memory."""
+"""TRL with its defaults; as fast as it can; and with one pair per forward, gradients accumulated, to save memory."""
 _LONGEST_WAIT_S = 600.0
 _TokenizedPair = dict[str, Any]
 

@@ -58,7 +58,7 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
 class Side:
     """One implementation in a process of its own, stopped (SIGSTOP) while another side has its turn.
 
-    The process runs `python -m MODULE ARGUMENTS...` and answers through a `Conversation`.
+    The process runs MODULE with ARGUMENTS (`edged.bench.side`) and answers through a `Conversation`.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Side:
         path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "edged.bench.side", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -33,7 +33,11 @@ _GIVE_BACK_AFTER_S = 30.0
 
 
 class EngineBusy(RuntimeError):
-    """The queue is full, or the engine is stopping."""
+    """The queue is full."""
+
+
+class EngineStopping(EngineBusy):
+    """The engine takes no more requests: it is stopping, or it has failed."""
 
 
 class RequestRefused(ValueError):
@@ -97,7 +101,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineBusy or RequestRefused."""
         if self.error or self._stopping:
-            raise EngineBusy(self.error or "the daemon is stopping")
+            raise EngineStopping(self.error or "the daemon is stopping")
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
             raise RequestRefused("the prompt is empty")

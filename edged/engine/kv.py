@@ -8,6 +8,7 @@ all layers and heads of `page_size` tokens, and so that a block is addressable o
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -27,9 +28,7 @@ class KvStore:
         self.page_size, self.layers, self.kv_heads, self.head_dim = page_size, layers, kv_heads, head_dim
         self.blocks_per_page = layers * kv_heads
         shape = (pages * self.blocks_per_page, page_size, head_dim)
-        # Zeroed, not empty: rows that are not written yet are read with weight 0, which a NaN would survive.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self._key_rows = self.keys.view(-1, head_dim)
         self._value_rows = self.values.view(-1, head_dim)
         self._heads = torch.arange(kv_heads, device=device)
@@ -63,3 +62,13 @@ class KvStore:
         index = blocks + layer * self.kv_heads
         shape = (sequences, self.kv_heads, -1, self.head_dim)
         return self.keys.index_select(0, index).view(shape), self.values.index_select(0, index).view(shape)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed, not empty: rows that are not written yet are read with weight 0, which a NaN would survive.
+
+    On the CPU numpy's zeros become resident page by page as they are written, torch's all at once.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)

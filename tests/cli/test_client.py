@@ -44,14 +44,14 @@ def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
 
 def whole_request(connection: socket.socket) -> bytes:
     """One HTTP request, with its body."""
-    data = connection.recv(65536)
-    while b"\r\n\r\n" not in data:
-        data += connection.recv(65536)
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = re.search(rb"(?i)content-length: (\d+)", head)
-    while length and len(body) < int(length.group(1)):
-        body += connection.recv(65536)
-    return head + b"\r\n\r\n" + body
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+        head, end, body = data.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        if end and len(body) >= int(length.group(1) if length else 0):
+            break
+    return data
 
 
 def test_an_absent_daemon_is_reported_with_the_way_out(tmp_path: Path) -> None:

@@ -243,7 +243,8 @@ def test_picking_in_a_chat_makes_a_pair_of_the_two_candidates(daemon: Daemon) ->
     assert "noted: 1 pair to learn from" in result.stdout
     ((source, chosen, rejected),) = signals(daemon, "gus")
     assert source == "chosen"
-    assert chosen != rejected
+    assert f"\n2  {chosen}\n" in result.stdout
+    assert f"\n1  {rejected}\n" in result.stdout
 
 
 def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:

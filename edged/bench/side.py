@@ -1,0 +1,25 @@
+"""The start of a side's process: `python -m edged.bench.side MODULE NAME ARGUMENTS...` runs MODULE with the rest.
+
+Owns what must happen before numpy and torch are imported: edged's own side gets the heap that `edged serve` has; the
+others run as their users run them.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from edged.engine.heap import keep_freed_memory
+
+
+def main() -> None:
+    """Become the side."""
+    module, name = sys.argv[1:3]
+    if name == "edged":
+        keep_freed_memory()
+    sys.argv = [module, *sys.argv[2:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
