@@ -39,6 +39,7 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
+    threads: int = Field(0, ge=0, description="CPU threads of an operation; 0: 1 for small models, else all cores")
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )

@@ -62,6 +62,9 @@ class Mix:
 
     def _run(self, plan: Plan) -> Result:
         """The plan's outcomes: prompts end after their last chunk, decodes go on, steps are taken up again."""
+        for task in plan.preempt:
+            tokens = task.context + task.tokens
+            self.scheduler.restart(task, tokens, self.now)
         outcomes = []
         for grant in plan.grants:
             task = grant.task
@@ -102,6 +105,7 @@ def measure(policy: str, tasks: int, rounds: int) -> dict[str, dict[str, float]]
     """Milliseconds of a decision by mix; the mixes take turns, so that the machine's moods meet all of them."""
     mixes = {name: Mix(policy, tasks, shares, 4096) for name, shares in MIXES.items()}
     mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40)
+    mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1)
     plans: dict[str, list[float]] = {name: [] for name in mixes}
     completions: dict[str, list[float]] = {name: [] for name in mixes}
     for index in range(rounds + 20):

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Must be set before torch is loaded. Waiting threads sleep: on a busy machine spinning costs most of the time.
@@ -167,6 +168,17 @@ def loss_sum(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) 
     return (losses * scale[kept]).sum()
 
 
+@contextmanager
+def noisy(matrices: list[torch.Tensor]) -> Iterator[None]:
+    """Add random noise to `matrices` for a while."""
+    noise = [torch.randn_like(matrix) * WEIGHT_NOISE for matrix in matrices]
+    for matrix, change in zip(matrices, noise, strict=True):
+        matrix += change
+    yield
+    for matrix, change in zip(matrices, noise, strict=True):
+        matrix -= change
+
+
 def train(model: LlamaForCausalLM, source: Iterator[Batch], steps: int) -> None:
     """AdamW with warm-up and cosine decay; prints its progress."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -186,14 +198,10 @@ def train(model: LlamaForCausalLM, source: Iterator[Batch], steps: int) -> None:
             group["lr"] = rate
         ids, weights = next(source)
         total = float(weights[:, 1:].sum())
-        noise = [torch.randn_like(matrix) * WEIGHT_NOISE for matrix in linears]
-        for matrix, change in zip(linears, noise, strict=True):
-            matrix += change
-        loss = loss_sum(model, ids, weights)
-        # Not divided by the weight: batches of short answers have less of it and must not count more.
-        (loss / ids.numel()).backward()
-        for matrix, change in zip(linears, noise, strict=True):
-            matrix -= change
+        with noisy(linears):
+            loss = loss_sum(model, ids, weights)
+            # Not divided by the weight: batches of short answers have less of it and must not count more.
+            (loss / ids.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -62,9 +62,9 @@ def replay(
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
     A share of the requests, --retrain-rate, comes with a preference pair.
     """
-    from edged.engine.heap import keep_freed_memory
+    from edged.engine.process import prepare
 
-    keep_freed_memory()
+    prepare()
     from transformers.utils import logging as transformers_logging
 
     from edged.bench.replay import ReplayError, ReplayPlan

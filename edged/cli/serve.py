@@ -32,10 +32,9 @@ def serve(config: Path | None, model: str | None, socket: str | None, listen: st
         settings = load_settings(config, overrides=flags)
     except ConfigError as error:
         raise DaemonError(str(error)) from None
-    if settings.model.keep_freed_memory:
-        from edged.engine.heap import keep_freed_memory
+    from edged.engine.process import prepare
 
-        keep_freed_memory()
+    prepare(settings.model.keep_freed_memory)
     from edged.daemon import run_daemon
 
     sys.exit(run_daemon(settings))

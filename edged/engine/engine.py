@@ -18,9 +18,9 @@ from typing import Any
 
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
-from edged.engine.heap import give_back
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
+from edged.engine.process import give_back_memory
 from edged.engine.request import Event, FinishReason, Request
 from edged.engine.serving import Serving
 from edged.scheduler.task import Kind, Plan, Resources, Result
@@ -303,7 +303,7 @@ class Engine:
             self._idle_since_s = now
         keep_until = self._idle_since_s + _GIVE_BACK_AFTER_S
         if now >= keep_until > 0:
-            give_back()
+            give_back_memory()
             self._idle_since_s = -math.inf
         waits = [] if due is None else [max(0.0, due - now)]
         if keep_until > now:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
@@ -20,6 +22,7 @@ from edged.config import Settings
 from edged.engine.executor import Executor
 from edged.engine.memory import page_count
 from edged.engine.model import ServedModel
+from edged.engine.process import thread_count
 from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.scheduler.cost import CostModel
@@ -89,6 +92,8 @@ class EngineParts:
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
     """Load the model and make the parts. Raises ModelRefused with the reason."""
     model = ServedModel.load(model_dir, settings.model)
+    if model.device.type == "cpu":
+        torch.set_num_threads(thread_count(settings.model.threads, model.shape.parameters))
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     model.attach_lora(settings.align, settings.align.max_active_adapters)

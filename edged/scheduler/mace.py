@@ -191,6 +191,8 @@ class Mace:
             needed = max(SMALLEST_CHUNK, pacing.needed_tokens(prompts, now, base_s, cost.token_s, needed))
         for task in sorted(runnable, key=by_deadline):
             most = draft.room(task)
+            if most <= 0:
+                continue
             wanted = min(most, needed - load.prefill_tokens)
             tokens = most if wanted >= most else max(wanted, cost.chunk(load, task.context, most, limit_s, False))
             if tokens > 0:

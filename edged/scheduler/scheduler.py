@@ -29,12 +29,9 @@ class Scheduler:
     """
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel, policy: Policy | None = None) -> None:
-        """With `policy` None, the one that the settings name; ValueError if there is none of that name."""
+        """With `policy` None, the one that the settings name."""
         if policy is None:
-            kind = POLICIES.get(settings.policy)
-            if kind is None:
-                raise ValueError(f'unknown scheduling policy "{settings.policy}": known are {", ".join(POLICIES)}')
-            policy = kind(settings, cost)
+            policy = POLICIES[settings.policy](settings, cost)
         self.policy = policy
         self.cost = cost
         self._prepaid = False
@@ -67,6 +64,7 @@ class Scheduler:
     def restart(self, task: Task, tokens: int, now: float) -> None:
         """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
         self._require(task)
+        self._now = now
         self._queues.take(task)
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
@@ -101,7 +99,6 @@ class Scheduler:
                 continue
             task.context += outcome.tokens
             task.tokens -= outcome.tokens
-            task.last_run_s = now
             if task.kind is Kind.DECODE and outcome.next_kind is Kind.DECODE:
                 task.tokens = 1
                 decoded.append(task)

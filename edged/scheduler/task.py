@@ -55,7 +55,6 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
-    last_run_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)

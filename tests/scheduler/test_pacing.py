@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.scheduler.pacing import MARGIN, needed_tokens, slack_s
@@ -19,6 +19,7 @@ def prompts(*due: tuple[int, float]) -> list[Task]:
     ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 30.0)), min_size=1, max_size=8))
 def test_at_the_needed_pace_every_prompt_that_can_be_in_time_is(due: list[tuple[int, float]]) -> None:
     queue = prompts(*due)
@@ -46,11 +47,13 @@ def test_a_distant_deadline_asks_for_a_small_chunk_and_a_near_one_for_a_large_on
     assert far < 10 < 100 < near < 1024
 
 
+@settings(deadline=None)
 @given(st.floats(-10.0, 0.08))
 def test_a_prompt_that_cannot_be_in_time_asks_for_everything(deadline_s: float) -> None:
     assert needed_tokens(prompts((500, deadline_s)), 0.0, BASE_S, TOKEN_S, 1024) == 1024
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 10_000), st.floats(-1.0, 1e6)), max_size=8),
     st.floats(0.0, 1e3),

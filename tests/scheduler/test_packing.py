@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.scheduler.packing import Bin, Item, Packing
@@ -51,6 +51,7 @@ def listing(
 sizes_of_tasks = st.lists(st.tuples(st.integers(0, 120), st.floats(0.1, 4.0)), max_size=30)
 
 
+@settings(deadline=None)
 @given(
     sizes_of_tasks,
     st.integers(0, TOTAL),
@@ -68,6 +69,7 @@ def test_it_places_every_task_as_the_papers_listing_does(
     assert placed == listing(sizes, free, memory, latency, tau_memory, tau_tasks)
 
 
+@settings(deadline=None)
 @given(sizes_of_tasks, st.integers(0, TOTAL))
 def test_no_task_is_placed_twice_and_the_first_bin_never_overflows(sizes: list[tuple[int, float]], free: int) -> None:
     first = Bin(free, LENGTH_S)

@@ -136,10 +136,18 @@ class TestPreemption:
         assert granted(plan)[1][0] > 0
 
     @both
+    def test_no_more_give_way_than_must(self, policy: str) -> None:
+        scheduler = scheduler_of(policy=policy)
+        tasks = [add_decode(scheduler, task_id, arrival_s=float(task_id), context=PAGE) for task_id in range(4)]
+        plan = scheduler.plan(5.0, resources(free=1))
+        assert plan.preempt == [tasks[3], tasks[2]]
+        assert set(granted(plan)) == {0, 1}
+
+    @both
     def test_nobody_enters_on_the_pages_that_were_just_taken_from_another(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         for task_id in range(3):
-            add_decode(scheduler, task_id, arrival_s=float(task_id), context=64)
+            add_decode(scheduler, task_id, arrival_s=float(task_id), context=640)
         add_prompt(scheduler, 7, 16, arrival_s=4.0)
         assert 7 not in granted(scheduler.plan(5.0, resources(free=0)))
 
@@ -152,6 +160,14 @@ class TestPreemption:
         plan = scheduler.plan(2.0, resources(free=12, total=22))
         assert plan.preempt == [holder]
         assert set(granted(plan)) == {1}
+
+
+@both
+def test_pages_go_to_the_oldest_decodes_first_whoever_decoded_first(policy: str) -> None:
+    scheduler = scheduler_of(policy=policy)
+    for task_id, arrival_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        add_decode(scheduler, task_id, arrival_s=arrival_s)
+    assert list(granted(scheduler.plan(5.0, resources()))) == [2, 3, 1]
 
 
 class TestFcfs:
@@ -178,6 +194,14 @@ class TestMaceServing:
         add_prompt(scheduler, 1, 2000, arrival_s=0.0)
         add_prompt(scheduler, 2, 20, arrival_s=0.1)
         assert list(granted(scheduler.plan(0.1, resources()))) == [2, 1]
+
+    def test_a_prompt_under_way_gives_way_to_one_that_is_due_earlier(self) -> None:
+        scheduler = scheduler_of(ttft_floor_ms=1.0)
+        task = add_prompt(scheduler, 1, 3000)
+        scheduler.complete(Result([Outcome(task, 1000, 0, Kind.PREFILL)], 1.0), 1.0)
+        task.held_pages, task.capacity = 63, 63 * PAGE
+        add_prompt(scheduler, 2, 20, arrival_s=1.0)
+        assert list(granted(scheduler.plan(1.0, resources()))) == [2, 1]
 
     def test_a_chunk_keeps_the_decodes_on_time_while_the_prompt_is_in_no_hurry(self) -> None:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
@@ -275,6 +299,33 @@ class TestMaceFineTuning:
         assert granted(plan)[9][0] >= SMALLEST_CHUNK
         assert sum(tokens for tokens, _ in granted(plan).values()) == 1024
 
+    def test_what_overdue_fine_tuning_gets_is_taken_from_the_chunk_beside_it(self) -> None:
+        scheduler = scheduler_of(ttft_floor_ms=60_000.0, tbt_floor_ms=300.0, idle_quantum_ms=1000.0)
+        add_lesson(scheduler, 9)
+        task = add_decode(scheduler, 1, now=1.0)
+        add_prompt(scheduler, 2, 1000, arrival_s=1.0)
+        plan = scheduler.plan(1.0, resources())
+        assert plan.predicted_units_s > 0.09
+        assert 1.0 + plan.predicted_forward_s + plan.predicted_units_s <= task.deadline_s
+
+    def test_a_task_that_was_just_added_is_not_overdue_whatever_happened_before(self) -> None:
+        scheduler = scheduler_of(tbt_floor_ms=1.0, tbt_factor=0.5, finetune_max_wait_s=0.5)
+        add_lesson(scheduler, 9)
+        task = add_decode(scheduler, 1)
+        scheduler.remove(9)
+        task.deadline_s = 0.0
+        add_lesson(scheduler, 8, now=100.0)
+        assert 8 not in granted(scheduler.plan(100.1, resources()))
+        assert 8 in granted(scheduler.plan(100.6, resources()))
+
+    def test_the_next_step_inherits_the_wait_of_the_one_before(self) -> None:
+        scheduler = scheduler_of(tbt_floor_ms=1.0, tbt_factor=0.5, finetune_max_wait_s=0.5)
+        lesson = add_lesson(scheduler, 8)
+        add_decode(scheduler, 1).deadline_s = 0.0
+        scheduler.complete(Result([Outcome(lesson, 0, 1, None)]), 0.4)
+        add_lesson(scheduler, 9, now=0.4)
+        assert 9 in granted(scheduler.plan(0.6, resources()))
+
     def test_a_step_under_way_is_ended_before_another_begins(self) -> None:
         scheduler = scheduler_of()
         add_lesson(scheduler, 8, tokens=100, loss=5.0)
@@ -297,8 +348,8 @@ class TestMaceFineTuning:
         scheduler = scheduler_of(tbt_floor_ms=500.0)
         add_decode(scheduler, 1)
         add_lesson(scheduler, 9, tokens=20 * PAGE)
-        assert 9 not in granted(scheduler.plan(0.1, resources(free=39)))
-        assert 9 in granted(scheduler.plan(0.1, resources(free=60)))
+        assert 9 not in granted(scheduler.plan(0.1, resources(free=39, total=60)))
+        assert 9 in granted(scheduler.plan(0.1, resources(free=42, total=60)))
 
     def test_an_overdue_step_that_finds_no_pages_is_the_next_to_get_them(self) -> None:
         scheduler = scheduler_of(finetune_max_wait_s=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.config import SchedulerSettings
@@ -25,12 +25,14 @@ def test_on_arrival_a_decode_stands_above_a_prefill_above_fine_tuning() -> None:
     assert priorities.decode(0.0) > priorities.prefill(0.0) > priorities.finetune(0.0, 0.69)
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 100.0))
 def test_fine_tuning_rises_faster_than_prefill_faster_than_decode(wait_s: float) -> None:
     priorities = derived(wait_s)
     assert priorities.finetune_per_s > priorities.prefill_per_s > priorities.decode_per_s > 0.0
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 100.0), waits, st.floats(0.0, 5.0), st.floats(0.0, 2.0))
 def test_after_the_longest_wait_fine_tuning_outranks_all_serving_however_old(
     wait_s: float, age_s: float, loss: float, more: float
@@ -41,6 +43,7 @@ def test_after_the_longest_wait_fine_tuning_outranks_all_serving_however_old(
     assert own >= priorities.prefill(age_s)
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_no_loss_alone_lifts_fine_tuning_above_a_request_that_just_arrived(loss: float) -> None:
     own = derived(gamma=100.0).finetune(0.0, loss)

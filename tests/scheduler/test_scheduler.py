@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Outcome, Resources, Result, Task, Unit
 
@@ -142,9 +144,12 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
         scheduler.complete(Result([Outcome(task, 60, 0, Kind.DECODE)], 0.05), now=1.0)
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match='unknown scheduling policy "mcae": known are mace, fcfs'):
-        scheduler_of(policy="mcae")
+def test_every_policy_of_the_settings_exists_and_can_be_replaced_by_ones_own() -> None:
+    for name in get_args(SchedulerSettings.model_fields["policy"].annotation):
+        assert scheduler_of(policy=name).policy.name == name
+    cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
+    own = Fcfs(SchedulerSettings(), cost)
+    assert Scheduler(SchedulerSettings(), cost, own).policy is own
 
 
 def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:

@@ -17,7 +17,9 @@ from edged.models.dialogues import formality, prompts, uses_metric
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 96
-CANDIDATES = 2
+CANDIDATES = 4
+CLEARLY_BETTER = 1.0
+"""Difference of scores from which a user bothers to give feedback."""
 THINK_S = 0.3
 """A user's pause between reading candidates and asking again."""
 MOST_OPEN = 8
@@ -63,7 +65,6 @@ class Crowd:
 
     def __init__(self, daemon: TemporaryDaemon, seed: int, requests_per_s: float) -> None:
         self.exchanges = {taste.user: Exchange() for taste in TASTES}
-        self.choices = dict.fromkeys(self.exchanges, 0)
         self.failure: str = ""
         self._daemon = daemon
         self._stop = threading.Event()
@@ -93,21 +94,20 @@ class Crowd:
                 self.failure = self.failure or str(error)
 
     def _user(self, taste: Taste, seed: int) -> None:
-        """Ask, compare the candidates, choose the better one, over and over."""
+        """Ask, compare the candidates, thumb up the best and down the worst, over and over."""
         questions = prompts(seed * 2 + taste.formal, with_units=True)
         with self._daemon.client() as client:
             while not self._stop.is_set():
                 question = next(questions)
-                body = {"user": taste.user, "n": CANDIDATES, **_body(question)}
-                response = client.post(CHAT, body)
+                response = client.post(CHAT, {"user": taste.user, "n": CANDIDATES, **_body(question)})
                 texts = [choice["message"]["content"] for choice in response["choices"]]
                 scores = [taste.score(text) for text in texts]
                 best, worst = scores.index(max(scores)), scores.index(min(scores))
-                if scores[best] > scores[worst]:
-                    signal = {"completion_id": response["id"], "choice": best, "signal": "chosen"}
-                    client.post("/v1/feedback", signal)
+                if scores[best] - scores[worst] >= CLEARLY_BETTER:
+                    for signal, choice in (("up", best), ("down", worst)):
+                        body = {"completion_id": response["id"], "choice": choice, "signal": signal}
+                        client.post("/v1/feedback", body)
                     self.exchanges[taste.user] = Exchange(question, texts[best], texts[worst])
-                    self.choices[taste.user] += 1
                 self._stop.wait(THINK_S)
 
     def _applications(self, seed: int, requests_per_s: float) -> None:
