@@ -38,7 +38,9 @@ class DpoStep:
         decoder: Decoder,
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
+        most_tokens: int,
     ) -> None:
+        """`most_tokens` bounds what a group's forward by one policy may put into the cache."""
         self.state, self.decoder, self.align = state, decoder, align
         self.adapter, self.version = state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
@@ -53,19 +55,19 @@ class DpoStep:
         self._release = release
         self._losses: list[float] = []
         self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
-        self._batches = self._cut([*self.fresh, *self.replay])
+        self._batches = self._cut([*self.fresh, *self.replay], min(2 * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
 
-    def _cut(self, pairs: list[TokenPair]) -> list[list[TokenPair]]:
-        """Groups of about two windows: few enough rows to keep, enough of them for full windows."""
+    def _cut(self, pairs: list[TokenPair], most: int) -> list[list[TokenPair]]:
+        """Groups of at most `most` tokens, two windows: few enough rows to keep, enough of them for full windows."""
         groups: list[list[TokenPair]] = []
         room = 0
         for pair in pairs:
             size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
             if not groups or size > room:
                 groups.append([])
-                room = 2 * self.align.window_tokens
+                room = most
             groups[-1].append(pair)
             room -= size
         return groups

@@ -74,11 +74,14 @@ class Trainer:
         decoder: Decoder,
         files: AdapterFiles,
         release: Callable[[np.ndarray], None],
+        cache_tokens: int,
     ) -> None:
+        """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it."""
         self.spec, self._align, self._guard = spec, align, guard
         self._decoder, self.files, self._release = decoder, files, release
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
         self._learners: dict[str, Learner] = {}
+        self._most_tokens = cache_tokens // 4
         self._random = random.Random(0)
         self._versions: dict[str, int] = {}
         self.records: list[Record] = []
@@ -146,7 +149,11 @@ class Trainer:
         """Take pairs in: new ones are queued or held out; earlier ones go where their state says."""
         for pair in pairs:
             learner = self._learner(pair.adapter)
-            if pair.state == "held_out":
+            size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
+            if size > self._most_tokens:
+                reason = f"{size} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
+                self._retire(pair, "skipped", learner.state.version, pair.epochs_done, reason)
+            elif pair.state == "held_out":
                 learner.held_out[pair.pair_id] = pair
             elif pair.state != "queued":
                 learner.replay.append(pair)
@@ -195,7 +202,9 @@ class Trainer:
             # Single pairs would never be accompanied: chance keeps the share.
             wanted = int(self._random.random() < len(fresh) * self._align.replay_share)
         older = self._random.sample(list(learner.replay), wanted)
-        learner.step = DpoStep(learner.state, fresh, older, self._decoder, self._align, self._release)
+        learner.step = DpoStep(
+            learner.state, fresh, older, self._decoder, self._align, self._release, self._most_tokens
+        )
         return learner.step
 
     def close(self, adapter: str) -> None:

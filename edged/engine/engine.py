@@ -242,7 +242,8 @@ class Engine:
             total_pages=self._parts.pages,
             page_size=pool.page_size,
             max_tokens=self.settings.serving.max_batch_tokens,
-            max_sequences=self.settings.serving.max_sequences,
+            # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
+            max_sequences=min(self.settings.serving.max_sequences, self.settings.serving.max_batch_tokens // 2),
         )
 
     def _account(self, plan: Plan, result: Result, elapsed_s: float) -> None:

@@ -124,7 +124,13 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     folder = (data_dir or Path(tempfile.mkdtemp(prefix="edged-"))) / "adapters" / spec.fingerprint
     files = AdapterFiles(folder, spec, settings.store.keep_versions)
     flops, bandwidth = _GUESSED_RATES[model.device.type]
-    cost = CostModel.guess(parameters=model.shape.parameters, flops_per_s=flops, bytes_per_s=bandwidth)
+    cost = CostModel.guess(
+        parameters=model.shape.parameters,
+        flops_per_s=flops,
+        bytes_per_s=bandwidth,
+        layers=model.shape.layers,
+        bytes_per_parameter=model.dtype.itemsize,
+    )
     return EngineParts(
         settings=settings,
         name=name,
@@ -134,7 +140,9 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         scheduler=Scheduler(settings.scheduler, cost),
         cost=cost,
         slots=SlotTable(model.lora),
-        trainer=Trainer(spec, settings.align, settings.guard, executor.decoder, files, executor.release),
+        trainer=Trainer(
+            spec, settings.align, settings.guard, executor.decoder, files, executor.release, usable * pool.page_size
+        ),
         stats=Stats(),
         pages=usable,
         max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),

@@ -68,7 +68,7 @@ def unit_gradients(
     state = trained_adapter(model, align)
     model.lora.load(1, state.weights, state.spec.scaling)
     free = list(range(1, 80))
-    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()))
+    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000)
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
     while not step.finished:
@@ -183,7 +183,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         decoder, tap = PagedDecoder(model, kv), LayerTap(model)
         state = trained_adapter(model, align)
         pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
-        step = DpoStep(state, [pair], [], decoder, align, lambda pages: None)
+        step = DpoStep(state, [pair], [], decoder, align, lambda pages: None, 10_000)
         taken = step.group.take(step.tokens_left)
         free = iter(range(1, 80))
         segments = segments_of(taken, 0, 8, lambda k: np.array([next(free) for _ in range(k)]))

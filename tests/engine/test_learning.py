@@ -115,3 +115,13 @@ def test_preempted_fine_tuning_starts_its_group_again_and_ends_the_same(tmp_path
             published.append([v.loss for v in client.of(VersionPublished)])
     assert published[0] == pytest.approx(published[1], rel=1e-5)
     assert torch.isfinite(torch.tensor(published[0])).all()
+
+
+def test_a_pair_that_the_cache_cannot_hold_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    long = TokenPair(1, "ann", tuple(random_ids(200, 1)), (*random_ids(200, 2), 2), (*random_ids(100, 3), 2))
+    with running_engine(tmp_path, cache__memory_mb=1) as (engine, client):
+        engine.submit_pairs([long, *random_pairs(1, first_id=2)])
+        client.wait(lambda: len(client.of(PairRetired)) == 2)
+    skipped, trained = client.of(PairRetired)
+    assert (skipped.state, trained.state) == ("skipped", "trained")
+    assert "502 tokens do not fit" in skipped.reason

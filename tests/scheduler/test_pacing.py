@@ -43,7 +43,7 @@ def test_at_the_needed_pace_every_prompt_that_can_be_in_time_is(due: list[tuple[
 
 def test_a_distant_deadline_asks_for_a_small_chunk_and_a_near_one_for_a_large_one() -> None:
     far = needed_tokens(prompts((500, 100.0)), 0.0, BASE_S, TOKEN_S, 1024)
-    near = needed_tokens(prompts((500, 0.9)), 0.0, BASE_S, TOKEN_S, 1024)
+    near = needed_tokens(prompts((500, 0.55)), 0.0, BASE_S, TOKEN_S, 1024)
     assert far < 10 < 100 < near < 1024
 
 
