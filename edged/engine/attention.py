@@ -96,8 +96,8 @@ def attend(
 ) -> torch.Tensor:
     """Grouped-query attention: [n, heads, q, d] over [n, kv_heads, k, d] -> [n, heads, q, d].
 
-    `mask` is boolean, True where a key is seen, broadcastable to [n, heads, q, k]. `softcap` bounds the scores as in
-    Gemma 2: cap * tanh(score / cap).
+    `mask` is added to the scores: 0 where a key is seen, -inf elsewhere, broadcastable to [n, heads, q, k]. (A boolean
+    one would be turned into this in every layer.) `softcap` bounds the scores as in Gemma 2: cap * tanh(score / cap).
     """
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -113,18 +113,26 @@ def attend(
     scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
     scores = softcap * torch.tanh(scores / softcap)
     if causal:
-        mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
+        mask = causal_mask(query.shape[2], key.shape[2], None, query)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     return weights @ value.repeat_interleave(groups, dim=1)
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean [queries, keys]: the last query sees the last key; with a window, only the latest `window` keys."""
+def causal_mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+    """Additive [queries, keys]: the last query sees the last key; with a window, only the latest `window` keys."""
+    device = like.device
     ahead = torch.arange(keys, device=device)[None, :] - torch.arange(keys - queries, keys, device=device)[:, None]
-    seen = ahead <= 0
-    return seen if window is None else seen & (ahead > -window)
+    return _additive(ahead, window, like.dtype)
+
+
+def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is at or before its query, and within the window; -inf elsewhere."""
+    hidden = ahead > 0
+    if window is not None:
+        hidden |= ahead <= -window
+    return torch.zeros(ahead.shape, dtype=dtype, device=ahead.device).masked_fill_(hidden, float("-inf"))
 
 
 class PagedPass:
@@ -170,10 +178,7 @@ class PagedPass:
         grouped = rows.reshape(n, self.kv.kv_heads, -1, self.kv.head_dim)
         if window not in self._decode_masks:
             ahead = torch.arange(keys.shape[2], device=keys.device)[None, :] - batch.decode_context[:, None]
-            seen = ahead <= 0
-            if window is not None:
-                seen &= ahead > -window
-            self._decode_masks[window] = seen[:, None, None, :]
+            self._decode_masks[window] = _additive(ahead, window, query.dtype)[:, None, None, :]
         out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
         return out.reshape(n, -1, self.kv.head_dim)
 
@@ -205,7 +210,7 @@ class PagedPass:
             return attend(query[None, :, new], keys, values, None, scaling, softcap, causal=True)
         limit = window if narrow else None
         if limit not in chunk.mask:
-            chunk.mask[limit] = causal_mask(queries, seen, limit, query.device)
+            chunk.mask[limit] = causal_mask(queries, seen, limit, query)
         return attend(query[None, :, new], keys, values, chunk.mask[limit], scaling, softcap)
 
 
@@ -250,7 +255,7 @@ class BranchPass:
                 n, m = rows.shape[2], seen_k.shape[1]
                 narrow = window is not None and m > window
                 plain = n == m and not narrow
-                mask = None if plain else causal_mask(n, m, window if narrow else None, query.device)
+                mask = None if plain else causal_mask(n, m, window if narrow else None, query)
                 out = attend(rows, seen_k[None], seen_v[None], mask, scaling, softcap, causal=plain)
                 outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)

@@ -20,6 +20,7 @@ from edged.config import AlignSettings, ModelSettings
 from edged.engine.attention import IMPLEMENTATION, AttentionPass, PagedPass, attention_pass
 from edged.engine.batch import Segment, pack
 from edged.engine.kv import KvStore
+from edged.engine.linear import pack_linears, why_not_packed
 from edged.engine.lora import LoraSlots, target_linears
 
 _PROBE_TOKENS = 6
@@ -58,6 +59,8 @@ class ServedModel:
             getattr(self.config, "logits_scaling", None) or 1.0
         )
         self.shape, self.trainable_error = self._probe()
+        self.fingerprint = _fingerprint(model)
+        """Identifies the base weights: what was learnt or scored on others does not fit these."""
         self.lora: LoraSlots | None = None
 
     @classmethod
@@ -75,13 +78,13 @@ class ServedModel:
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
-    def fingerprint(self) -> str:
-        """Identifies the base weights: what was learnt or scored on others does not fit these."""
-        digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+    def pack_weights(self) -> str:
+        """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`."""
+        reason = why_not_packed(self.model, self.device, self.dtype)
+        if not reason:
+            pack_linears(self.model)
+            self.head = self.model.get_output_embeddings()
+        return reason
 
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer, by the model's own configurations."""
@@ -229,6 +232,15 @@ class _LastHidden:
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Of every parameter the name, the shape and its first values."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().flatten()[:16].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:

@@ -97,6 +97,8 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
+    if settings.model.pack_weights and (reason := model.pack_weights()):
+        log.info("weights are not packed: %s", reason)
     pages = page_count(model, settings)
     kv = model.new_kv(pages, settings.cache.page_size)
     pool = PagePool(pages, settings.cache.page_size)
@@ -116,7 +118,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         rank=settings.align.rank,
         alpha=settings.align.alpha,
         base_model=name,
-        fingerprint=model.fingerprint(),
+        fingerprint=model.fingerprint,
         peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes}))
         if settings.align.target_modules == "all-linear"
         else tuple(sorted(shapes)),

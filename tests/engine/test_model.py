@@ -87,6 +87,22 @@ def test_the_fingerprint_tells_other_weights_apart() -> None:
     def fingerprint(seed: int) -> str:
         model = tiny_model(seed=seed).requires_grad_(False)
         model.set_attn_implementation(IMPLEMENTATION)
-        return ServedModel(model, CPU, torch.float32).fingerprint()
+        return ServedModel(model, CPU, torch.float32).fingerprint
 
     assert fingerprint(1) == fingerprint(1) != fingerprint(2)
+
+
+def test_packed_weights_answer_as_plain_ones_and_leave_gradients_alone() -> None:
+    model = tiny_model().requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    served_model = ServedModel(model, CPU, torch.float32)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    plain = served_model.logits(hidden)
+    fingerprint = served_model.fingerprint
+    assert served_model.pack_weights() == ""
+    with torch.no_grad():
+        torch.testing.assert_close(served_model.logits(hidden), plain, atol=1e-4, rtol=1e-5)
+    leaf = hidden.requires_grad_()
+    served_model.logits(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert served_model.fingerprint == fingerprint

@@ -30,8 +30,6 @@ class TemporaryDaemon:
         self.log = self.folder / "daemon.log"
         command = [sys.executable, "-m", "edged.cli", "serve", "--model", "demo", "--socket", str(self.socket)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
-        # More threads only wait for one another on a model this small, and others want the cores too.
-        environment.setdefault("OMP_NUM_THREADS", "1")
         with self.log.open("w") as log:
             # A session of its own: Ctrl-C reaches us alone, and we stop the daemon in good order.
             self.process = subprocess.Popen(
