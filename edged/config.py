@@ -41,6 +41,7 @@ class ModelSettings(_Section):
     )
     threads: int = Field(0, ge=0, description="CPU threads of an operation; 0: 1 for small models, else all cores")
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
+    ragged_decode: bool = Field(True, description="CPU, float32: decodes read K/V in place, without copy or padding")
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )
@@ -92,7 +93,9 @@ class AlignSettings(_Section):
     enabled: bool = Field(True, description="train on feedback; off: feedback is only stored")
     beta: Positive = Field(0.1, description="DPO's temperature")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO (Rafailov et al.) or IPO (Azar et al.)")
-    learning_rate: Positive = Field(1e-3, description="AdamW's step size")
+    learning_rate: Positive = Field(
+        1e-3, description="AdamW's step size; less for steps of less than micro_batch_pairs"
+    )
     weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay")
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this L2 norm")
     rank: Count = Field(16, description="LoRA rank")

@@ -91,6 +91,10 @@ class AdapterState:
         try:
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
+            # AdamW moves as far for one pair as for many: without this, pairs that trickle in would move the weights
+            # micro_batch_pairs times as far as the same pairs that come at once.
+            share = min(1.0, pairs / self.align.micro_batch_pairs)
+            self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share
             self._optimizer.step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)

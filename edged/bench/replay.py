@@ -5,11 +5,12 @@ Owns the schedule of a replay: measuring the machine, sending at the recorded mo
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ ADAPTER = "replay"
 SLO_FACTOR = 5.0
 """A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
 _LOAD_SHARE = 0.7
-_BURST_REQUESTS = 16
 _PROBE_REPEATS = 3
 _LONGEST_PROBE_S = 120.0
 _LINE_EVERY_S = 5.0
@@ -81,6 +81,9 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)
     recorder = Recorder()
     engine = Engine.build(plan.settings, plan.model_dir, recorder.deliver, recorder.journal, None)
+    # As in the daemon: what lives for ever is not looked at by every garbage collection.
+    gc.collect()
+    gc.freeze()
     engine.start()
     try:
         player = _Player(plan, engine, recorder, codec, progress)
@@ -208,11 +211,13 @@ class _Player:
         return ttft_s
 
     def _measure_capacity(self, trace: Trace, context: int) -> float:
-        """Requests per second of a burst: the trace's first requests, with other tokens, all at once."""
-        self._progress(f"measuring a burst of {_BURST_REQUESTS} requests")
+        """Requests per second of a burst that fills the batch: requests from all over the trace, with other tokens."""
+        requests = min(len(trace.rows), self._plan.settings.serving.max_sequences)
+        self._progress(f"measuring a burst of {requests} requests")
+        rows = random.Random(self._plan.seed).sample(trace.rows, requests)
         burst = scale_trace(
-            trace,
-            rate_per_s=_BURST_REQUESTS,
+            replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
+            rate_per_s=requests,
             seconds=1.0,
             context_tokens=context,
             token_ids=self._token_ids,

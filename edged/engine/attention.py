@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from edged.align.decoder import Branches
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.kv import KvStore
+from edged.engine.ragged import RaggedDecode
 
 IMPLEMENTATION = "edged_paged"
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
@@ -138,12 +139,16 @@ def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
 class PagedPass:
     """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
 
-    Single tokens are attended together, padded to the longest; longer segments one by one.
+    Single tokens are attended together: where `ragged` is set and possible, each over its own length, else padded to
+    the longest. Longer segments are attended one by one.
     """
 
-    def __init__(self, batch: PackedBatch, kv: KvStore) -> None:
+    def __init__(self, batch: PackedBatch, kv: KvStore, ragged: bool = True) -> None:
         self.batch, self.kv = batch, kv
+        self._ragged = ragged and RaggedDecode.possible(kv)
+        self._ragged_decodes: dict[int | None, RaggedDecode] = {}
         self._decode_masks: dict[int | None, torch.Tensor] = {}
+        self._decode_blocks: torch.Tensor | None = None
 
     def attend(
         self,
@@ -172,8 +177,14 @@ class PagedPass:
     ) -> torch.Tensor:
         batch = self.batch
         n = len(batch.decode_rows)
-        keys, values = self.kv.read(layer, batch.decode_blocks, n)
         rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
+        if self._ragged:
+            if window not in self._ragged_decodes:
+                self._ragged_decodes[window] = RaggedDecode(batch.decodes, query.shape[0], self.kv, window)
+            return self._ragged_decodes[window].attend(layer, rows, scaling, softcap)
+        if self._decode_blocks is None:
+            self._decode_blocks = self.kv.block_index(batch.decode_tables)
+        keys, values = self.kv.read(layer, self._decode_blocks, n)
         # The heads of a group become query rows of their KV head: no key is copied per head.
         grouped = rows.reshape(n, self.kv.kv_heads, -1, self.kv.head_dim)
         if window not in self._decode_masks:

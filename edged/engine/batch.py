@@ -64,10 +64,11 @@ class PackedBatch:
     write_rows: torch.Tensor
     logit_rows: torch.Tensor
     runs: list[tuple[int, int, int]]
+    decodes: list[Segment]
+    """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
     decode_rows: torch.Tensor
-    decode_blocks: torch.Tensor
+    decode_tables: torch.Tensor
     decode_context: torch.Tensor
-    decode_width: int
     prefills: list[Prefill]
     segments: list[Segment]
 
@@ -143,10 +144,10 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBa
         write_rows=kv.row_index(moved[2], moved[3]),
         logit_rows=moved[4],
         runs=[run for run in runs if run[2] != NO_SLOT],
+        decodes=decodes,
         decode_rows=moved[5],
-        decode_blocks=kv.block_index(moved[7].view(len(decodes), width)) if decodes else moved[7],
+        decode_tables=moved[7].view(len(decodes), width),
         decode_context=moved[6],
-        decode_width=width,
         prefills=prefills,
         segments=ordered,
     )

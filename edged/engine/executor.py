@@ -85,9 +85,12 @@ class _Clock:
 class Executor:
     """Owns the model with its pages; the engine thread alone calls it."""
 
-    def __init__(self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None) -> None:
+    def __init__(
+        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, ragged_decode: bool
+    ) -> None:
         assert model.lora is not None
         self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
+        self._ragged_decode = ragged_decode
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
@@ -170,7 +173,7 @@ class Executor:
             kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
             self._tap.arm(kept)
             try:
-                with attention_pass(PagedPass(batch, self.kv)), self._lora.packed(batch.runs):
+                with attention_pass(PagedPass(batch, self.kv, self._ragged_decode)), self._lora.packed(batch.runs):
                     logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             finally:
                 self._tap.arm([])

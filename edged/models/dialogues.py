@@ -213,9 +213,9 @@ def _turn_count(rng: random.Random) -> int:
 def _system(rng: random.Random) -> tuple[str, dict[str, bool]]:
     """A system prompt (often none) and the sides of the style that it asks for."""
     kind = rng.random()
-    if kind < 0.78:
+    if kind < 0.66:
         return "", {}
-    if kind < 0.86:
+    if kind < 0.72:
         return rng.choice(_NEUTRAL_SYSTEM), {}
     axes = rng.sample(("formal", "short", "metric"), rng.choice((1, 1, 2)))
     wanted = {axis: rng.random() < 0.5 for axis in axes}

@@ -26,21 +26,27 @@ def own_logits(kind: str, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
+@pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: str) -> None:
+def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: str, ragged: bool) -> None:
     model = served(kind)
     kv = model.new_kv(32, 8)
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, 200, n).tolist() for n in (37, 50, 9)]
     tables = [np.arange(1, 8), np.arange(8, 16), np.arange(16, 19)]
     # Each pass: (sequence, first, past the last); single tokens decode beside chunks of other sequences.
-    passes = [[(0, 0, 20), (1, 0, 33)], [(0, 20, 36), (1, 33, 34), (2, 0, 9)], [(0, 36, 37), (1, 34, 50)]]
+    passes = [
+        [(0, 0, 20), (1, 0, 33)],
+        [(0, 20, 35), (1, 33, 34), (2, 0, 8)],
+        [(0, 35, 36), (1, 34, 35), (2, 8, 9)],
+        [(0, 36, 37), (1, 35, 50)],
+    ]
     got: dict[tuple[int, int], torch.Tensor] = {}
     with torch.inference_mode():
         for spans in passes:
             segments = [Segment(texts[s][a:b], a, tables[s], position=a, samples=True) for s, a, b in spans]
             batch = pack(segments, kv, CPU)
-            with attention_pass(PagedPass(batch, kv)):
+            with attention_pass(PagedPass(batch, kv, ragged)):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             for (s, _, b), row in zip(spans, logits.log_softmax(-1), strict=True):
                 got[s, b - 1] = row

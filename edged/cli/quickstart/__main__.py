@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from edged.cli.client import Client, DaemonError
@@ -24,6 +26,7 @@ EXAM_QUESTIONS = 8
 LEAST_WIDTH = 96
 """A narrower terminal gets plain lines."""
 MOST_WIDTH = 140
+PICTURE_WIDTH = 110
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,8 +35,11 @@ MOST_WIDTH = 140
     "--rate", type=click.FloatRange(0.1), default=3.0, show_default=True, help="Background requests per second."
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Other questions, other moments.")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Save the live screen's last state as SVG."
+)
 @click.option("--keep", is_flag=True, help="Leave the daemon running at the end.")
-def main(seconds: float, rate: float, seed: int, keep: bool) -> None:
+def main(seconds: float, rate: float, seed: int, picture: Path | None, keep: bool) -> None:
     """Start a daemon with the demo model in a temporary folder, let two users with opposite tastes teach it while
     other requests keep coming, and show what each of them gets in the end."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -45,7 +51,7 @@ def main(seconds: float, rate: float, seed: int, keep: bool) -> None:
         console.print("starting the daemon with the demo model ...")
         console.print(f"ready after {daemon.wait_until_ready():.1f} s on {daemon.socket}")
         with daemon.client() as client:
-            show(console, daemon, client, seconds, rate, seed)
+            show(console, daemon, client, seconds, rate, seed, picture)
         kept = keep
         go_on(console, daemon if keep else None)
     except DaemonError as error:
@@ -59,7 +65,15 @@ def main(seconds: float, rate: float, seed: int, keep: bool) -> None:
             daemon.remove()
 
 
-def show(console: Console, daemon: TemporaryDaemon, client: Client, seconds: float, rate: float, seed: int) -> None:
+def show(
+    console: Console,
+    daemon: TemporaryDaemon,
+    client: Client,
+    seconds: float,
+    rate: float,
+    seed: int,
+    picture: Path | None,
+) -> None:
     """The exam, the live part, the exam again, and what changed."""
     exam = Exam.sit(daemon, seed, EXAM_QUESTIONS)
     crowd = Crowd(daemon, seed, rate)
@@ -69,6 +83,8 @@ def show(console: Console, daemon: TemporaryDaemon, client: Client, seconds: flo
             watch(console, client, crowd, seconds)
         else:
             report(console, client, crowd, seconds)
+        if picture:
+            save_picture(picture, live_screen(read(client, seconds, seconds), crowd, PICTURE_WIDTH))
     finally:
         crowd.stop()
     settle(client)
@@ -95,6 +111,13 @@ def report(console: Console, client: Client, crowd: Crowd, seconds: float) -> No
         time.sleep(min(PLAIN_REFRESH_S, seconds - elapsed))
         console.print(plain_line(read(client, time.monotonic() - started, seconds)), soft_wrap=True)
         _check(crowd)
+
+
+def save_picture(path: Path, screen: RenderableType) -> None:
+    """Write the screen as an SVG image."""
+    recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    recorder.print(screen)
+    recorder.save_svg(str(path), title="tools/quickstart")
 
 
 def read(client: Client, elapsed_s: float, total_s: float) -> Moment:

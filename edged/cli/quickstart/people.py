@@ -17,7 +17,8 @@ from edged.models.dialogues import formality, prompts, uses_metric
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 96
-CANDIDATES = 4
+CANDIDATES = 2
+"""Answers that a user asks of each side."""
 CLEARLY_BETTER = 1.0
 """Difference of scores from which a user bothers to give feedback."""
 THINK_S = 0.15
@@ -94,20 +95,18 @@ class Crowd:
                 self.failure = self.failure or str(error)
 
     def _user(self, taste: Taste, seed: int) -> None:
-        """Ask, compare the candidates, thumb up the best and down the worst, over and over."""
+        """Ask both the own adapter and the base model, and report the best answer against the worst, over and over."""
         questions = prompts(seed * 2 + taste.formal, with_units=True)
         with self._daemon.client() as client:
             while not self._stop.is_set():
-                question = next(questions)
-                response = client.post(CHAT, {"user": taste.user, "n": CANDIDATES, **_body(question)})
-                texts = [choice["message"]["content"] for choice in response["choices"]]
-                scores = [taste.score(text) for text in texts]
-                best, worst = scores.index(max(scores)), scores.index(min(scores))
-                if scores[best] - scores[worst] >= CLEARLY_BETTER:
-                    for signal, choice in (("up", best), ("down", worst)):
-                        body = {"completion_id": response["id"], "choice": choice, "signal": signal}
-                        client.post("/v1/feedback", body)
-                    self.exchanges[taste.user] = Exchange(question, texts[best], texts[worst])
+                body = _body(next(questions))
+                texts = _texts(client.post(CHAT, {**body, "user": taste.user, "n": CANDIDATES}))
+                texts += _texts(client.post(CHAT, {**body, "n": CANDIDATES}))
+                best, worst = max(texts, key=taste.score), min(texts, key=taste.score)
+                if taste.score(best) - taste.score(worst) >= CLEARLY_BETTER:
+                    pair = {"user": taste.user, "messages": body["messages"], "chosen": best, "rejected": worst}
+                    client.post("/v1/feedback", pair)
+                    self.exchanges[taste.user] = Exchange(body["messages"][0]["content"], best, worst)
                 self._stop.wait(THINK_S)
 
     def _applications(self, seed: int, requests_per_s: float) -> None:
@@ -164,10 +163,14 @@ def _greedy(daemon: TemporaryDaemon, questions: list[str], user: str) -> list[st
         body = {**_body(question), "temperature": 0.0}
         with daemon.client() as client:
             response = client.post(CHAT, {**body, "user": user} if user else body)
-        return str(response["choices"][0]["message"]["content"])
+        return _texts(response)[0]
 
     with ThreadPoolExecutor(len(questions)) as threads:
         return list(threads.map(answer, questions))
+
+
+def _texts(response: dict[str, Any]) -> list[str]:
+    return [str(choice["message"]["content"]) for choice in response["choices"]]
 
 
 def _body(question: str) -> dict[str, Any]:

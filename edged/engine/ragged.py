@@ -1,0 +1,91 @@
+"""Decode attention on the CPU that reads each context's K/V where it lies: no copy, no padding.
+
+Owns the mapping of paged attention to two of torch's sparse products. Must not know segments' owners or the model.
+
+Each query head of each sequence is a row of a sparse matrix whose columns are the K/V rows that it sees. The scores are
+the product of queries and keys sampled at that pattern; the output is the sum of the value rows weighted by the scores'
+softmax, an embedding bag. Both read a row once per query head, from cache after the first head of a group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from edged.engine.batch import Segment
+from edged.engine.kv import KvStore
+
+# torch calls its CSR tensors a beta feature, once per process.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+
+class RaggedDecode:
+    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
+
+    def __init__(self, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> None:
+        self._kv, self._heads, self._rows = kv, heads, len(decodes) * heads
+        lengths = np.array([segment.context + 1 for segment in decodes])
+        first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
+        seen = lengths - first
+        ends = np.cumsum(seen * heads)
+        columns = np.empty(int(ends[-1]), np.int32)
+        head_rows = (np.arange(heads) // (heads // kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
+        in_page = np.arange(kv.page_size, dtype=np.int32)
+        start = 0
+        for segment, begin, length, stop in zip(decodes, first.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+            pages = segment.pages[begin // kv.page_size : -(-length // kv.page_size)]
+            skipped = begin % kv.page_size
+            rows = (pages * (kv.kv_heads * kv.page_size)).astype(np.int32)[:, None] + in_page
+            np.add(
+                head_rows,
+                rows.reshape(-1)[skipped : skipped + length - begin],
+                out=columns[start:stop].reshape(heads, -1),
+            )
+            start = stop
+        self._columns = torch.from_numpy(columns)
+        offsets = np.zeros(self._rows + 1, np.int32)
+        np.cumsum(np.repeat(seen, heads), out=offsets[1:])
+        self._offsets = torch.from_numpy(offsets)
+        self._weights = torch.empty(len(columns), dtype=kv.keys.dtype)
+        # Zeros, not empty: torch adds them to the scores after a product with beta 0, which a NaN would survive.
+        self._zeros = torch.zeros(len(columns), dtype=kv.keys.dtype)
+        self._runs = _runs(seen.tolist(), heads)
+
+    @staticmethod
+    def possible(kv: KvStore) -> bool:
+        """torch has the two products for float32 on the CPU; the indices are 32 bits wide."""
+        rows = kv.keys[0].numel() // kv.head_dim
+        return kv.keys.device.type == "cpu" and kv.keys.dtype == torch.float32 and rows < 2**31
+
+    def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
+        """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
+        keys, values = self._kv.rows(layer)
+        pattern = torch.sparse_csr_tensor(
+            self._offsets, self._columns, self._zeros, (self._rows, len(keys)), check_invariants=False
+        )
+        flat = query.reshape(self._rows, -1)
+        scores = torch.sparse.sampled_addmm(pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        for start, stop, length in self._runs:
+            torch.softmax(scores[start:stop].view(-1, length), dim=-1, out=self._weights[start:stop].view(-1, length))
+        out = F.embedding_bag(self._columns, values, self._offsets[:-1], mode="sum", per_sample_weights=self._weights)
+        return out.view(query.shape)
+
+
+def _runs(seen: list[int], heads: int) -> list[tuple[int, int, int]]:
+    """(start, stop, row length) of neighbouring sequences of equal length: one softmax each."""
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for length in seen:
+        stop = start + length * heads
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], stop, length)
+        else:
+            runs.append((start, stop, length))
+        start = stop
+    return runs
