@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,16 +17,57 @@ LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
 
 
+Run = tuple[int, int, int]
+"""(start, stop, slot) of consecutive packed rows that one adapter answers."""
+
+_FEW_ROWS = 16
+"""Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
+_MOST_SPARE = 2
+"""Slots multiplied together lie side by side; at most so many times as many as are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Short runs as one batched product over the slots [low, high): `gather` [slots * width] rows of the packed batch,
+    padded with any row; `rows` [n] are those with an adapter and `places` [n] where they are among the gathered."""
+
+    low: int
+    high: int
+    gather: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
 class LoraRuns:
     """What the wrapped linears of one model do at present; shared by all of them."""
 
     def __init__(self) -> None:
-        self.runs: list[tuple[int, int, int]] = []
-        """(start, stop, slot) of packed rows that an adapter answers; others see the base model."""
+        self.single: list[Run] = []
+        """Runs that are multiplied one by one; rows in no run see the base model."""
+        self.together: _Together | None = None
         self.training: LoraWeights | None = None
         """Weights that all rows see, with autograd, while a fine-tune unit runs."""
         self.scaling = 1.0
         """alpha / rank, applied to `training` weights (slots hold it already)."""
+
+    def set(self, runs: list[Run], device: torch.device) -> None:
+        """The runs of the coming forward."""
+        few = [run for run in runs if run[1] - run[0] <= _FEW_ROWS]
+        slots = [slot for _, _, slot in few]
+        if len(few) < 2 or max(slots) + 1 - min(slots) > _MOST_SPARE * len(few):
+            self.single, self.together = runs, None
+            return
+        self.single = [run for run in runs if run[1] - run[0] > _FEW_ROWS]
+        low, high = min(slots), max(slots) + 1
+        width = max(stop - start for start, stop, _ in few)
+        gather = np.zeros((high - low, width), np.int64)
+        rows = np.concatenate([np.arange(start, stop) for start, stop, _ in few])
+        places = np.concatenate([(slot - low) * width + np.arange(stop - start) for start, stop, slot in few])
+        gather.reshape(-1)[places] = rows
+        tables = torch.from_numpy(np.concatenate((gather.reshape(-1), rows, places)))
+        if device.type == "cuda":
+            tables = tables.pin_memory().to(device, non_blocking=True)
+        self.together = _Together(low, high, *tables.split([gather.size, rows.size, places.size]))
 
 
 class LoraLinear(nn.Module):
@@ -50,12 +93,20 @@ class LoraLinear(nn.Module):
         if state.training is not None:
             a, b = state.training[self.name]
             return y + (x @ a.t().to(x.dtype)) @ (b.t() * state.scaling).to(x.dtype)
-        if state.runs:
+        if state.single or state.together is not None:
             rows_in, rows_out = x.view(-1, self.in_features), y.view(-1, self.out_features)
-            for start, stop, slot in state.runs:
+            for start, stop, slot in state.single:
                 low = rows_in[start:stop] @ self.down[slot]  # type: ignore[index]
                 rows_out[start:stop].addmm_(low, self.up[slot])  # type: ignore[index]
+            if state.together is not None:
+                self._add_together(rows_in, rows_out, state.together)
         return y
+
+    def _add_together(self, rows_in: torch.Tensor, rows_out: torch.Tensor, runs: _Together) -> None:
+        slots = slice(runs.low, runs.high)
+        padded = rows_in.index_select(0, runs.gather).view(runs.high - runs.low, -1, self.in_features)
+        added = torch.bmm(torch.bmm(padded, self.down[slots]), self.up[slots])  # type: ignore[index]
+        rows_out.index_add_(0, runs.rows, added.view(-1, self.out_features).index_select(0, runs.places))
 
 
 def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
@@ -88,6 +139,7 @@ class LoraSlots:
         self.runs = LoraRuns()
         self.linears: dict[str, LoraLinear] = {}
         self.slots = slots
+        self._device = next(model.parameters()).device
         for name in targets:
             parent_name, _, attribute = name.rpartition(".")
             parent = model.get_submodule(parent_name)
@@ -103,13 +155,13 @@ class LoraSlots:
             linear.load(slot, a, b, scaling)
 
     @contextmanager
-    def packed(self, runs: list[tuple[int, int, int]]) -> Iterator[None]:
+    def packed(self, runs: list[Run]) -> Iterator[None]:
         """Rows of the packed batch see their own slot."""
-        self.runs.runs = runs
+        self.runs.set(runs, self._device)
         try:
             yield
         finally:
-            self.runs.runs = []
+            self.runs.set([], self._device)
 
     @contextmanager
     def training(self, weights: LoraWeights, scaling: float) -> Iterator[None]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from edged.engine.request import Sampling
 
 NOT_A_TOKEN = -1
+_BLOCK = 128
+"""Tokens of a block in which the drawn one is looked for; common vocabularies are multiples of it."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -142,10 +145,12 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     device, vocab = scores.device, scores.shape[1]
     temperature = _floats([max(row.sampling.temperature, 1e-5) for row in rows], device)
     scores = scores / temperature[:, None]
-    for i, row in enumerate(rows):
-        if 0 < row.sampling.top_k < vocab:
-            lowest = scores[i].topk(row.sampling.top_k).values[-1]
-            scores[i].masked_fill_(scores[i] < lowest, float("-inf"))
+    limited = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k < vocab]
+    if limited:
+        index, counts = _index(limited, device), [rows[i].sampling.top_k for i in limited]
+        some = scores.index_select(0, index)
+        lowest = some.topk(max(counts)).values.gather(1, _index(counts, device)[:, None] - 1)
+        scores.index_copy_(0, index, some.masked_fill_(some < lowest, float("-inf")))
     if any(row.sampling.min_p > 0 for row in rows):
         floor = _floats([np.log(row.sampling.min_p) if row.sampling.min_p > 0 else -np.inf for row in rows], device)
         scores.masked_fill_(scores < scores.max(-1, keepdim=True).values + floor[:, None], float("-inf"))
@@ -155,11 +160,29 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         scores.index_copy_(
             0, index, _top_p(scores.index_select(0, index), _floats([rows[i].sampling.top_p for i in nucleus], device))
         )
-    # In double: a float32 sum over a large vocabulary can end visibly short of 1.
-    cumulated = scores.softmax(-1).double().cumsum(-1)
-    threshold = torch.tensor([uniform(row.seed, row.step) for row in rows], dtype=torch.float64).to(device)
-    reached = cumulated > threshold[:, None] * cumulated[:, -1:]
-    return reached.int().argmax(-1)
+    uniforms = torch.tensor([uniform(row.seed, row.step) for row in rows], dtype=torch.float64)
+    return _inverse(scores.softmax(-1), uniforms.to(device, non_blocking=True))
+
+
+def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token [rows] at which the cumulated `probabilities` [rows, vocab] pass `uniforms` [rows] of their sum.
+
+    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums are double: a float32
+    sum over a large vocabulary can end visibly short of 1.
+    """
+    rows, vocab = probabilities.shape
+    if vocab % _BLOCK:
+        probabilities = F.pad(probabilities, (0, _BLOCK - vocab % _BLOCK))
+    blocks = probabilities.view(rows, -1, _BLOCK)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
+    place = torch.searchsorted(inside.double().cumsum(-1), target - before, right=True)
+    # Two orders of summation may differ in the last bit: never end on a token that cannot be drawn.
+    last = (inside > 0).int().mul_(torch.arange(1, _BLOCK + 1, device=inside.device)).argmax(-1, keepdim=True)
+    return (block * _BLOCK + torch.minimum(place, last))[:, 0]
 
 
 def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

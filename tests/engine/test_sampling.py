@@ -121,3 +121,18 @@ def test_scores_that_are_not_numbers_give_no_token() -> None:
     tokens = sample(scores, rows).read().tokens
     assert tokens[1] == NOT_A_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
+
+
+@pytest.mark.parametrize("vocab", [3, 128, 1000, 5000])
+def test_the_drawn_token_is_where_the_cumulated_probabilities_pass_the_uniform_number(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 3 * torch.randn(200, vocab, generator=generator)
+    logits[:, vocab // 2 :: 3] = float("-inf")
+    rows = [Row(Sampling(temperature=0.7), seed=index, step=5, prompt=(), generated=()) for index in range(200)]
+    drawn = sample(logits.clone(), rows).read().tokens
+    probabilities = (logits.double() / 0.7).softmax(-1).numpy()
+    for token, row, chances in zip(drawn, rows, probabilities, strict=True):
+        point = uniform(row.seed, row.step)
+        ends = chances.cumsum()
+        assert chances[token] > 0
+        assert ends[token] - chances[token] - 1e-6 <= point <= ends[token] + 1e-6
