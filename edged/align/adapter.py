@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from edged.config import AlignSettings
@@ -54,7 +55,8 @@ class AdapterState:
 
     def __init__(self, name: str, spec: LoraSpec, align: AlignSettings, device: torch.device) -> None:
         self.name, self.spec, self.align, self.device = name, spec, align, device
-        self.version = 0
+        self.version = self.newest_number = 0
+        """`newest_number` is the highest version number that was ever given out."""
         self.weights = self._initial()
         self._new_optimizer()
 
@@ -98,7 +100,7 @@ class AdapterState:
             self._optimizer.step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
-        self.version += 1
+        self.version = self.newest_number = max(self.version, self.newest_number) + 1
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -222,11 +224,31 @@ class AdapterFiles:
                 f'{folder}: learnt on another base model ("{manifest.get("base_model")}", '
                 f'not "{self.spec.base_model}" as it is now)'
             )
+        self._check_shapes(folder)
         return folder
 
+    def _check_shapes(self, folder: Path) -> None:
+        alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        wanted = {}
+        for name, (fan_in, fan_out) in self.spec.shapes.items():
+            wanted[f"{_PREFIX}{name}.lora_A.weight"] = (self.spec.rank, fan_in)
+            wanted[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, self.spec.rank)
+        if found != wanted or alpha != self.spec.alpha:
+            raise AdapterError(
+                f"{folder}: learnt with another align.rank, align.alpha or align.target_modules: restore those "
+                "settings to serve it; with these its pairs are learnt anew"
+            )
+
     def load(self, adapter: str, version: int) -> Snapshot:
-        """Read a checked version. Raises AdapterError."""
-        folder = self.check(adapter, version)
+        """Check a version and read it. Raises AdapterError."""
+        self.check(adapter, version)
+        return self.read(adapter, version)
+
+    def read(self, adapter: str, version: int) -> Snapshot:
+        """Read a version that was checked before."""
+        folder = self.path(adapter, version)
         return Snapshot(
             adapter,
             version,

@@ -55,6 +55,8 @@ class DpoStep:
         self._release = release
         self._losses: list[float] = []
         self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
+        """Of the present group; `_earlier_gradients` are those of the groups before it."""
+        self._earlier_gradients: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._batches = self._cut([*self.fresh, *self.replay], min(2 * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
@@ -78,6 +80,7 @@ class DpoStep:
         self.group = Group(
             self._batches.pop(0), lambda p: p.ref_chosen_logp is None and self.version > 0, True, self.decoder
         )
+        self._before = (len(self._losses), len(self.outcomes), len(self.scores), self.trained)
         self._reset_group()
 
     def _reset_group(self) -> None:
@@ -96,9 +99,15 @@ class DpoStep:
         return self.group.tokens_left
 
     def restart(self) -> None:
-        """The group's pages were taken away: its forward starts again; earlier groups' gradients stay."""
+        """The group's pages were taken away: it starts again as if nothing of it had been computed."""
         self.group.restart(self._release)
+        losses, outcomes, scores, self.trained = self._before
+        del self._losses[losses:], self.outcomes[outcomes:], self.scores[scores:]
+        self._clear_gradients()
         self._reset_group()
+
+    def _clear_gradients(self) -> None:
+        torch._foreach_zero_([total for pair in self._gradients.values() for total in pair])
 
     def free(self) -> None:
         """Give the group's pages back."""
@@ -213,7 +222,12 @@ class DpoStep:
     def _end_group(self) -> None:
         self._backward = None
         self.free()
+        if self._earlier_gradients is not None:
+            for name, totals in self._gradients.items():
+                torch._foreach_add_(list(totals), list(self._earlier_gradients[name]))
         if self._batches:
+            self._earlier_gradients = {n: (a.clone(), b.clone()) for n, (a, b) in self._gradients.items()}
+            self._clear_gradients()
             self._open()
         elif self.trained == 0:
             self._end_step()

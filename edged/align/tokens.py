@@ -1,4 +1,4 @@
-"""A stored pair in tokens: the prompt's, then the answer's, then EOS once, as serving produced or would produce them.
+"""A stored pair in tokens: the prompt's, the answer's, then EOS once where it was not cut, as serving produced them.
 
 Owns the choice between stored and fresh tokens, and how an over-long pair is cut. Must not know SQL or training.
 """
@@ -54,8 +54,12 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
     kept = _share(room, len(chosen), len(rejected))
     if (cut := len(chosen) + len(rejected) - sum(kept)) > 0:
         notes.append(f"the answers lost {cut} tokens at their ends (max {max_tokens})")
-    chosen, rejected = chosen[: kept[0]], rejected[: kept[1]]
-    if (cut := len(prompt) + len(chosen) + len(rejected) + 2 - max_tokens) > 0:
+    # An answer that was cut has no end to learn.
+    chosen, rejected = (
+        [*ids, codec.eos_id] if keep == len(ids) else ids[:keep]
+        for ids, keep in zip((chosen, rejected), kept, strict=True)
+    )
+    if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
         cut = min(cut, len(prompt) - 1)
         prompt = prompt[cut:]
         notes.append(f"the prompt lost {cut} tokens at its start (max {max_tokens})")
@@ -63,8 +67,8 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
         pair_id=row.id,
         adapter=row.adapter,
         prompt=tuple(prompt),
-        chosen=(*chosen, codec.eos_id),
-        rejected=(*rejected, codec.eos_id),
+        chosen=tuple(chosen),
+        rejected=tuple(rejected),
         weight=row.weight,
         ref_chosen_logp=row.ref_chosen_logp,
         ref_rejected_logp=row.ref_rejected_logp,

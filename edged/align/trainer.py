@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from edged.align.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
 from edged.align.decoder import Decoder
@@ -57,7 +58,7 @@ class Learner:
     step: FineTuneStep | None = None
     tested_version: int = -1
     best: HeldOutScore | None = None
-    best_weights: Snapshot | None = None
+    best_weights: dict[str, torch.Tensor] | None = None
     loss: float = _FIRST_LOSS
     saved_version: int = 0
     saved_at_s: float = 0.0
@@ -127,6 +128,8 @@ class Trainer:
         learner = self._learners.get(adapter)
         if learner is None:
             state = AdapterState(adapter, self.spec, self._align, self._decoder.device)
+            # What cannot be used on disk keeps its number: a new version never takes its place.
+            state.newest_number = max(self.files.versions(adapter), default=0)
             version = self._versions.setdefault(adapter, 0)
             if version:
                 version = self._versions[adapter] = self._load_newest(state)
@@ -138,7 +141,7 @@ class Trainer:
         version, problems = self.files.newest(state.name)
         self.problems += problems
         if version:
-            snapshot = self.files.load(state.name, version)
+            snapshot = self.files.read(state.name, version)
             state.restore(snapshot.weights, version)
             state.restore_optimizer(snapshot.optimizer)
         return version
@@ -202,27 +205,31 @@ class Trainer:
             # Single pairs would never be accompanied: chance keeps the share.
             wanted = int(self._random.random() < len(fresh) * self._align.replay_share)
         older = self._random.sample(list(learner.replay), wanted)
-        learner.step = DpoStep(
-            learner.state, fresh, older, self._decoder, self._align, self._release, self._most_tokens
-        )
+        try:
+            learner.step = DpoStep(
+                learner.state, fresh, older, self._decoder, self._align, self._release, self._most_tokens
+            )
+        except Exception as error:
+            self._skipped(learner, fresh, f"{type(error).__name__}: {error}")
+            raise
         return learner.step
 
-    def close(self, adapter: str) -> None:
-        """Take in a finished step: outcomes, a new version, the guard's judgement."""
+    def close(self, adapter: str, seconds: float) -> None:
+        """Take in a step that finished `seconds` after it was opened: outcomes, a new version, a judgement."""
         learner = self._learners[adapter]
         step, learner.step = learner.step, None
         assert step is not None
         if isinstance(step, HeldOutTest):
             self._close_test(learner, step)
         else:
-            self._close_step(learner, step)
+            self._close_step(learner, step, seconds)
 
-    def _close_step(self, learner: Learner, step: DpoStep) -> None:
+    def _close_step(self, learner: Learner, step: DpoStep, seconds: float) -> None:
         state = learner.state
         self.records += step.scores
         learner.loss = step.loss if math.isfinite(step.loss) else _FIRST_LOSS
         if step.error:
-            self._skipped(learner, step, step.error)
+            self._skipped(learner, step.fresh, step.error)
             if not math.isfinite(step.loss) and step.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
                 self._restore(learner, learner.best_weights, f"guard: {step.error}")
@@ -240,7 +247,7 @@ class Trainer:
             self.pairs_trained += 1
         if step.trained:
             self.steps += 1
-            self._publish(learner, step.version, "trained", step)
+            self._publish(learner, step.version, "trained", step, seconds)
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
         score = HeldOutScore.of(test.version, test.scores)
@@ -255,11 +262,12 @@ class Trainer:
         reason = judge(score, learner.best, self._guard)
         if reason:
             self._restore(learner, learner.best_weights, reason)
-        elif learner.best is None or score.accuracy >= learner.best.accuracy:
-            learner.best = score
-            learner.best_weights = self._snapshot(learner)
+        elif score.better_than(learner.best, self._guard):
+            learner.best, learner.best_weights = score, learner.state.tensors()
 
-    def _publish(self, learner: Learner, parent: int, reason: str, step: DpoStep | None = None) -> None:
+    def _publish(
+        self, learner: Learner, parent: int, reason: str, step: DpoStep | None = None, seconds: float = 0.0
+    ) -> None:
         state = learner.state
         self._versions[state.name] = state.version
         self.records.append(
@@ -271,6 +279,7 @@ class Trainer:
                 pairs=step.trained if step else 0,
                 loss=step.loss if step else None,
                 grad_norm=step.grad_norm if step else None,
+                step_s=seconds,
             )
         )
         self._published(state, parent)
@@ -297,17 +306,18 @@ class Trainer:
             except AdapterError as error:
                 raise UnknownVersion(f"version {version} of {adapter} is not on disk: {error}") from None
         self.abandon(adapter)
-        self._restore(learner, snapshot, f"rollback to {version}")
+        self._restore(learner, snapshot.weights if snapshot else None, f"rollback to {version}")
         learner.best, learner.best_weights = None, None
         return learner.state.version
 
-    def _restore(self, learner: Learner, snapshot: Snapshot | None, reason: str) -> None:
+    def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
+        """Publish `weights` (None: the untrained ones) as a new version."""
         parent = learner.state.version
-        if snapshot is None:
+        if weights is None:
             learner.state = AdapterState(learner.state.name, self.spec, self._align, self._decoder.device)
             learner.state.version = parent + 1
         else:
-            learner.state.restore(snapshot.weights, parent + 1)
+            learner.state.restore(weights, parent + 1)
         learner.tested_version = learner.state.version
         self._publish(learner, parent, reason)
 
@@ -329,16 +339,16 @@ class Trainer:
             return
         step.free()
         if isinstance(step, DpoStep):
-            self._skipped(learner, step, reason)
+            self._skipped(learner, step.fresh, reason)
         else:
             learner.tested_version = step.version
             learner.unscored.clear()
 
-    def _skipped(self, learner: Learner, step: DpoStep, reason: str) -> None:
-        ids = tuple(pair.pair_id for pair in step.fresh)
-        self.records.append(StepSkipped(step.adapter, step.version, ids, reason))
-        for pair in step.fresh:
-            self._retire(pair, "skipped", learner.state.version, pair.epochs_done, reason)
+    def _skipped(self, learner: Learner, fresh: Sequence[TokenPair], reason: str) -> None:
+        state = learner.state
+        self.records.append(StepSkipped(state.name, state.version, tuple(pair.pair_id for pair in fresh), reason))
+        for pair in fresh:
+            self._retire(pair, "skipped", state.version, pair.epochs_done, reason)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""
@@ -364,6 +374,11 @@ class Trainer:
                 snapshots.append(self._snapshot(learner))
                 learner.saved_version, learner.saved_at_s = learner.state.version, now
         return snapshots
+
+    def save_failed(self, adapter: str) -> None:
+        """The latest version could not be written: it is due again."""
+        if adapter in self._learners:
+            self._learners[adapter].saved_version = -1
 
     def _snapshot(self, learner: Learner) -> Snapshot:
         state = learner.state

@@ -6,6 +6,7 @@ spoken to through thread-safe methods and answers through two callbacks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -59,7 +60,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
-        self._stopping = False
+        self._stopping = self._closed = False
         self._deadline_s: float | None = None
         self._failures = 0
         self._sampled_at_s = 0.0
@@ -127,12 +128,15 @@ class Engine:
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
-        self._post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
 
     def submit_pairs(self, pairs: list[TokenPair]) -> None:
         """Queue preference pairs for learning (or, by their state, for tests and replay)."""
         if pairs:
-            self._post(lambda: self._learning.submit(pairs))
+            # An engine that has ended learns nothing more; the pairs stay queued in the store.
+            with contextlib.suppress(EngineStopping):
+                self._post(lambda: self._learning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
@@ -140,7 +144,12 @@ class Engine:
 
     def forget(self, adapter: str) -> Future[None]:
         """Remove an adapter and its files; the future raises UnknownAdapter."""
-        return self._ask(lambda: self._learning.forget(adapter))
+
+        def forget() -> None:
+            self._serving.forget(adapter)
+            self._learning.forget(adapter)
+
+        return self._ask(forget)
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
@@ -160,7 +169,10 @@ class Engine:
         }
 
     def _post(self, command: Callable[[], None]) -> None:
+        """Have the engine thread run a command. Raises EngineStopping when it has ended."""
         with self._wake:
+            if self._closed:
+                raise EngineStopping(self.error or "the daemon is stopping")
             self._inbox.append(command)
             self._wake.notify()
 
@@ -196,6 +208,13 @@ class Engine:
             self.error = f"the engine stopped: {error}"
             self._serving.fail_all(self.error, time.monotonic())
         finally:
+            with self._wake:
+                self._closed = True
+            self._take_inbox()
+            if self.error:
+                self._serving.fail_all(self.error, time.monotonic())
+            else:
+                self._serving.cancel_all(time.monotonic())
             self._learning.close()
             self._flush()
 
@@ -218,7 +237,7 @@ class Engine:
             result = Result(outcomes, work.forward_s, work.units)
             self._account(plan, result, now - started)
             self._scheduler.complete(result, now)
-            self._learning.close_finished()
+            self._learning.close_finished(now)
             self._failures = 0
         except Exception as error:
             self._failures += 1

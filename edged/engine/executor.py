@@ -37,6 +37,7 @@ class FineTuneJob:
 
     step: FineTuneStep
     slot: int
+    opened_s: float
 
 
 @dataclass(slots=True)

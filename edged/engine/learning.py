@@ -6,6 +6,7 @@ Owns the bridge between the trainer and the scheduler. Must not know losses or p
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,8 @@ from edged.engine.parts import EngineParts
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 
 log = logging.getLogger("edged.align")
+_MOST_OPEN = 2
+"""Steps open at once: one that runs, and one that follows without a gap."""
 
 
 class Learning:
@@ -39,7 +42,10 @@ class Learning:
         self.versions: dict[str, int] = self._trainer.versions()
         self.pairs_queued = 0
         self._failed: dict[int, str] = {}
-        self._paused = not parts.settings.align.enabled or bool(parts.model.trainable_error)
+        self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
+        """Whether pairs can ever be learnt here; where not, they stay in the store."""
+        self._paused = not parts.settings.align.enabled
+        self._unsaved: deque[str] = deque()
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="edged-saver")
         self._trainer.on_publish(self._published)
         for problem in self._trainer.problems:
@@ -49,6 +55,8 @@ class Learning:
 
     def submit(self, pairs: list[TokenPair]) -> None:
         """Hand pairs to the trainer."""
+        if not self.trains:
+            return
         self._trainer.submit(pairs)
         self.versions = self._trainer.versions()
 
@@ -57,16 +65,24 @@ class Learning:
         self._paused = paused
 
     def feed(self, now: float) -> None:
-        """Open the steps that are due and give them to the scheduler."""
+        """Open the steps that are due and give them to the scheduler; few at once, since each holds memory."""
         if self._paused:
             return
         for adapter in self._trainer.ready():
+            # A request that waits for a slot gets the next one.
+            if len(self.jobs) >= _MOST_OPEN or self._parts.slots.refused:
+                return
             slot = self._parts.slots.acquire(self._trainer.state(adapter))
             if slot is None:
                 continue
-            step = self._trainer.open(adapter)
+            try:
+                step = self._trainer.open(adapter)
+            except Exception:
+                log.exception("a step of %s could not be opened; its pairs are skipped", adapter)
+                self._parts.slots.release(slot)
+                continue
             task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
-            self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot), task
+            self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot, now), task
             self._sync(task)
             self._scheduler.add(task, now)
 
@@ -104,7 +120,7 @@ class Learning:
         self._failed = work.failed
         return outcomes
 
-    def close_finished(self) -> None:
+    def close_finished(self, now: float) -> None:
         """Take finished steps in; bring the others' tasks up to date."""
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
@@ -112,7 +128,7 @@ class Learning:
                 self._skip(task_id, self._failed[task_id])
             elif job.step.finished:
                 self._drop(task_id)
-                self._trainer.close(job.step.adapter)
+                self._trainer.close(job.step.adapter, now - job.opened_s)
                 self.versions = self._trainer.versions()
             else:
                 self._sync(task)
@@ -178,6 +194,8 @@ class Learning:
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
+        while self._unsaved:
+            self._trainer.save_failed(self._unsaved.popleft())
         self.pairs_queued = self._trainer.pairs_queued()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
@@ -188,9 +206,10 @@ class Learning:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             path, removed = self._trainer.files.save(snapshot)
-        except OSError as error:
-            # The version stays in memory and the next one is tried again; its pairs are requeued after a restart.
+        except Exception as error:
+            # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
             log.error("adapter %s version %d could not be saved: %s", snapshot.adapter, snapshot.version, error)
+            self._unsaved.append(snapshot.adapter)
             return
         self._journal([VersionSaved(snapshot.adapter, snapshot.version, str(path), removed)])
 
@@ -209,12 +228,16 @@ class Learning:
         """(optimizer steps, pairs trained) since start."""
         return self._trainer.steps, self._trainer.pairs_trained
 
+    def _reason(self) -> str:
+        policy = self._scheduler.policy
+        return "" if policy.trains else f"the policy {policy.name} does not train"
+
     def report(self) -> dict[str, Any]:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": not self._paused,
-            "reason": self._parts.model.trainable_error,
+            "enabled": self.trains and not self._paused,
+            "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,
             "steps": self._trainer.steps,

@@ -109,10 +109,14 @@ class LoraLinear(nn.Module):
         rows_out.index_add_(0, runs.rows, added.view(-1, self.out_features).index_select(0, runs.places))
 
 
+class NoSuchLinears(ValueError):
+    """`target_modules` name no linear of the model."""
+
+
 def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     """Names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
 
-    "all-linear" is every linear of the decoder but the language-model head. Raises ValueError when nothing matches.
+    "all-linear" is every linear of the decoder but the language-model head. Raises NoSuchLinears when nothing matches.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -128,7 +132,7 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     config = LoraConfig(target_modules=targets)
     found = [name for name in linears if check_target_module_exists(config, name)]
     if not found:
-        raise ValueError(f'align.target_modules = {targets!r} matches no linear of the model; try "all-linear"')
+        raise NoSuchLinears(f'align.target_modules = {targets!r} matches no linear of the model; try "all-linear"')
     return found
 
 

@@ -21,7 +21,7 @@ from edged.engine.attention import IMPLEMENTATION, AttentionPass, PagedPass, att
 from edged.engine.batch import Segment, pack
 from edged.engine.kv import KvStore
 from edged.engine.linear import pack_linears, why_not_packed
-from edged.engine.lora import LoraSlots, target_linears
+from edged.engine.lora import LoraSlots, NoSuchLinears, target_linears
 
 _PROBE_TOKENS = 6
 
@@ -72,8 +72,11 @@ class ServedModel:
         return cls(model.eval().requires_grad_(False), device, dtype)
 
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
-        """Wrap the target linears; to be called once."""
-        targets = target_linears(self.model, align.target_modules)
+        """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
+        try:
+            targets = target_linears(self.model, align.target_modules)
+        except NoSuchLinears as error:
+            raise ModelRefused(str(error)) from None
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
@@ -181,6 +184,8 @@ class ServedModel:
                 f"{name} cannot be served: {len(spy.seen)} of its {len(self.layers)} layers use the attention "
                 "interface (layers without attention, or with their own, need a cache that edged does not page)"
             )
+        if "chunked_attention" in (getattr(self.config, "layer_types", None) or ()):
+            raise ModelRefused(f"{name} cannot be served: its chunked attention is not causal over all that precedes")
         if len(set(spy.seen.values())) != 1:
             raise ModelRefused(f"{name} cannot be served: its layers differ in K/V heads or head size: {spy.seen}")
         kv_heads, head_dim = spy.seen[0]
@@ -192,7 +197,7 @@ class ServedModel:
             head_dim=head_dim,
             hidden_size=int(self.config.hidden_size),
             vocab_size=int(self.config.vocab_size),
-            max_positions=int(self.config.max_position_embeddings),
+            max_positions=_max_positions(self.config),
         )
 
 
@@ -232,6 +237,17 @@ class _LastHidden:
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
+
+
+def _max_positions(config: Any) -> int:
+    """The context. LongRoPE takes other frequencies for the whole batch when one position passes the original context:
+    up to there a sequence's K/V do not depend on what shares the batch, so it ends there."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part.get("original_max_position_embeddings") or longest))
+    return longest
 
 
 def _fingerprint(model: nn.Module) -> str:

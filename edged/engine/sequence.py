@@ -14,6 +14,9 @@ from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling import Row
 from edged.scheduler.task import Task
 
+NOT_SHARED = -1
+"""The K/V version of rows that no other sequence may use."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -32,6 +35,8 @@ class Sequence:
     version: int = 0
     kv_version: int = 0
     """Version under which the first K/V row was computed; differs from `version` after a hot update."""
+    pinned: bool = False
+    """It finishes on the version it started with, whatever becomes of its pages."""
     admitted: bool = False
     decoding: bool = False
     cached_tokens: int = 0

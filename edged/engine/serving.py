@@ -16,7 +16,7 @@ from edged.engine.executor import Work
 from edged.engine.parts import EngineParts
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
 from edged.engine.sampling import NOT_A_TOKEN
-from edged.engine.sequence import Sequence
+from edged.engine.sequence import NOT_SHARED, Sequence
 from edged.scheduler.task import Kind, Outcome, Plan, Task
 
 
@@ -36,6 +36,7 @@ class Serving:
         self._admitted = 0
         self._decoding = 0
         self._random = random.SystemRandom()
+        self._pins = parts.settings.serving.on_update == "pin"
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -81,12 +82,14 @@ class Serving:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         adapter = sequence.request.adapter
-        if adapter is not None and self._parts.trainer.version(adapter):
+        if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
             state = self._parts.trainer.state(adapter)
             slot = self._parts.slots.acquire(state)
+            self._parts.slots.refused = slot is None
             if slot is None:
                 return False
             sequence.slot, sequence.version = slot, state.version
+        sequence.pinned = self._pins
         sequence.kv_version = sequence.version
         sequence.admitted = True
         self._admitted += 1
@@ -164,6 +167,7 @@ class Serving:
             if not error:
                 self._executor.share(sequence)
             self._give_back(sequence)
+        self._leave_slot(sequence)
         self._release_followers(sequence)
         self._events.append(sequence.finish(reason, now, error))
 
@@ -172,16 +176,20 @@ class Serving:
             self._decoding -= 1
             sequence.decoding = False
         self._executor.drop(sequence)
-        self._parts.slots.release(sequence.slot)
-        sequence.slot = NO_SLOT
         sequence.admitted = False
         self._admitted -= 1
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self._parts.slots.release(sequence.slot)
+        sequence.slot = NO_SLOT
 
     def preempt(self, task_id: int, now: float) -> None:
         """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
         sequence = self.running[task_id]
         self._executor.share(sequence)
         self._give_back(sequence)
+        if not sequence.pinned:
+            self._leave_slot(sequence)
         self._count_pages(sequence)
         self._scheduler.restart(sequence.task, len(sequence.tokens), now)
 
@@ -218,14 +226,19 @@ class Serving:
 
     def on_publish(self, state: AdapterState, previous: int) -> None:
         """A new version: "hot" moves running sequences to it, "pin" leaves them; the old one's prefixes expire."""
-        hot = self._parts.settings.serving.on_update == "hot"
-        slot = self._parts.slots.publish(state, previous, hot)
-        if hot:
+        slot = self._parts.slots.publish(state, previous, not self._pins)
+        if not self._pins:
             for sequence in self.running.values():
                 if sequence.admitted and sequence.request.adapter == state.name:
                     self._move(sequence, state, slot)
         if self._executor.trie is not None and previous:
             self._executor.trie.expire((state.name, previous))
+
+    def forget(self, adapter: str) -> None:
+        """Nothing that running answers of a forgotten adapter computed is shared: its versions begin anew."""
+        for sequence in self.running.values():
+            if sequence.request.adapter == adapter:
+                sequence.kv_version = NOT_SHARED
 
     def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:

@@ -170,7 +170,7 @@ class Draft:
         """Who holds pages, first to go first: fine-tuning by progress made, then sequences by latest arrival."""
         queues = self._queues
         tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
-        yield from sorted(tuning, key=lambda task: (task.next_unit, task.context))
+        yield from sorted(tuning, key=lambda task: (task.next_unit - len(task.units), task.context))
         yield from [task for task in reversed(self._holders()) if task is not spared]
 
     def _holders(self) -> list[Task]:

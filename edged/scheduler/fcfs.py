@@ -16,6 +16,7 @@ class Fcfs:
     """Every decode, then prompts in the order of arrival until tokens, pages or sequences run out."""
 
     name = "fcfs"
+    trains = False
     order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:

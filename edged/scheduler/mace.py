@@ -49,6 +49,7 @@ class Mace:
     """
 
     name = "mace"
+    trains = True
     order = staticmethod(by_deadline)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:

@@ -20,6 +20,8 @@ class Policy(Protocol):
     """
 
     name: str
+    trains: bool
+    """Whether it ever gives fine-tune tasks anything."""
     order: Order
     """In which order the queues keep prefills."""
 

@@ -122,12 +122,12 @@ def test_an_over_long_prompt_loses_its_start_and_the_note_says_so():
 
 def test_over_long_answers_lose_their_ends_after_the_prompt_shrank_to_a_quarter():
     pair, note = tokenize_pair(CODEC, row("c" * 100, "r" * 10, prompt="p" * 100), 40)
-    assert len(pair.prompt) == 10
-    assert pair.chosen == (*ids("c" * 18), EOS)
+    assert len(pair.prompt) == 11
+    assert pair.chosen == tuple(ids("c" * 18)), "an answer that was cut does not end"
     assert pair.rejected == (*ids("r" * 10), EOS)
     assert "the answers lost 82 tokens at their ends (max 40); the prompt lost" in note
     both, _ = tokenize_pair(CODEC, row("c" * 100, "r" * 100, prompt="p" * 100), 40)
-    assert (len(both.prompt), len(both.chosen), len(both.rejected)) == (10, 15, 15)
+    assert (len(both.prompt), len(both.chosen), len(both.rejected)) == (12, 14, 14)
 
 
 @given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 60), st.integers(16, 80))
@@ -136,14 +136,17 @@ def test_a_pair_never_exceeds_its_room_and_keeps_what_fits(prompt, chosen, rejec
     pair, note = tokenize_pair(CODEC, stored, room)
     total = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
     assert total <= room
-    assert min(len(pair.prompt), len(pair.chosen) - 1, len(pair.rejected) - 1) >= 1
+    assert min(len(pair.prompt), len(pair.chosen), len(pair.rejected)) >= 1
+    assert (pair.chosen[-1] == EOS) == (len(pair.chosen) > chosen)
+    assert (pair.rejected[-1] == EOS) == (len(pair.rejected) > rejected)
     assert pair.prompt == ((EOS,) if not prompt else stored.prompt_ids[-len(pair.prompt) :])
     wanted = max(prompt, 1) + chosen + rejected + 2
     if wanted <= room:
         assert (total, "lost" in note) == (wanted, False)
     else:
         assert "lost" in note
-        assert total >= room - 1
+        # A cut answer leaves the place of its EOS empty; halves are rounded down.
+        assert total >= room - 3
 
 
 def test_an_empty_prompt_is_stood_for_by_eos_and_the_note_says_so():

@@ -54,6 +54,22 @@ class Client:
         return [event.token_id for event in self.tokens[request_id]]
 
 
+def check_pages_after_every_iteration(engine: Engine) -> None:
+    """A broken invariant of pool or trie ends the engine, and so the test."""
+    executor = engine._parts.executor
+    run = executor.run
+
+    def checked(*arguments: Any) -> Any:
+        work = run(*arguments)
+        try:
+            executor.pool.check() if executor.trie is None else executor.trie.check()
+        except AssertionError as error:
+            engine.error = f"pages: {error}"
+        return work
+
+    executor.run = checked  # type: ignore[method-assign]
+
+
 @contextmanager
 def running_engine(
     tmp_path: Path, kind: str = "llama", data: str = "data", **settings: Any
@@ -67,6 +83,7 @@ def running_engine(
     made: Settings = load_settings(environ={}, overrides=overrides)
     client = Client()
     engine = Engine.build(made, model, client.deliver, client.journal, tmp_path / data)
+    check_pages_after_every_iteration(engine)
     engine.start()
     try:
         yield engine, client

@@ -55,9 +55,17 @@ def trained_adapter(model: ServedModel, align: AlignSettings) -> AdapterState:
 
 
 def unit_gradients(
-    kind: str, pairs: list[TokenPair], window: int, chunk: int, loss: str = "sigmoid"
+    kind: str,
+    pairs: list[TokenPair],
+    window: int,
+    chunk: int,
+    loss: str = "sigmoid",
+    preempt_at: tuple[int, ...] = (),
 ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], DpoStep, AdapterState]:
-    """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit."""
+    """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
+
+    Before the units of the numbers `preempt_at` the step loses its pages.
+    """
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
     base = tiny_model(kind).requires_grad_(False)
     base.set_attn_implementation(IMPLEMENTATION)
@@ -71,6 +79,7 @@ def unit_gradients(
     step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000)
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
+    ran = 0
     while not step.finished:
         if step.tokens_left:
             n = min(chunk, step.tokens_left)
@@ -83,6 +92,8 @@ def unit_gradients(
                     model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
                 tap.arm([])
             step.group.advance(n)
+        elif (ran := ran + 1) in preempt_at:
+            step.restart()
         else:
             step.run_unit()
     assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
@@ -209,3 +220,17 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
     assert deep <= 1.1 * short, "more layers need no more memory"
     # Twice the answers: the head's gradients, the upstream and one layer's K/V accumulators double; the graph does not.
     assert long <= 1.9 * short
+
+
+@pytest.mark.parametrize("window", [16, 40], ids=["a group per pair", "one group"])
+def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int) -> None:
+    pairs = make_pairs(12)
+    wanted, calm, _ = unit_gradients("llama", pairs, window, 1000)
+    # In its heads, early and late in its backward pass, and, with two groups, in the second one.
+    got, shaken, _ = unit_gradients("llama", pairs, window, 1000, preempt_at=(2, 9, 20, 33))
+    assert [(pair.pair_id, trained) for pair, _, trained in shaken.outcomes] == [(0, True), (1, True)]
+    assert len(shaken.scores) == 2
+    assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
+    for name, gradients in wanted.items():
+        for one, other in zip(gradients, got[name], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
