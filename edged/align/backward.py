@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from edged.align.decoder import Branches, Decoder, KeysValues, LoraLeaves
 from edged.align.group import Group, HeadWindow, Stream
+from edged.align.transfer import upload
 
 
 def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -31,12 +33,12 @@ def upstream_of(
     """d loss / d (last layer's output) [kept rows, hidden]: the heads' gradients times each answer's coefficient."""
     device = decoder.device
     scale = torch.tensor(coefficients, dtype=torch.float32).to(device)
-    kept_row = torch.full((group.rows,), -1, dtype=torch.int64)
+    kept_rows = np.full(group.rows, -1, np.int64)
     for stream in group.streams:
         if stream.kept >= 0:
-            rows = torch.arange(stream.kept, stream.kept + stream.layout.tokens)
-            kept_row[stream.row : stream.row + stream.layout.tokens] = rows
-    kept_row = kept_row.to(device)
+            rows = np.arange(stream.kept, stream.kept + stream.layout.tokens)
+            kept_rows[stream.row : stream.row + stream.layout.tokens] = rows
+    (kept_row,) = upload([kept_rows], device)
     out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
     for head in heads:
         if head.gradient is not None:

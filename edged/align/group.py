@@ -15,6 +15,7 @@ from edged.align.decoder import Decoder
 from edged.align.layer_inputs import LayerInputs
 from edged.align.layout import PairLayout, Piece
 from edged.align.pair import TokenPair
+from edged.align.transfer import upload
 
 Work = tuple[str, int]
 """A unit's kind ("head", "layer" or "step") and the tokens it covers."""
@@ -127,8 +128,10 @@ def head_windows(group: Group, reference: bool, size: int, device: torch.device)
             owners.append(np.where(np.arange(len(r)) < chosen, 2 * index, 2 * index + 1))
     if not rows:
         return []
-    tables = torch.from_numpy(np.stack([np.concatenate(x) for x in (rows, targets, owners)])).to(device)
-    return [HeadWindow(part[0], part[1], part[2], reference) for part in tables.split(size, dim=1)]
+    row, target, owner = (
+        table.split(size) for table in upload([*map(np.concatenate, (rows, targets, owners))], device)
+    )
+    return [HeadWindow(*part, reference=reference) for part in zip(row, target, owner, strict=True)]
 
 
 def head_window_size(window_tokens: int, vocab_size: int) -> int:

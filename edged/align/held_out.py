@@ -32,7 +32,6 @@ class HeldOutTest:
         self.adapter, self.version, self.decoder, self.align = adapter, version, decoder, align
         self.scores: list[PairScored] = []
         self.finished = False
-        self.loss = 0.0
         self._release = release
         self._pairs = list(pairs)
         self._open()

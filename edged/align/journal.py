@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import datetime
@@ -29,8 +28,6 @@ from edged.store.feedback import PairRow
 
 log = logging.getLogger(__name__)
 
-SAMPLE_EVERY_S = 0.1
-"""At most one iteration in this time is kept as a sample."""
 FLUSH_SAMPLES = 50
 """Samples that are written together, so that serving alone costs a disk write every few seconds."""
 
@@ -38,19 +35,11 @@ FLUSH_SAMPLES = 50
 class Journal:
     """Takes records on the engine thread and has them written behind it, in order."""
 
-    def __init__(
-        self,
-        store: Store,
-        ref_model: str,
-        keep_samples: int = 20_000,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`ref_model` names what computes reference log-probabilities; `clock` returns seconds."""
+    def __init__(self, store: Store, ref_model: str, keep_samples: int = 20_000) -> None:
+        """`ref_model` names what computes reference log-probabilities."""
         self._store = store
         self._ref_model = ref_model
         self._keep_samples = keep_samples
-        self._clock = clock
-        self._next_sample_s = float("-inf")
         self._samples: list[tuple[str, IterationSample]] = []
 
     def append(self, records: Sequence[Record]) -> None:
@@ -60,8 +49,7 @@ class Journal:
         for record in records:
             if not isinstance(record, IterationSample):
                 durable.append(record)
-            elif self._clock() >= self._next_sample_s:
-                self._next_sample_s = self._clock() + SAMPLE_EVERY_S
+            else:
                 self._samples.append((utc_text(now), record))
         if durable or len(self._samples) >= FLUSH_SAMPLES:
             self._write(durable, now)

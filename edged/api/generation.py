@@ -68,6 +68,8 @@ class Answer:
         self.token_ids: list[int] = []
         self.text = ""
         self.finish: FinishEvent | None = None
+        self.version = 0
+        """The adapter's version that answered last."""
         self._codec, self._sampling = codec, ask.sampling
         self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(ask.stops)
         self._fresh = ""
@@ -93,6 +95,7 @@ class Answer:
         if self.stopped:
             return
         self.token_ids.append(event.token_id)
+        self.version = event.version
         if event.token_id in self._sampling.stop_token_ids:
             return
         piece = self._detokenizer.push(event.token_id)
@@ -166,7 +169,7 @@ class Generation:
     @property
     def version(self) -> int:
         """The adapter's version that answered; 0 is the base model."""
-        return max((answer.finish.version for answer in self.answers if answer.finish), default=0)
+        return max(answer.version for answer in self.answers)
 
     def start(self) -> None:
         """Submit one engine request per choice; the first one's prompt is shared. Raises EngineBusy, RequestRefused."""

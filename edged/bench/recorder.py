@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from edged.align.metrics import RECENT_PAIRS
 from edged.align.pair import PairScored, Record, StepSkipped
 from edged.engine.request import Event, FinishEvent, TokenEvent
-
-RECENT_PAIRS = 50
 
 
 @dataclass(slots=True)

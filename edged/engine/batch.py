@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from edged.align.transfer import upload
 from edged.engine.kv import KvStore
 
 NO_SLOT = -1
@@ -37,6 +38,11 @@ class Segment:
     """Whether the last token's logits are wanted."""
     start: int = field(default=0, init=False)
     """Row of its first token in the packed batch."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a single token that sees all rows before it."""
+        return len(self.tokens) == 1 and self.hidden is None
 
 
 @dataclass(slots=True)
@@ -70,74 +76,27 @@ class PackedBatch:
     decode_tables: torch.Tensor
     decode_context: torch.Tensor
     prefills: list[Prefill]
-    segments: list[Segment]
-
-    @property
-    def tokens(self) -> int:
-        """Packed tokens."""
-        return self.input_ids.shape[1]
 
 
 def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBatch:
     """Pack `segments` (reordered by adapter slot, single tokens first) and move all tables to `device` at once."""
     ordered = sorted(segments, key=lambda s: (s.slot, len(s.tokens) > 1))
-    total = sum(len(s.tokens) for s in ordered)
-    ids, positions = np.empty(total, np.int64), np.empty(total, np.int64)
-    pages, offsets = np.empty(total, np.int64), np.empty(total, np.int64)
-    runs: list[tuple[int, int, int]] = []
-    decodes: list[Segment] = []
-    start = 0
-    for segment in ordered:
-        n = len(segment.tokens)
-        stop = start + n
-        segment.start = start
-        ids[start:stop] = segment.tokens
-        if n == 1 and segment.hidden is None:
-            decodes.append(segment)
-            positions[start] = segment.position
-            pages[start], offsets[start] = (
-                segment.pages[segment.context // kv.page_size],
-                segment.context % kv.page_size,
-            )
-        else:
-            positions[start:stop] = np.arange(segment.position, segment.position + n)
-            rows = np.arange(segment.context, segment.context + n)
-            pages[start:stop], offsets[start:stop] = segment.pages[rows // kv.page_size], rows % kv.page_size
-        if runs and runs[-1][2] == segment.slot:
-            runs[-1] = (runs[-1][0], stop, segment.slot)
-        else:
-            runs.append((start, stop, segment.slot))
-        start = stop
-    width = max((s.context // kv.page_size + 1 for s in decodes), default=0)
-    tables = np.zeros((len(decodes), width), np.int64)
-    for row, segment in enumerate(decodes):
-        used = segment.context // kv.page_size + 1
-        tables[row, :used] = segment.pages[:used]
-    chunks = [s for s in ordered if len(s.tokens) > 1 or s.hidden is not None]
-    chunk_tables = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if s.context]
-    parts = [
-        ids,
-        positions,
-        pages,
-        offsets,
-        np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
-        np.array([s.start for s in decodes], np.int64),
-        np.array([s.context for s in decodes], np.int64),
-        tables.reshape(-1),
-        *chunk_tables,
-    ]
-    moved = _to_device(parts, device)
+    rows, runs = _rows(ordered, kv.page_size)
+    decodes = [s for s in ordered if s.is_decode]
+    chunks = [s for s in ordered if not s.is_decode]
+    tables = _tables(decodes, kv.page_size)
+    moved = upload(
+        [
+            *rows,
+            np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
+            np.array([s.start for s in decodes], np.int64),
+            np.array([s.context for s in decodes], np.int64),
+            tables.reshape(-1),
+            *(s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if s.context),
+        ],
+        device,
+    )
     chunk_pages = iter(moved[8:])
-    prefills = [
-        Prefill(
-            s.start,
-            s.start + len(s.tokens),
-            s.context,
-            s.hidden,
-            kv.block_index(next(chunk_pages)[None]) if s.context else None,
-        )
-        for s in chunks
-    ]
     return PackedBatch(
         input_ids=moved[0][None],
         position_ids=moved[1][None],
@@ -146,16 +105,54 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBa
         runs=[run for run in runs if run[2] != NO_SLOT],
         decodes=decodes,
         decode_rows=moved[5],
-        decode_tables=moved[7].view(len(decodes), width),
         decode_context=moved[6],
-        prefills=prefills,
-        segments=ordered,
+        decode_tables=moved[7].view(tables.shape),
+        prefills=[
+            Prefill(
+                s.start,
+                s.start + len(s.tokens),
+                s.context,
+                s.hidden,
+                kv.block_index(next(chunk_pages)[None]) if s.context else None,
+            )
+            for s in chunks
+        ],
     )
 
 
-def _to_device(parts: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All integer tables in one transfer; the results are views of one device tensor."""
-    joined = torch.from_numpy(np.concatenate(parts))
-    if device.type == "cuda":
-        joined = joined.pin_memory().to(device, non_blocking=True)
-    return list(joined.split([part.size for part in parts]))
+def _rows(ordered: list[Segment], page_size: int) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:
+    """Of every packed token its id, position, page and offset in the page; and the runs under one slot.
+
+    Sets each segment's `start`.
+    """
+    total = sum(len(s.tokens) for s in ordered)
+    ids, positions, pages, offsets = (np.empty(total, np.int64) for _ in range(4))
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for segment in ordered:
+        n, context = len(segment.tokens), segment.context
+        stop = start + n
+        segment.start = start
+        ids[start:stop] = segment.tokens
+        if n == 1:
+            positions[start] = segment.position
+            pages[start], offsets[start] = segment.pages[context // page_size], context % page_size
+        else:
+            positions[start:stop] = np.arange(segment.position, segment.position + n)
+            rows = np.arange(context, context + n)
+            pages[start:stop], offsets[start:stop] = segment.pages[rows // page_size], rows % page_size
+        if runs and runs[-1][2] == segment.slot:
+            runs[-1] = (runs[-1][0], stop, segment.slot)
+        else:
+            runs.append((start, stop, segment.slot))
+        start = stop
+    return [ids, positions, pages, offsets], runs
+
+
+def _tables(decodes: list[Segment], page_size: int) -> np.ndarray:
+    """The decodes' page tables [n, width], padded with page 0."""
+    tables = np.zeros((len(decodes), max((s.context // page_size + 1 for s in decodes), default=0)), np.int64)
+    for row, segment in enumerate(decodes):
+        used = segment.context // page_size + 1
+        tables[row, :used] = segment.pages[:used]
+    return tables

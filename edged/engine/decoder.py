@@ -14,6 +14,7 @@ import torch
 
 from edged.align.decoder import Branches, KeysValues, LoraLeaves
 from edged.align.layer_inputs import LayerInputs
+from edged.align.transfer import upload
 from edged.engine.attention import BranchPass
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
@@ -42,7 +43,7 @@ class PagedDecoder:
 
     def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
         """See `Decoder`."""
-        used = torch.from_numpy(pages[: -(-rows // self._kv.page_size)]).to(self.device)
+        (used,) = upload([pages[: -(-rows // self._kv.page_size)]], self.device)
         keys, values = self._kv.read(layer, self._kv.block_index(used[None]), 1)
         return keys[0, :, :rows], values[0, :, :rows]
 

@@ -12,6 +12,7 @@ import torch
 
 from edged.align.group import Group, Stream
 from edged.align.layout import Piece
+from edged.align.transfer import upload
 from edged.engine.batch import NO_SLOT, Segment
 from edged.engine.decoder import Take
 
@@ -53,13 +54,13 @@ def take_of(group: Group, taken: Taken, segments: list[Segment], device: torch.d
             if not kept:
                 kept_start = stream.kept + piece.start
             kept.append(packed)
-    moved = torch.from_numpy(np.concatenate([*rows, *last, *kept])).to(device, non_blocking=True)
-    n = sum(len(part) for part in rows)
+    tables = [np.concatenate(part) for part in (rows, last, kept) if part]
+    moved = upload(tables, device)
     return Take(
         last=group.last,
-        rows=moved[:n],
-        last_rows=moved[n : 2 * n],
+        rows=moved[0],
+        last_rows=moved[1],
         inputs=group.inputs if kept else None,
-        kept_rows=moved[2 * n :] if kept else None,
+        kept_rows=moved[2] if kept else None,
         kept_start=kept_start,
     )

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from edged.align.transfer import upload
+
 LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
 
@@ -64,10 +66,7 @@ class LoraRuns:
         rows = np.concatenate([np.arange(start, stop) for start, stop, _ in few])
         places = np.concatenate([(slot - low) * width + np.arange(stop - start) for start, stop, slot in few])
         gather.reshape(-1)[places] = rows
-        tables = torch.from_numpy(np.concatenate((gather.reshape(-1), rows, places)))
-        if device.type == "cuda":
-            tables = tables.pin_memory().to(device, non_blocking=True)
-        self.together = _Together(low, high, *tables.split([gather.size, rows.size, places.size]))
+        self.together = _Together(low, high, *upload([gather.reshape(-1), rows, places], device))
 
 
 class LoraLinear(nn.Module):

@@ -20,6 +20,7 @@ from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie
 from edged.config import Settings
 from edged.engine.executor import Executor
+from edged.engine.lora import LoraSlots
 from edged.engine.memory import page_count
 from edged.engine.model import ServedModel
 from edged.engine.process import thread_count
@@ -51,6 +52,8 @@ class EngineParts:
     max_context_tokens: int
     end_ids: frozenset[int]
     task_ids: itertools.count[int]
+    temporary: tempfile.TemporaryDirectory[str] | None
+    """Holds the adapters of an engine without a data folder; it goes with the engine."""
 
     def report(self) -> dict[str, Any]:
         """Model, pages, prefixes, cost model and scheduler, as the status shows them."""
@@ -110,21 +113,12 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions
-    assert model.lora is not None
-    shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     name = settings.model.name or Path(model_dir).name
-    spec = LoraSpec(
-        shapes=shapes,
-        rank=settings.align.rank,
-        alpha=settings.align.alpha,
-        base_model=name,
-        fingerprint=model.fingerprint,
-        peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes}))
-        if settings.align.target_modules == "all-linear"
-        else tuple(sorted(shapes)),
-    )
-    folder = (data_dir or Path(tempfile.mkdtemp(prefix="edged-"))) / "adapters" / spec.fingerprint
-    files = AdapterFiles(folder, spec, settings.store.keep_versions)
+    assert model.lora is not None
+    spec = _lora_spec(model.lora, name, model.fingerprint, settings)
+    temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
+    folder = Path(temporary.name) if temporary else Path(data_dir or "")
+    files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
     flops, bandwidth = _GUESSED_RATES[model.device.type]
     cost = CostModel.guess(
         parameters=model.shape.parameters,
@@ -150,4 +144,19 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),
         end_ids=end_ids,
         task_ids=itertools.count(1),
+        temporary=temporary,
+    )
+
+
+def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:
+    """What a base model's adapters look like."""
+    shapes = {name: (linear.in_features, linear.out_features) for name, linear in lora.linears.items()}
+    all_linear = settings.align.target_modules == "all-linear"
+    return LoraSpec(
+        shapes=shapes,
+        rank=settings.align.rank,
+        alpha=settings.align.alpha,
+        base_model=base_model,
+        fingerprint=fingerprint,
+        peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes} if all_linear else shapes)),
     )

@@ -56,6 +56,8 @@ class TokenEvent:
 
     request_id: str
     token_id: int
+    version: int = 0
+    """The adapter's version that it was sampled under."""
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
 

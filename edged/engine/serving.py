@@ -154,7 +154,7 @@ class Serving:
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1
-        self._events.append(TokenEvent(sequence.request.request_id, token, logprob, top))
+        self._events.append(TokenEvent(sequence.request.request_id, token, sequence.version, logprob, top))
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:
         """The last thing that happens to a sequence: its pages are shared or freed, its event is queued."""

@@ -50,6 +50,8 @@ class Codec:
         self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
         """All tokens that end an answer in serving."""
         self.vocab_size: int = len(tokenizer)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._token_bytes: dict[int, bytes] = {}
         self._byte_of = _byte_alphabet() if _joins_bytes(tokenizer) else None
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
 
@@ -126,10 +128,16 @@ class Codec:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, with its leading space; a special token's name."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id in self._tokenizer.all_special_ids:
+        if token_id in self._special_ids:
             return str(token).encode()
         if self._byte_of is not None:
             known = [self._byte_of.get(char) for char in token]

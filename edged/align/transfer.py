@@ -1,0 +1,20 @@
+"""Index tables on their way to the device.
+
+Owns the transfer: one copy for many tables, which the host does not wait for. Must not know what the tables mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """One-dimensional int64 tables in one transfer; the results are views of one device tensor."""
+    joined = torch.from_numpy(np.concatenate(parts))
+    if device.type == "cuda":
+        # From pinned memory, or the host would wait until the device has caught up.
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return list(joined.split([part.size for part in parts]))
