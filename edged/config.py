@@ -41,7 +41,9 @@ class ModelSettings(_Section):
     )
     threads: int = Field(0, ge=0, description="CPU threads of an operation; 0: 1 for small models, else all cores")
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
-    ragged_decode: bool = Field(True, description="CPU, float32: decodes read K/V in place, without copy or padding")
+    decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
+        "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
+    )
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )
@@ -176,15 +178,22 @@ def load_settings(
     for name, value in sorted((dict(os.environ) if environ is None else environ).items()):
         if name.startswith("EDGED_") and "__" in name:
             section, key = name[len("EDGED_") :].lower().split("__", 1)
-            values.setdefault(section, {})[key] = value
+            _override(values, section, key, value, source)
     for dotted, value in (overrides or {}).items():
         if value is not None:
             section, key = dotted.split(".", 1)
-            values.setdefault(section, {})[key] = value
+            _override(values, section, key, value, source)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _override(values: dict[str, Any], section: str, key: str, value: Any, source: str) -> None:
+    known = values.setdefault(section, {})
+    if not isinstance(known, dict):
+        raise ConfigError(f'{source}: "{section}" = {known!r} is not a section: write [{section}] above its settings')
+    known[key] = value
 
 
 def _explain(item: Any) -> str:

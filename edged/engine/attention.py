@@ -6,21 +6,25 @@ requests, adapters or policies.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from edged.align.decoder import Branches
+from edged.engine import ragged
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.kv import KvStore
 from edged.engine.ragged import RaggedDecode
 
 IMPLEMENTATION = "edged_paged"
+DecodePath = Literal["padded", "ragged", "triton"]
+log = logging.getLogger("edged.engine")
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
@@ -136,16 +140,33 @@ def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
     return torch.zeros(ahead.shape, dtype=dtype, device=ahead.device).masked_fill_(hidden, float("-inf"))
 
 
+def pick_decode_path(kv: KvStore, wanted: str) -> DecodePath:
+    """The way in which single tokens attend: `wanted`, or for "auto" the fastest that this K/V storage allows."""
+    fastest = "triton" if kv.keys.device.type == "cuda" else "ragged"
+    path = cast(DecodePath, fastest if wanted == "auto" else wanted)
+    reason = ""
+    if path == "triton":
+        from edged.engine import triton_decode  # triton is slow to import, and not everywhere
+
+        reason = triton_decode.why_not(kv)
+    elif path == "ragged":
+        reason = ragged.why_not(kv)
+    if reason:
+        log.info("decode attention gathers pages (%s is not used: %s)", path, reason)
+        return "padded"
+    return path
+
+
 class PagedPass:
     """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
 
-    Single tokens are attended together: where `ragged` is set and possible, each over its own length, else padded to
-    the longest. Longer segments are attended one by one.
+    Single tokens are attended together on the path that `pick_decode_path` gave: "ragged" and "triton" read each
+    context's pages where they lie, "padded" gathers them, padded to the longest. Longer segments follow one by one.
     """
 
-    def __init__(self, batch: PackedBatch, kv: KvStore, ragged: bool = True) -> None:
+    def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
-        self._ragged = ragged and RaggedDecode.possible(kv)
+        self._decode_path = decode_path
         self._ragged_decodes: dict[int | None, RaggedDecode] = {}
         self._decode_masks: dict[int | None, torch.Tensor] = {}
         self._decode_blocks: torch.Tensor | None = None
@@ -178,7 +199,13 @@ class PagedPass:
         batch = self.batch
         n = len(batch.decode_rows)
         rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
-        if self._ragged:
+        if self._decode_path == "triton":
+            from edged.engine import triton_decode
+
+            return triton_decode.paged_decode(
+                layer, rows, batch.decode_tables, batch.decode_context, self.kv, scaling, window, softcap
+            )
+        if self._decode_path == "ragged":
             if window not in self._ragged_decodes:
                 self._ragged_decodes[window] = RaggedDecode(batch.decodes, query.shape[0], self.kv, window)
             return self._ragged_decodes[window].attend(layer, rows, scaling, softcap)

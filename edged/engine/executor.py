@@ -18,7 +18,7 @@ import torch
 from edged.align.trainer import FineTuneStep
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
-from edged.engine.attention import PagedPass, attention_pass
+from edged.engine.attention import DecodePath, PagedPass, attention_pass
 from edged.engine.batch import Segment, pack
 from edged.engine.decoder import LayerTap, PagedDecoder, Take
 from edged.engine.finetune import Taken, segments_of, take_of
@@ -87,11 +87,11 @@ class Executor:
     """Owns the model with its pages; the engine thread alone calls it."""
 
     def __init__(
-        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, ragged_decode: bool
+        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, decode_path: DecodePath
     ) -> None:
         assert model.lora is not None
         self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
-        self._ragged_decode = ragged_decode
+        self._decode_path = decode_path
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
@@ -174,7 +174,7 @@ class Executor:
             kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
             self._tap.arm(kept)
             try:
-                with attention_pass(PagedPass(batch, self.kv, self._ragged_decode)), self._lora.packed(batch.runs):
+                with attention_pass(PagedPass(batch, self.kv, self._decode_path)), self._lora.packed(batch.runs):
                     logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             finally:
                 self._tap.arm([])

@@ -19,6 +19,7 @@ from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie
 from edged.config import Settings
+from edged.engine.attention import pick_decode_path
 from edged.engine.executor import Executor
 from edged.engine.lora import LoraSlots
 from edged.engine.memory import page_count
@@ -109,7 +110,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pool.allocate(1)
     usable = pages - 1
     trie = PrefixTrie(pool) if settings.cache.prefix_sharing else None
-    executor = Executor(model, kv, pool, trie, settings.model.ragged_decode)
+    executor = Executor(model, kv, pool, trie, pick_decode_path(kv, settings.model.decode_attention))
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions

@@ -23,6 +23,15 @@ from edged.engine.kv import KvStore
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
 
+def why_not(kv: KvStore) -> str:
+    """Why this path cannot be used on this K/V storage; "" when it can."""
+    if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
+        return f"torch has the sparse products for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
+    if kv.keys[0].numel() // kv.head_dim >= 2**31:
+        return "the cache has more rows than 32 bits can number"
+    return ""
+
+
 class RaggedDecode:
     """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
 
@@ -54,12 +63,6 @@ class RaggedDecode:
         # Zeros, not empty: torch adds them to the scores after a product with beta 0, which a NaN would survive.
         self._zeros = torch.zeros(len(columns), dtype=kv.keys.dtype)
         self._runs = _runs(seen.tolist(), heads)
-
-    @staticmethod
-    def possible(kv: KvStore) -> bool:
-        """torch has the two products for float32 on the CPU; the indices are 32 bits wide."""
-        rows = kv.keys[0].numel() // kv.head_dim
-        return kv.keys.device.type == "cpu" and kv.keys.dtype == torch.float32 and rows < 2**31
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
         """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
