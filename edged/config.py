@@ -109,6 +109,7 @@ class AlignSettings(_Section):
     loss_threshold: float = Field(0.05, ge=0.0, description="a pair whose loss is below it is learnt (CheckEnd)")
     window_tokens: Count = Field(256, description="tokens of one backward unit")
     max_pair_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="longer pairs keep the prompt's end")
+    max_loaded_adapters: Count = Field(64, description="adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = Field(32, description="adapters held in the model at once")
 
 

@@ -22,10 +22,11 @@ from transformers.utils import logging as transformers_logging
 
 import edged
 from edged.align.journal import Journal
+from edged.api.addresses import socket_paths
 from edged.api.app import make_app
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, socket_path, tcp_socket
+from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
 from edged.api.teacher import Teacher
 from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
@@ -110,18 +111,17 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         folder = data_folder(self._settings.store.data_dir, self._environ)
-        model_dir, name = find_model(self._settings.model)
         store = Store(folder / DATABASE_FILE)
         try:
-            listener = UnixListener(socket_path(self._settings.api, self._environ))
+            listener = UnixListener(socket_paths(self._settings.api.socket, self._environ)[0])
             try:
-                return await self._serve(listener, store, model_dir, name, folder)
+                return await self._serve(listener, store, folder)
             finally:
                 listener.close()
         finally:
             store.close()
 
-    async def _serve(self, listener: UnixListener, store: Store, model_dir: Path, name: str, folder: Path) -> int:
+    async def _serve(self, listener: UnixListener, store: Store, folder: Path) -> int:
         runner = web.AppRunner(
             make_app(self._settings.api, self._lifecycle),
             access_log=None,
@@ -134,11 +134,10 @@ class Daemon:
             await web.SockSite(runner, listener.socket).start()
             if self._settings.api.listen:
                 await web.SockSite(runner, tcp_socket(self._settings.api.listen, self._settings.api.token)).start()
-            log.info("edged %s loads %s; socket %s, data in %s", edged.__version__, model_dir, listener.path, folder)
+            model = self._settings.model.path
+            log.info("edged %s loads %s; socket %s, data in %s", edged.__version__, model, listener.path, folder)
             hub = Hub(asyncio.get_running_loop())
-            loading = asyncio.ensure_future(
-                _in_thread(lambda: self._load(store, hub, model_dir, name, folder), "edged-loader")
-            )
+            loading = asyncio.ensure_future(_in_thread(lambda: self._load(store, hub, folder), "edged-loader"))
             stopping = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
@@ -151,8 +150,9 @@ class Daemon:
         finally:
             await runner.cleanup()
 
-    def _load(self, store: Store, hub: Hub, model_dir: Path, name: str, folder: Path) -> Services:
-        """Build what takes time: tokenizer, model, cache. Raises CodecError or ModelRefused."""
+    def _load(self, store: Store, hub: Hub, folder: Path) -> Services:
+        """Build what takes time: download, tokenizer, model, cache. Raises ModelMissing, CodecError or ModelRefused."""
+        model_dir, name = find_model(self._settings.model)
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
         codec = Codec.load(model_dir)

@@ -240,6 +240,55 @@ def test_a_daemon_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path, mode
             assert http.get("/v1/adapters/tom").json()["pairs_seen"] == len(pair_ids) == 1
 
 
+def test_a_daemon_that_downloads_its_model_answers_and_stops_when_it_is_told_to(tmp_path: Path, model: Path) -> None:
+    with started(tmp_path, model, download_s=60.0) as daemon:
+        assert early_answer(daemon) == 503
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert not daemon.socket.exists()
+
+
+def test_each_base_model_finds_what_it_had_learned(tmp_path: Path, model: Path) -> None:
+    other = save_tiny(tmp_path / "other", seed=7, max_position_embeddings=4096)
+    first = learn_on(tmp_path, model, "good")
+    second = learn_on(tmp_path, other, "better")
+    assert second["pairs_trained"] + second["pairs_held_out"] == 8
+    with running(tmp_path, model, store__save_every_s=0.05) as daemon, daemon.http() as http:
+        assert "another base model was served before" in daemon.log
+        assert "learned again" not in daemon.log
+        assert wait_until_learned(http)["pairs_seen"] == 8
+        again = http.get("/v1/adapters/tom").json()
+        assert again["series"][: len(first["series"])] == first["series"]
+        known = {version["version"]: version for version in again["versions"]}
+        assert [known[version["version"]] | {"on_disk": 1, "path": 1} for version in first["versions"]] == [
+            version | {"on_disk": 1, "path": 1} for version in first["versions"]
+        ]
+        path = Path(http.get("/v1/adapters/tom/export").json()["path"])
+        assert path.parent == Path(next(v["path"] for v in first["versions"] if v["path"])).parent
+
+
+def learn_on(folder: Path, model: Path, word: str) -> dict[str, Any]:
+    """Serve `model`, teach tom four pairs, and wait until all that he ever gave are learned and saved."""
+    with running(folder, model, store__save_every_s=0.05) as daemon, daemon.http() as http:
+        for i in range(4):
+            body = {"user": "tom", "prompt": f"q{i}", "chosen": f"{word} {i}", "rejected": f"bad {i}"}
+            assert http.post("/v1/feedback", json=body).status_code == 200
+        wait_until_learned(http)
+        assert daemon.stop() == 0
+    with running(folder, model, align__enabled="false") as daemon, daemon.http() as http:
+        return dict(http.get("/v1/adapters/tom").json())
+
+
+def wait_until_learned(http: httpx2.Client) -> dict[str, Any]:
+    """Tom's adapter once none of his pairs waits."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        body = http.get("/v1/adapters/tom").json()
+        if body.get("pairs_queued") == 0:
+            return dict(body)
+        time.sleep(0.05)
+    raise AssertionError(f"pairs still wait: {body}")
+
+
 def early_answer(daemon: LiveDaemon) -> int:
     """The status of the first answer of a daemon that has just been started."""
     deadline = time.monotonic() + 30

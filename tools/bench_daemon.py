@@ -3,8 +3,8 @@
 
     python tools/bench_daemon.py [--starts 5] [--idle 30] [--json]
 
-Every start is a daemon of its own with the demo model and an empty data folder; it answers one chat, rests for a moment,
-and is then watched for `--idle` seconds. The share is of one core.
+Every start is a daemon of its own with the demo model and an empty data folder; it answers one chat, rests for a
+moment, and is then watched for `--idle` seconds. The share is of one core.
 """
 
 from __future__ import annotations

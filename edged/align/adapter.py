@@ -124,7 +124,7 @@ class AdapterState:
                             "(another rank or other target_modules?)"
                         )
                     leaf.copy_(value)
-        self.version = version
+        self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 Owns their shapes. Must not know the database, tokens, or anything slow to import: the command line uses it.
 
 A pair is a dict: `chosen` and `rejected` (the answers' texts) and either `messages` (the conversation before the
-answer, as the chat API takes it) or `prompt` (plain text). That is a body of `POST /v1/feedback`, but for the user.
+answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare tokens); edged's own format may add
+`user` and `weight`. With a user, that is a body of `POST /v1/feedback`.
 """
 
 from __future__ import annotations
@@ -188,11 +189,14 @@ def _answer(messages: list[dict[str, Any]], name: str) -> str:
 
 def _parse_edged(row: Pair) -> Pair:
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
     if row.get("messages") is not None:
-        return _with_messages(_messages(row["messages"], "messages"), chosen, rejected)
+        return _with_messages(_messages(row["messages"], "messages"), chosen, rejected) | more
+    if row.get("prompt_ids") is not None:
+        return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
     if "prompt" not in row:
-        raise FormatError('has neither "messages" nor "prompt"')
-    return _with_prompt(_text(row, "prompt"), chosen, rejected)
+        raise FormatError('has neither "messages" nor "prompt" nor "prompt_ids"')
+    return _with_prompt(_text(row, "prompt"), chosen, rejected) | more
 
 
 def _with_prompt(prompt: str, chosen: str, rejected: str) -> Pair:

@@ -98,17 +98,19 @@ def record_pair(
     now: datetime,
     messages: Sequence[Message] | None = None,
     prompt: str | None = None,
+    prompt_ids: Sequence[int] | None = None,
+    weight: float = 1.0,
 ) -> FeedbackResult:
-    """Store an explicit pair about `messages` or `prompt`. One that still waits for training is not queued twice.
+    """Store an explicit pair about `messages`, `prompt` or bare tokens. One that waits already is not queued twice.
 
     Raises FeedbackError.
     """
     if not user:
         raise FeedbackError("the pair names no user, so there is no adapter to teach: add `user`", "wrong_user")
-    if not messages and not prompt:
-        raise FeedbackError("the pair has no prompt: give `messages` or `prompt`", "empty_side")
+    if not messages and not prompt and not prompt_ids:
+        raise FeedbackError("the pair has no prompt: give `messages`, `prompt` or `prompt_ids`", "empty_side")
     _check_sides(chosen, rejected)
-    key = prompt_key(messages, prompt)
+    key = prompt_key(messages, prompt, prompt_ids or ())
     waiting = feedback.waiting_pair(db, key, user, chosen, rejected)
     if waiting is not None:
         pair_id, signal_id = waiting
@@ -123,10 +125,10 @@ def record_pair(
             adapter=user,
             signal_id=signal.id,
             source="pair",
-            weight=1.0,
+            weight=weight,
             messages=tuple(messages) if messages is not None else None,
             prompt=prompt,
-            prompt_ids=None,
+            prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
             chosen=Side(chosen),
             rejected=Side(rejected),
             state="queued",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from edged.align.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.adapter import AdapterError, AdapterState
 from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore, judge
@@ -28,6 +28,7 @@ from edged.align.pair import (
     TokenPair,
     VersionPublished,
 )
+from edged.align.shelf import Shelf
 from edged.config import AlignSettings, GuardSettings
 
 FineTuneStep = DpoStep | HeldOutTest
@@ -48,7 +49,7 @@ class UnknownVersion(KeyError):
 class Learner:
     """One adapter's pairs and progress."""
 
-    state: AdapterState
+    name: str
     queue: deque[TokenPair] = field(default_factory=deque)
     replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
     held_out: dict[int, TokenPair] = field(default_factory=dict)
@@ -60,8 +61,6 @@ class Learner:
     best: HeldOutScore | None = None
     best_weights: dict[str, torch.Tensor] | None = None
     loss: float = _FIRST_LOSS
-    saved_version: int = 0
-    saved_at_s: float = 0.0
 
 
 class Trainer:
@@ -69,31 +68,23 @@ class Trainer:
 
     def __init__(
         self,
-        spec: LoraSpec,
+        shelf: Shelf,
         align: AlignSettings,
         guard: GuardSettings,
         decoder: Decoder,
-        files: AdapterFiles,
         release: Callable[[np.ndarray], None],
         cache_tokens: int,
     ) -> None:
         """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it."""
-        self.spec, self._align, self._guard = spec, align, guard
-        self._decoder, self.files, self._release = decoder, files, release
+        self.shelf, self._align, self._guard = shelf, align, guard
+        self._decoder, self._release = decoder, release
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
         self._learners: dict[str, Learner] = {}
         self._most_tokens = cache_tokens // 4
         self._random = random.Random(0)
-        self._versions: dict[str, int] = {}
         self.records: list[Record] = []
-        self.problems: list[str] = []
-        """What was wrong with files found at start, for the log."""
         self.pairs_trained = 0
         self.steps = 0
-        for name in files.adapters():
-            version, problems = files.newest(name)
-            self.problems += problems
-            self._versions[name] = version
 
     def on_publish(self, published: Callable[[AdapterState, int], None]) -> None:
         """Whom to tell of a new version: called with its state and the version that it follows."""
@@ -103,17 +94,17 @@ class Trainer:
 
     def versions(self) -> dict[str, int]:
         """Current version by adapter; 0 is an adapter that has not learnt yet."""
-        return dict(self._versions)
+        return dict(self.shelf.versions)
 
     def version(self, adapter: str | None) -> int:
         """The adapter's current version; 0 when it has not learnt, or is not there at all."""
-        return self._versions.get(adapter or "", 0)
+        return self.shelf.versions.get(adapter or "", 0)
 
     def state(self, adapter: str) -> AdapterState:
         """The current weights. Raises UnknownAdapter."""
-        if adapter not in self._versions:
+        if adapter not in self.shelf.versions:
             raise UnknownAdapter(adapter)
-        return self._learner(adapter).state
+        return self.shelf.get(adapter)
 
     def pairs_queued(self) -> int:
         """Pairs that wait for training or are in a step."""
@@ -125,26 +116,15 @@ class Trainer:
         return self._learners[adapter].loss
 
     def _learner(self, adapter: str) -> Learner:
-        learner = self._learners.get(adapter)
-        if learner is None:
-            state = AdapterState(adapter, self.spec, self._align, self._decoder.device)
-            # What cannot be used on disk keeps its number: a new version never takes its place.
-            state.newest_number = max(self.files.versions(adapter), default=0)
-            version = self._versions.setdefault(adapter, 0)
-            if version:
-                version = self._versions[adapter] = self._load_newest(state)
-            learner = self._learners[adapter] = Learner(state, saved_version=version)
-        return learner
+        self.shelf.versions.setdefault(adapter, 0)
+        return self._learners.setdefault(adapter, Learner(adapter))
 
-    def _load_newest(self, state: AdapterState) -> int:
-        """Fill `state` from the newest version that is whole; 0 when none is."""
-        version, problems = self.files.newest(state.name)
-        self.problems += problems
-        if version:
-            snapshot = self.files.read(state.name, version)
-            state.restore(snapshot.weights, version)
-            state.restore_optimizer(snapshot.optimizer)
-        return version
+    def tidy(self, busy: Collection[str]) -> None:
+        """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
+        working = {name for name, learner in self._learners.items() if learner.step is not None or learner.queue}
+        for name in self.shelf.tidy(working.union(busy)):
+            if name in self._learners:
+                self._learners[name].best = self._learners[name].best_weights = None
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +135,7 @@ class Trainer:
             size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
             if size > self._most_tokens:
                 reason = f"{size} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
-                self._retire(pair, "skipped", learner.state.version, pair.epochs_done, reason)
+                self._retire(pair, "skipped", self.version(pair.adapter), pair.epochs_done, reason)
             elif pair.state == "held_out":
                 learner.held_out[pair.pair_id] = pair
             elif pair.state != "queued":
@@ -163,7 +143,7 @@ class Trainer:
             elif self._hold_out(learner, pair):
                 learner.held_out[pair.pair_id] = replace(pair, state="held_out")
                 learner.unscored.add(pair.pair_id)
-                self._retire(pair, "held_out", learner.state.version, 0)
+                self._retire(pair, "held_out", self.version(pair.adapter), 0)
             else:
                 learner.queue.append(pair)
 
@@ -183,16 +163,16 @@ class Trainer:
     def _test_due(self, learner: Learner) -> bool:
         if not learner.held_out:
             return False
-        behind = learner.state.version - learner.tested_version
+        behind = self.version(learner.name) - learner.tested_version
         return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
 
     def open(self, adapter: str) -> FineTuneStep:
-        """Begin the adapter's next step or test; `close` ends it."""
+        """Begin the adapter's next step or test; `close` ends it. Its state should be resident."""
         learner = self._learner(adapter)
         if self._test_due(learner):
             learner.step = HeldOutTest(
                 adapter,
-                learner.state.version,
+                self.version(adapter),
                 list(learner.held_out.values()),
                 self._decoder,
                 self._align,
@@ -207,7 +187,7 @@ class Trainer:
         older = self._random.sample(list(learner.replay), wanted)
         try:
             learner.step = DpoStep(
-                learner.state, fresh, older, self._decoder, self._align, self._release, self._most_tokens
+                self.shelf.get(adapter), fresh, older, self._decoder, self._align, self._release, self._most_tokens
             )
         except Exception as error:
             self._skipped(learner, fresh, f"{type(error).__name__}: {error}")
@@ -225,7 +205,7 @@ class Trainer:
             self._close_step(learner, step, seconds)
 
     def _close_step(self, learner: Learner, step: DpoStep, seconds: float) -> None:
-        state = learner.state
+        state = self.shelf.get(learner.name)
         self.records += step.scores
         learner.loss = step.loss if math.isfinite(step.loss) else _FIRST_LOSS
         if step.error:
@@ -257,19 +237,19 @@ class Trainer:
             if scored.pair_id in learner.unscored:
                 self.records.append(replace(scored, split="prequential", kl_nats=None))
         learner.unscored -= {scored.pair_id for scored in test.scores}
-        if test.version != learner.state.version:
+        if test.version != self.version(learner.name):
             return
         reason = judge(score, learner.best, self._guard)
         if reason:
             self._restore(learner, learner.best_weights, reason)
         elif score.better_than(learner.best, self._guard):
-            learner.best, learner.best_weights = score, learner.state.tensors()
+            learner.best, learner.best_weights = score, self.shelf.get(learner.name).tensors()
 
     def _publish(
         self, learner: Learner, parent: int, reason: str, step: DpoStep | None = None, seconds: float = 0.0
     ) -> None:
-        state = learner.state
-        self._versions[state.name] = state.version
+        state = self.shelf.get(learner.name)
+        self.shelf.versions[state.name] = state.version
         self.records.append(
             VersionPublished(
                 adapter=state.name,
@@ -294,31 +274,32 @@ class Trainer:
 
         Version 0 is the untrained adapter. Raises UnknownAdapter, UnknownVersion.
         """
-        if adapter not in self._versions:
+        if adapter not in self.shelf.versions:
             raise UnknownAdapter(adapter)
         learner = self._learner(adapter)
         snapshot = None
-        if version == learner.state.version:
+        if version == self.version(adapter):
             return version
         if version:
             try:
-                snapshot = self.files.load(adapter, version)
+                snapshot = self.shelf.files.load(adapter, version)
             except AdapterError as error:
                 raise UnknownVersion(f"version {version} of {adapter} is not on disk: {error}") from None
         self.abandon(adapter)
         self._restore(learner, snapshot.weights if snapshot else None, f"rollback to {version}")
         learner.best, learner.best_weights = None, None
-        return learner.state.version
+        return self.version(adapter)
 
     def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
         """Publish `weights` (None: the untrained ones) as a new version."""
-        parent = learner.state.version
+        parent = self.version(learner.name)
         if weights is None:
-            learner.state = AdapterState(learner.state.name, self.spec, self._align, self._decoder.device)
-            learner.state.version = parent + 1
+            state = self.shelf.reset(learner.name)
+            state.version = state.newest_number = max(parent, state.newest_number) + 1
         else:
-            learner.state.restore(weights, parent + 1)
-        learner.tested_version = learner.state.version
+            state = self.shelf.get(learner.name)
+            state.restore(weights, max(parent, state.newest_number) + 1)
+        learner.tested_version = state.version
         self._publish(learner, parent, reason)
 
     def abandon(self, adapter: str) -> None:
@@ -345,41 +326,15 @@ class Trainer:
             learner.unscored.clear()
 
     def _skipped(self, learner: Learner, fresh: Sequence[TokenPair], reason: str) -> None:
-        state = learner.state
+        state = self.shelf.get(learner.name)
         self.records.append(StepSkipped(state.name, state.version, tuple(pair.pair_id for pair in fresh), reason))
         for pair in fresh:
             self._retire(pair, "skipped", state.version, pair.epochs_done, reason)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""
-        if adapter not in self._versions:
+        if adapter not in self.shelf.versions:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)
         self._learners.pop(adapter, None)
-        self._versions.pop(adapter)
-        self.files.forget(adapter)
-
-    # -- saving ------------------------------------------------------------------------------------------------------
-
-    def next_save_s(self, every_s: float) -> float | None:
-        """When the next unsaved version is due to be written; None when all are."""
-        due = [x.saved_at_s + every_s for x in self._learners.values() if x.state.version != x.saved_version]
-        return min(due, default=None)
-
-    def to_save(self, now: float, every_s: float) -> list[Snapshot]:
-        """Copies of the versions that are due, which count as saved from here on."""
-        snapshots = []
-        for learner in self._learners.values():
-            if learner.state.version != learner.saved_version and now >= learner.saved_at_s + every_s:
-                snapshots.append(self._snapshot(learner))
-                learner.saved_version, learner.saved_at_s = learner.state.version, now
-        return snapshots
-
-    def save_failed(self, adapter: str) -> None:
-        """The latest version could not be written: it is due again."""
-        if adapter in self._learners:
-            self._learners[adapter].saved_version = -1
-
-    def _snapshot(self, learner: Learner) -> Snapshot:
-        state = learner.state
-        return Snapshot(state.name, state.version, state.tensors(), state.optimizer_tensors())
+        self.shelf.forget(adapter)

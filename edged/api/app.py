@@ -1,11 +1,13 @@
 """The aiohttp application: routes, who may call them, and when.
 
-Owns the table of routes and the two checks before every one of them. Must not know what they do.
+Owns the table of routes and the checks before every one of them. Must not know what they do.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -22,7 +24,7 @@ _ALWAYS = (*_PROBES, "/v1/status")
 def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
     app = web.Application(
-        middlewares=[errors_as_json, _token_check(settings.token), _phase_check],
+        middlewares=[errors_as_json, _token_check(settings.token) if settings.token else _browser_check, _phase_check],
         client_max_size=settings.max_body_kb * 1024,
     )
     app[LIFECYCLE] = lifecycle
@@ -48,12 +50,12 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
 
 
 def _token_check(token: str) -> Middleware:
-    """Callers over TCP show the token, if there is one; who may open the Unix socket is the file system's matter."""
+    """Callers over TCP show the token; who may open the Unix socket is the file system's matter."""
     expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token and _over_tcp(request) and request.path not in _PROBES:
+        if _over_tcp(request) and request.path not in _PROBES:
             shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(shown, expected):
                 raise ApiError(
@@ -63,6 +65,34 @@ def _token_check(token: str) -> Middleware:
         return await handler(request)
 
     return check
+
+
+@web.middleware
+async def _browser_check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Without a token, web pages that this box's browser shows must not reach the TCP listener.
+
+    Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`.
+    """
+    if _over_tcp(request):
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if not _is_loopback(host):
+            raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
+        if origin is not None and origin.lower() != f"http://{host.lower()}":
+            raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
+    return await handler(request)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a `Host` header (NAME or NAME:PORT) names this box."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, f"{message}; or set api.token", code=code, kind="permission_error")
 
 
 def _over_tcp(request: web.Request) -> bool:

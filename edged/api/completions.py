@@ -16,7 +16,7 @@ from aiohttp import web
 from edged.api import wire
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
-from edged.api.models import split_model
+from edged.api.models import check_tokens, split_model
 from edged.api.schemas import ChatRequest, CompletionRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.engine.request import Sampling
@@ -47,7 +47,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         ask = _ask(services, body, prompt_ids, "cmpl-", prompt=body.prompt)
     else:
         ids: list[Any] = body.prompt
-        _check_tokens(services, ids, "prompt")
+        check_tokens(services, ids, "prompt")
         ask = _ask(services, body, ids, "cmpl-")
     return await _answer(request, services, ask, body)
 
@@ -107,9 +107,9 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
         raise bad_request(f"min_tokens = {body.min_tokens} is more than max_tokens = {wanted}", "min_tokens")
     max_tokens = min(wanted, context - prompt_tokens)
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    _check_tokens(services, biases, "logit_bias")
+    check_tokens(services, biases, "logit_bias")
     stop_ids = tuple(body.stop_token_ids or ())
-    _check_tokens(services, stop_ids, "stop_token_ids")
+    check_tokens(services, stop_ids, "stop_token_ids")
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -130,11 +130,6 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.codec.eos_ids}),
     )
-
-
-def _check_tokens(services: Services, ids: Any, param: str) -> None:
-    if (largest := max(ids, default=0)) >= services.vocab_size:
-        raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
 
 
 async def _answer(

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.align.signals import FeedbackError
-from edged.engine.engine import EngineBusy, EngineStopping, RequestRefused
+from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
 

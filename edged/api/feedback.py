@@ -6,6 +6,7 @@ Owns taking preferences in, durably, and giving them out. Must not know how pair
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -16,11 +17,14 @@ from edged.align.formats import export_pair
 from edged.align.signals import Feedback, FeedbackResult, record_pair, record_signal
 from edged.api import wire
 from edged.api.errors import bad_request
+from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
 from edged.store import utc_now
 from edged.store.feedback import get_pairs, pair_ids_of
+
+log = logging.getLogger("edged.api")
 
 _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
@@ -30,6 +34,8 @@ async def post_feedback(request: web.Request) -> web.Response:
     """Take a signal or a pair. 200 means that it is on disk."""
     services = services_of(request)
     body = parse_feedback(parse_json(await request.read()))
+    if isinstance(body, PairRequest):
+        check_tokens(services, body.prompt_ids or (), "prompt_ids")
     written = services.store.write(lambda db: _record(db, body))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
@@ -53,8 +59,16 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
-    for first in range(0, len(ids), _EXPORT_ROWS):
-        await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
+    try:
+        for first in range(0, len(ids), _EXPORT_ROWS):
+            await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
+    except ConnectionResetError:
+        log.debug("a client left in the middle of an export")
+    except Exception:
+        # The answer has begun: only its missing end can tell the client.
+        log.exception("an export broke off")
+        if request.transport is not None:
+            request.transport.close()
     return response
 
 
@@ -63,7 +77,8 @@ def _record(db: Database, body: SignalRequest | PairRequest) -> FeedbackResult:
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
         return record_signal(db, report, utc_now())
     messages = [message.plain() for message in body.messages] if body.messages is not None else None
-    return record_pair(db, body.user, body.chosen, body.rejected, utc_now(), messages, body.prompt)
+    pair = (body.user, body.chosen, body.rejected)
+    return record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
 
 
 def _learn(services: Services, written: Future[FeedbackResult]) -> None:

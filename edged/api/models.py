@@ -1,16 +1,17 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, and what a model's name means.
+"""`GET /v1/models`, `GET /v1/models/{id}`, and what a model's name and its token ids mean.
 
 Owns the naming: `BASE` is the served model, `BASE:NAME` the same with that user's adapter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
 
 from edged.api import wire
-from edged.api.errors import ApiError, not_found
+from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
 
@@ -29,6 +30,12 @@ def split_model(services: Services, model: str | None) -> tuple[str, str | None]
     if not USER_NAME.fullmatch(adapter):
         raise _unknown(services, model)
     return model, adapter
+
+
+def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
+    """Raises ApiError unless all are token ids of the model; `param` names the field they came in."""
+    if (largest := max(ids, default=0)) >= services.vocab_size:
+        raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
 
 
 def _unknown(services: Services, model: str) -> ApiError:

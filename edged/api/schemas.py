@@ -262,6 +262,8 @@ class PairRequest(_Own):
     rejected: str
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     _user = field_validator("user")(_check_user)
 
@@ -272,8 +274,8 @@ class PairRequest(_Own):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> PairRequest:
-        if (self.messages is None) == (self.prompt is None):
-            _refuse('give either "messages" or "prompt"')
+        if sum(given is not None for given in (self.messages, self.prompt, self.prompt_ids)) != 1:
+            _refuse('give either "messages", "prompt" or "prompt_ids"')
         return self
 
 

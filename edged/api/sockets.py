@@ -1,6 +1,6 @@
-"""Where the daemon listens: the Unix socket's path and file, the TCP address.
+"""Where the daemon listens: the Unix socket's file, the TCP address.
 
-Owns finding, taking and giving back those addresses. Must not know HTTP.
+Owns taking and giving back those addresses. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -14,25 +14,14 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from edged.config import ApiSettings
+from edged.api.addresses import MOST_PATH_BYTES, too_long
 
-SOCKET_FILE = "edged.sock"
 SOCKET_MODE = 0o660
-_MOST_PATH_BYTES = 107
 _BACKLOG = 1024
 
 
 class ListenError(RuntimeError):
     """An address cannot be listened on; the message names it and the way out."""
-
-
-def socket_path(api: ApiSettings, environ: Mapping[str, str]) -> Path:
-    """The Unix socket: the setting, `EDGED_SOCKET`, else `edged.sock` in the first runtime folder there is."""
-    named = api.socket or environ.get("EDGED_SOCKET", "")
-    if named:
-        return Path(named)
-    folders = (environ.get("RUNTIME_DIRECTORY", "").split(":")[0], environ.get("XDG_RUNTIME_DIR", ""), "/run/edged")
-    return Path(next(folder for folder in folders if folder)) / SOCKET_FILE
 
 
 class UnixListener:
@@ -45,8 +34,8 @@ class UnixListener:
     def __init__(self, path: Path) -> None:
         """Bind and listen. Raises ListenError."""
         self.path = path
-        if len(os.fsencode(path)) > _MOST_PATH_BYTES:
-            raise ListenError(f'socket path "{path}" is longer than {_MOST_PATH_BYTES} bytes: give a shorter one')
+        if too_long(path):
+            raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)

@@ -20,6 +20,7 @@ from edged.config import AlignSettings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec, CodecError
 from edged.store import Store
+from edged.store.bases import serve_base
 from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state
 
 log = logging.getLogger("edged.api")
@@ -39,14 +40,19 @@ class Teacher:
 
         Blocks until they are read; they reach the engine behind the caller, before anything that comes after them.
 
-        `ref_model` is the base model's fingerprint: reference log-probabilities by another one are computed anew.
+        `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
         """
         on_disk = self._engine.adapters()
 
-        def requeue(db: Database) -> int:
-            return sum(requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
+        def requeue(db: Database) -> tuple[bool, int]:
+            changed = serve_base(db, ref_model)
+            lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
+            return changed, sum(lost)
 
-        if lost := self._store.write(requeue).result():
+        changed, lost = self._store.write(requeue).result()
+        if changed:
+            log.info("another base model was served before: what was learned on it waits until it is served again")
+        if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
         rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
         for first in range(0, len(rows), _PAIRS_AT_ONCE):
@@ -63,6 +69,10 @@ class Teacher:
         """Learn the pairs that a write came to; nothing when it failed."""
         if not written.cancelled() and not written.exception():
             self.learn_soon(written.result())
+
+    def settled(self) -> Future[None]:
+        """Resolves when everything that was to be learned until now has reached the engine."""
+        return self._thread.submit(lambda: None)
 
     def close(self) -> None:
         """Stop; pairs that were not handed over yet are in the store, and the next start resumes them."""

@@ -29,8 +29,8 @@ from edged.bench.recorder import (
 )
 from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
 from edged.config import Settings
-from edged.engine.engine import Engine, EngineBusy
-from edged.engine.request import Request, Sampling
+from edged.engine.engine import Engine
+from edged.engine.request import EngineBusy, Request, Sampling
 from edged.engine.text import Codec
 from edged.scheduler.scheduler import POLICIES
 from edged.store.feedback import PairRow, Side

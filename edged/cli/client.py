@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-SOCKET_FILE = "edged.sock"
+from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
+
 CONNECT_TIMEOUT_S = 10.0
-MAX_SOCKET_PATH_BYTES = 107
 
 
 class DaemonError(Exception):
@@ -56,12 +56,14 @@ class Address:
 def find_address(
     socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] | None = None
 ) -> Address:
-    """The address that flags and environment name.
+    """The address that flags name, else the environment.
 
-    Without `url`: `socket_path`, else `EDGED_SOCKET`, else every runtime folder where a daemon of this user or of the
-    system may listen (`$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR`, `/run/edged`). Raises DaemonError on a malformed `url`.
+    That is `url`, else `socket_path`, else `EDGED_URL`, else `EDGED_SOCKET`, else every runtime folder where a daemon
+    of this user or of the system may listen. Raises DaemonError on a malformed URL.
     """
     env = os.environ if environ is None else environ
+    if not socket_path:
+        url = url or env.get("EDGED_URL", "")
     if url:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
@@ -71,11 +73,7 @@ def find_address(
         if parts.scheme != "http" or not parts.hostname or not port:
             raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
         return Address(host=parts.hostname, port=port, token=token)
-    named = socket_path or env.get("EDGED_SOCKET", "")
-    if named:
-        return Address(sockets=(Path(named),))
-    folders = [env.get("RUNTIME_DIRECTORY", "").split(":")[0], env.get("XDG_RUNTIME_DIR", ""), "/run/edged"]
-    return Address(sockets=tuple(Path(folder) / SOCKET_FILE for folder in dict.fromkeys(folders) if folder))
+    return Address(sockets=socket_paths(socket_path, env))
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -88,8 +86,8 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         last: OSError = FileNotFoundError("no socket path")
         for path in self._paths:
-            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise DaemonError(f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes: use a shorter one")
+            if too_long(path):
+                raise DaemonError(f"socket path {path} is longer than {MOST_PATH_BYTES} bytes: use a shorter one")
             self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sock.settimeout(CONNECT_TIMEOUT_S)
             try:
@@ -138,12 +136,7 @@ class Client:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
-        response = self._open(method, path, body)
-        try:
-            data = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
-        return _object(data)
+        return _object(self._body(self._open(method, path, body)))
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """POST `body` and yield each server-sent event's JSON until `[DONE]`.
@@ -205,9 +198,15 @@ class Client:
             else:
                 break
         if response.status >= 400:
-            data = response.read()
+            data = self._body(response)
             raise _refusal(response.status, _object(data) if data.startswith(b"{") else {})
         return response
+
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection

@@ -29,11 +29,17 @@ BUSY_WAIT_S = 0.5
 
 @dataclass
 class Imported:
-    """What became of a file's lines: `bad` has (line number, what is wrong)."""
+    """What became of a file's lines: `bad` has (line number, what is wrong).
+
+    `done` lines with something on them were dealt with; `stopped` says what ended it before the file's end, at `line`.
+    """
 
     pairs: int = 0
     waiting_already: int = 0
     bad: list[tuple[int, str]] = field(default_factory=list)
+    done: int = 0
+    line: int = 0
+    stopped: str = ""
 
 
 @click.group()
@@ -43,7 +49,9 @@ def feedback() -> None:
 
 @feedback.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--user", "-u", required=True, metavar="NAME", help="Whose adapter learns from the pairs.")
+@click.option(
+    "--user", "-u", default="", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user."
+)
 @click.option(
     "--format",
     "format_",
@@ -62,10 +70,12 @@ def import_(
     """Learn from the preference pairs of FILE.
 
     FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by
-    number and left out; the others are kept. Exit code 1 says that there were such lines.
+    number and left out; the others are kept. Exit code 1 says that there were such lines, or that it had to stop early.
     """
     from edged.align.formats import count_lines, read_pairs
 
+    if not user and format_ != "edged":
+        raise DaemonError(f"lines of format {format_} name no user: give --user NAME")
     try:
         total = count_lines(file)
         rows = islice(read_pairs(file, format_), skip, None if limit is None else skip + limit)
@@ -76,34 +86,58 @@ def import_(
         raise DaemonError(f"{file} cannot be read: {error.strerror or error}") from None
     if as_json:
         bad = [{"line": number, "error": error} for number, error in result.bad]
-        print_json({"user": user, "pairs": result.pairs, "waiting_already": result.waiting_already, "bad_lines": bad})
+        data = {"user": user or None, "pairs": result.pairs, "waiting_already": result.waiting_already}
+        stopped = {"error": result.stopped, "line": result.line, "skip": skip + result.done}
+        print_json({**data, "bad_lines": bad, **({"stopped": stopped} if result.stopped else {})})
     else:
         _report(result, user)
-    if result.bad:
+        if result.stopped:
+            click.echo(f"edged: {result.stopped}", err=True)
+            click.echo(
+                f"stopped after {result.pairs} pairs, at line {result.line}; go on with --skip {skip + result.done}",
+                err=True,
+            )
+    if result.bad or result.stopped:
         sys.exit(1)
 
 
 def send(
     client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[], None]
 ) -> Imported:
-    """Post every pair; one that the daemon refuses as input counts as a bad line. Raises DaemonError otherwise."""
+    """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
+
+    What ends it early is told in `stopped`.
+    """
     result = Imported()
-    for number, pair in rows:
-        if isinstance(pair, str):
-            result.bad.append((number, pair))
-        else:
-            try:
-                answer = _post(client, {**pair, "user": user})
-                if answer.get("duplicate"):
-                    result.waiting_already += 1
-                else:
-                    result.pairs += 1
-            except Refused as error:
-                if not 400 <= error.status < 500 or error.status in (401, 403):
-                    raise
-                result.bad.append((number, str(error)))
-        advance()
+    try:
+        for result.line, pair in rows:
+            _send(client, user, pair, result)
+            result.done += 1
+            advance()
+    except DaemonError as error:
+        result.stopped = str(error)
+    except KeyboardInterrupt:
+        result.stopped = "interrupted"
     return result
+
+
+def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Imported) -> None:
+    """Post one line's pair and count what became of it. Raises DaemonError when the next ones would fare no better."""
+    if isinstance(pair, str):
+        result.bad.append((result.line, pair))
+        return
+    if not (user or pair.get("user")):
+        result.bad.append((result.line, "names no user: add one, or give --user NAME"))
+        return
+    try:
+        answer = _post(client, {**pair, "user": user or pair["user"]})
+    except Refused as error:
+        if not 400 <= error.status < 500 or error.status in (401, 403):
+            raise
+        result.bad.append((result.line, str(error)))
+    else:
+        result.waiting_already += bool(answer.get("duplicate"))
+        result.pairs += not answer.get("duplicate")
 
 
 @feedback.command()
@@ -159,7 +193,7 @@ def _report(result: Imported, user: str) -> None:
         click.echo(f"line {number}: {error}", err=True)
     if len(result.bad) > MOST_SHOWN:
         click.echo(f"... and {len(result.bad) - MOST_SHOWN} more bad lines (--json lists all)", err=True)
-    parts = [f"{result.pairs} pairs imported for {user}"]
+    parts = [f"{result.pairs} pairs imported for {user or 'the users that the lines name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")
     if result.bad:

@@ -27,7 +27,7 @@ def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--socket", "socket_path", default="", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET]."
     )
-    @click.option("--url", default="", envvar="EDGED_URL", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
+    @click.option("--url", default="", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
     @click.option("--token", default="", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
     @functools.wraps(function)
     def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from edged.config import Settings
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
-from edged.engine.request import Event, FinishReason, Request
+from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.serving import Serving
 from edged.scheduler.task import Kind, Plan, Resources, Result
 
@@ -31,18 +31,6 @@ _MOST_FAILURES = 3
 _SAMPLE_EVERY_S = 1.0
 _GIVE_BACK_AFTER_S = 30.0
 """Idle seconds after which free heap memory is returned to the system."""
-
-
-class EngineBusy(RuntimeError):
-    """The queue is full."""
-
-
-class EngineStopping(EngineBusy):
-    """The engine takes no more requests: it is stopping, or it has failed."""
-
-
-class RequestRefused(ValueError):
-    """The request can never be served; the message says why."""
 
 
 class Engine:
@@ -56,7 +44,8 @@ class Engine:
         self._parts, self._deliver, self._journal = parts, deliver, journal
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
         self._serving = Serving(parts)
-        self._learning = Learning(parts, self._serving.on_publish, journal)
+        self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
+        self._serving.on_missing(self._learning.fetch)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -314,6 +303,8 @@ class Engine:
         if events:
             self._deliver(events)
         self._learning.flush(time.monotonic())
+        if self._parts.trainer.shelf.crowded:
+            self._parts.trainer.tidy(self._serving.adapters)
 
     def _rest(self) -> None:
         """Wait for a command, or until an adapter is due to be saved."""

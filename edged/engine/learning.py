@@ -5,6 +5,7 @@ Owns the bridge between the trainer and the scheduler. Must not know losses or p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.parts import EngineParts
+from edged.engine.request import EngineStopping
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 
 log = logging.getLogger("edged.align")
@@ -30,9 +32,13 @@ class Learning:
         self,
         parts: EngineParts,
         on_publish: Callable[[AdapterState, int], None],
+        on_fetched: Callable[[str], None],
+        post: Callable[[Callable[[], None]], None],
         journal: Callable[[list[Record]], None],
     ) -> None:
+        """`post` has the engine thread run something; `on_fetched` is told of a state that was asked for."""
         self._parts, self._journal, self._on_publish = parts, journal, on_publish
+        self._on_fetched, self._post = on_fetched, post
         self._trainer, self._scheduler = parts.trainer, parts.scheduler
         self._page_size = parts.executor.pool.page_size
         self._save_every_s = parts.settings.store.save_every_s
@@ -45,11 +51,14 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = not parts.settings.align.enabled
-        self._unsaved: deque[str] = deque()
+        self._saves: deque[tuple[str, int, bool]] = deque()
+        """(adapter, version, whether it is written) as the saver ended them."""
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="edged-loader")
+        self._fetching: set[str] = set()
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="edged-saver")
         self._trainer.on_publish(self._published)
-        for problem in self._trainer.problems:
-            log.warning("%s: an older version is used", problem)
+        self._problems_told = 0
+        self._tell_problems()
 
     # -- pairs and steps ---------------------------------------------------------------------------------------------
 
@@ -69,6 +78,9 @@ class Learning:
         if self._paused:
             return
         for adapter in self._trainer.ready():
+            if not self._trainer.shelf.resident(adapter):
+                self.fetch(adapter)
+                continue
             # A request that waits for a slot gets the next one.
             if len(self.jobs) >= _MOST_OPEN or self._parts.slots.refused:
                 return
@@ -85,6 +97,38 @@ class Learning:
             self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot, now), task
             self._sync(task)
             self._scheduler.add(task, now)
+
+    def fetch(self, adapter: str) -> None:
+        """Have an adapter's state read in the background; the engine thread takes it in when it is there."""
+        if adapter not in self._fetching:
+            self._fetching.add(adapter)
+            self._loader.submit(self._load, adapter)
+
+    def _load(self, adapter: str) -> None:
+        """On the loader's thread. An adapter that cannot be read stays as the files say: the next use tells why."""
+        try:
+            loaded = self._trainer.shelf.load(adapter)
+        except Exception as error:
+            log.error("adapter %s could not be read: %s", adapter, error)
+            loaded = None
+
+        def take() -> None:
+            self._fetching.discard(adapter)
+            # It may have been forgotten meanwhile.
+            if loaded is not None and adapter in self._trainer.shelf.versions:
+                self._trainer.shelf.adopt(*loaded)
+                self._tell_problems()
+                self.versions = self._trainer.versions()
+            self._on_fetched(adapter)
+
+        with contextlib.suppress(EngineStopping):
+            self._post(take)
+
+    def _tell_problems(self) -> None:
+        problems = self._trainer.shelf.problems
+        for problem in problems[self._problems_told :]:
+            log.warning("%s: an older version is used", problem)
+        self._problems_told = len(problems)
 
     def _sync(self, task: Task) -> None:
         """Bring a task's view of its step up to date."""
@@ -194,34 +238,36 @@ class Learning:
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        while self._unsaved:
-            self._trainer.save_failed(self._unsaved.popleft())
+        while self._saves:
+            self._trainer.shelf.save_ended(*self._saves.popleft())
         self.pairs_queued = self._trainer.pairs_queued()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._journal(records)
-        for snapshot in self._trainer.to_save(now, self._save_every_s):
+        for snapshot in self._trainer.shelf.to_save(now, self._save_every_s):
             self._saver.submit(self._save, snapshot)
 
     def _save(self, snapshot: Snapshot) -> None:
         try:
-            path, removed = self._trainer.files.save(snapshot)
+            path, removed = self._trainer.shelf.files.save(snapshot)
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
             log.error("adapter %s version %d could not be saved: %s", snapshot.adapter, snapshot.version, error)
-            self._unsaved.append(snapshot.adapter)
+            self._saves.append((snapshot.adapter, snapshot.version, False))
             return
+        self._saves.append((snapshot.adapter, snapshot.version, True))
         self._journal([VersionSaved(snapshot.adapter, snapshot.version, str(path), removed)])
 
     def next_save_s(self) -> float | None:
         """When the next version is due to be saved."""
-        return self._trainer.next_save_s(self._save_every_s)
+        return self._trainer.shelf.next_save_s(self._save_every_s)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
         for job in list(self.jobs.values()):
             self._abandon(job.step.adapter)
         self.flush(float("inf"))
+        self._loader.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=True)
 
     def progress(self) -> tuple[int, int]:
@@ -244,4 +290,5 @@ class Learning:
             "active_adapter": jobs[0].step.adapter if jobs else None,
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
             "adapters_active": self._parts.slots.adapters,
+            "adapters_loaded": self._trainer.shelf.count,
         }

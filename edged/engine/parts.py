@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from edged.align.adapter import AdapterFiles, LoraSpec
+from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie
@@ -71,7 +72,7 @@ class EngineParts:
                 "device": str(model.device),
                 "max_context_tokens": self.max_context_tokens,
                 "vocab_size": model.shape.vocab_size,
-                "fingerprint": self.trainer.spec.fingerprint,
+                "fingerprint": self.trainer.shelf.spec.fingerprint,
             },
             "cost_model": {"mape_percent": self.cost.mape * 100.0},
             "scheduler": {
@@ -138,7 +139,12 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         cost=cost,
         slots=SlotTable(model.lora),
         trainer=Trainer(
-            spec, settings.align, settings.guard, executor.decoder, files, executor.release, usable * pool.page_size
+            Shelf(spec, settings.align, model.device, files),
+            settings.align,
+            settings.guard,
+            executor.decoder,
+            executor.release,
+            usable * pool.page_size,
         ),
         stats=Stats(),
         pages=usable,

@@ -11,6 +11,18 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+class EngineBusy(RuntimeError):
+    """The queue is full."""
+
+
+class EngineStopping(EngineBusy):
+    """The engine takes no more requests: it is stopping, or it has failed."""
+
+
+class RequestRefused(ValueError):
+    """The request can never be served; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. Defaults are OpenAI's; `top_k` 0 and `min_p` 0 switch those off.

@@ -6,7 +6,7 @@ Owns the running sequences and their events. Must not know how an iteration is p
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Serving:
         """Sequences that the scheduler knows, by task id."""
         self._by_request: dict[str, Sequence] = {}
         self._followers: dict[str, list[Sequence]] = {}
+        """Later choices of a prompt, by the request that computes it."""
+        self._unloaded: dict[str, list[Sequence]] = {}
+        """Sequences whose adapter is being read from disk, by adapter."""
+        self._fetch: Callable[[str], None] = lambda adapter: None
         self._task_ids = parts.task_ids
         self._events: list[Event] = []
         self._admitted = 0
@@ -58,8 +62,30 @@ class Serving:
         leader = self._by_request.get(request.follows or "")
         if leader is not None and not leader.released_followers:
             self._followers.setdefault(leader.request.request_id, []).append(sequence)
+        elif self._missing(request.adapter):
+            self._unloaded.setdefault(str(request.adapter), []).append(sequence)
+            self._fetch(str(request.adapter))
         else:
             self._schedule(sequence)
+
+    def _missing(self, adapter: str | None) -> bool:
+        """Whether the adapter has learnt something that is not in memory."""
+        trainer = self._parts.trainer
+        return adapter is not None and bool(trainer.version(adapter)) and not trainer.shelf.resident(adapter)
+
+    def on_missing(self, fetch: Callable[[str], None]) -> None:
+        """Whom to ask for an adapter's state; `on_fetched` is the answer."""
+        self._fetch = fetch
+
+    def on_fetched(self, adapter: str) -> None:
+        """The adapter's state is in memory now: those who waited for it go on."""
+        for sequence in self._unloaded.pop(adapter, ()):
+            self._schedule(sequence)
+
+    @property
+    def adapters(self) -> set[str]:
+        """Whose adapters answer somebody now."""
+        return {sequence.request.adapter for sequence in self._by_request.values() if sequence.request.adapter}
 
     def _schedule(self, sequence: Sequence) -> None:
         self.running[sequence.task.task_id] = sequence
@@ -201,9 +227,9 @@ class Serving:
         if sequence is None:
             return
         if sequence.task.task_id not in self.running:
-            leader = self._followers.get(sequence.request.follows or "", [])
-            if sequence in leader:
-                leader.remove(sequence)
+            for waiting in (*self._followers.values(), *self._unloaded.values()):
+                if sequence in waiting:
+                    waiting.remove(sequence)
         self._end(sequence, reason, now, error)
 
     def cancel_all(self, now: float) -> None:

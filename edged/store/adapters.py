@@ -5,8 +5,10 @@ Owns their rows, and forgetting an adapter with everything that came from its us
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlite_utils import Database
 
@@ -127,17 +129,32 @@ def insert_skipped_step(
 
 
 def forget_adapter(db: Database, adapter: str) -> dict[str, int]:
-    """Delete everything that came from this adapter's user; returns the rows deleted per table."""
-    mine = "coalesce(adapter, user) = :adapter"
+    """Delete everything that came from this adapter's user, on every base; returns the rows deleted per table.
+
+    Also what the user said through another adapter, with the pairs that hold it.
+    """
+    said = "SELECT id FROM completions WHERE adapter = :adapter OR user = :adapter"
+    signals = f"user = :adapter OR completion_id IN ({said})"
+    pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
+        OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
     deletions = {
-        "alignment_metrics": "adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE adapter = :adapter)",
+        "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
         "skipped_steps": "adapter = :adapter",
         "adapter_versions": "adapter = :adapter",
-        "pairs": "adapter = :adapter",
-        "signals": f"user = :adapter OR completion_id IN (SELECT id FROM completions WHERE {mine})",
-        "completions": mine,
+        "shelved_steps": "adapter = :adapter",
+        "shelved_versions": "adapter = :adapter",
+        "pairs": pairs,  # and with them what is shelved of them
+        "signals": signals,
+        "completions": "adapter = :adapter OR user = :adapter",
     }
     return {
         table: db.execute(f"DELETE FROM {table} WHERE {where}", {"adapter": adapter}).rowcount
         for table, where in deletions.items()
     }
+
+
+def forget_files(folder: Path, adapter: str, but: str | None) -> None:
+    """Delete an adapter's files under `<folder>/<base>/<adapter>` of all bases `but` one."""
+    for files in folder.glob(f"*/{adapter}"):
+        if files.parent.name != but:
+            shutil.rmtree(files, ignore_errors=True)

@@ -37,7 +37,7 @@ class Choice:
 class Completion:
     """One request with its answers. `messages` is a chat's, `prompt` a text completion's; both None: bare token ids.
 
-    `user` and `adapter` name whose preferences it can teach; both None is the base model's, which is never taught.
+    `user` asked, `adapter` answered and learns from feedback on it; None is the base model, which is never taught.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Completion:
     @property
     def learner(self) -> str | None:
         """The adapter that feedback on it teaches."""
-        return self.adapter or self.user
+        return self.adapter
 
     @property
     def prompt_key(self) -> str:
@@ -138,7 +138,7 @@ def completions_of_prompt(
 ) -> list[Completion]:
     """The newest `limit` completions of an equal prompt that teach `learner` (and have a signal), newest first."""
     rows = db.query(
-        """SELECT * FROM completions WHERE prompt_key = :key AND coalesce(adapter, user) = :learner
+        """SELECT * FROM completions WHERE prompt_key = :key AND adapter = :learner
                AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
            ORDER BY rowid DESC LIMIT :limit""",
         {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit},

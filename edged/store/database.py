@@ -29,6 +29,8 @@ GROUP_WRITES = 512
 """Most writes that share one commit (and so one fsync)."""
 BUSY_S = 30.0
 """How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
+FOLDER_MODE = 0o750
+"""Permissions of a data folder that did not exist."""
 WAL_LIMIT_BYTES = 64 * 2**20
 """The write-ahead log is cut back to this size after a checkpoint."""
 
@@ -53,7 +55,8 @@ class Store:
         """Open or create the file at `path` and bring its schema up to date. Raises StoreError."""
         self.path = Path(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # What people said is in here and under it: others of this box have no business there.
+            self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock = FolderLock(self.path.parent)
         except FolderTaken as error:
             raise StoreError(str(error)) from None

@@ -189,4 +189,93 @@ def m004_iteration_samples(db: Database) -> None:
         )""")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_completions, m002_feedback, m003_adapters, m004_iteration_samples)
+def m005_served_base(db: Database) -> None:
+    """Which base model the learning tables speak of."""
+    db.execute("CREATE TABLE served_base (fingerprint TEXT NOT NULL)")
+    # The base that scored last is the one that the rows so far speak of.
+    db.execute("""
+        INSERT INTO served_base
+        SELECT ref_model FROM pairs JOIN alignment_metrics AS m ON m.pair_id = pairs.id
+        WHERE ref_model IS NOT NULL ORDER BY m.id DESC LIMIT 1""")
+
+
+def m006_shelved_adapters(db: Database) -> None:
+    """Where the versions and skipped steps of other base models wait."""
+    db.execute("""
+        CREATE TABLE shelved_versions (
+            base TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            created_at TEXT NOT NULL,
+            parent INTEGER NOT NULL,
+            reason TEXT NOT NULL,
+            pairs INTEGER NOT NULL,
+            loss REAL,
+            grad_norm REAL,
+            step_s REAL NOT NULL,
+            path TEXT,
+            on_disk INTEGER NOT NULL,
+            PRIMARY KEY (base, adapter, version)
+        )""")
+    db.execute("""
+        CREATE TABLE shelved_steps (
+            base TEXT NOT NULL,
+            id INTEGER NOT NULL,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            pair_ids TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            PRIMARY KEY (base, id)
+        )""")
+
+
+def m007_shelved_pairs(db: Database) -> None:
+    """Where the scores of pairs on other base models wait, and how far the pairs had come there."""
+    db.execute("""
+        CREATE TABLE shelved_metrics (
+            base TEXT NOT NULL,
+            id INTEGER NOT NULL,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            pair_id INTEGER NOT NULL REFERENCES pairs (id) ON DELETE CASCADE,
+            split TEXT NOT NULL,
+            chosen_logp REAL NOT NULL,
+            rejected_logp REAL NOT NULL,
+            ref_chosen_logp REAL NOT NULL,
+            ref_rejected_logp REAL NOT NULL,
+            win INTEGER NOT NULL,
+            logp_difference REAL NOT NULL,
+            reward_margin REAL NOT NULL,
+            reward_correct INTEGER NOT NULL,
+            loss REAL NOT NULL,
+            kl_nats REAL,
+            PRIMARY KEY (base, id)
+        )""")
+    db.execute("CREATE INDEX shelved_metrics_by_pair ON shelved_metrics (pair_id)")
+    db.execute("""
+        CREATE TABLE shelved_progress (
+            base TEXT NOT NULL,
+            pair_id INTEGER NOT NULL REFERENCES pairs (id) ON DELETE CASCADE,
+            state TEXT NOT NULL,
+            epochs_done INTEGER NOT NULL,
+            trained_version INTEGER,
+            ref_chosen_logp REAL,
+            ref_rejected_logp REAL,
+            ref_model TEXT,
+            note TEXT NOT NULL,
+            PRIMARY KEY (base, pair_id)
+        )""")
+    db.execute("CREATE INDEX shelved_progress_by_pair ON shelved_progress (pair_id)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    m001_completions,
+    m002_feedback,
+    m003_adapters,
+    m004_iteration_samples,
+    m005_served_base,
+    m006_shelved_adapters,
+    m007_shelved_pairs,
+)

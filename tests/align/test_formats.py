@@ -206,8 +206,8 @@ def test_what_is_exported_can_be_imported(read, tmp_path):
     exported = [export_pair(row) for row in store.read(lambda db: get_pairs(db, pair_ids_of(db, "ada")))]
     store.close()
     assert [pair for _, pair in read("edged", *exported)] == [
-        {"messages": SKY, "chosen": "blue ☀", "rejected": "green"},
-        {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"},
+        {"messages": SKY, "chosen": "blue ☀", "rejected": "green", "user": "ada", "weight": 1.0},
+        {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5", "user": "ada", "weight": 1.0},
     ]
     assert exported[0]["user"] == "ada"
     assert (exported[0]["source"], exported[0]["weight"], exported[0]["state"]) == ("pair", 1.0, "queued")

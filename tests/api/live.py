@@ -24,7 +24,7 @@ _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["edged.daemon"])
 
 
-def _serve(settings: dict[str, str], log: str) -> None:
+def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
     """What `edged serve` does, with settings from the environment alone."""
     for name in [name for name in os.environ if name.startswith("EDGED_")]:
         del os.environ[name]
@@ -34,23 +34,29 @@ def _serve(settings: dict[str, str], log: str) -> None:
         os.dup2(file.fileno(), 2)
     import torch
 
+    from edged import daemon
     from edged.config import load_settings
-    from edged.daemon import run_daemon
 
     torch.set_num_threads(1)
-    sys.exit(run_daemon(load_settings()))
+    if download_s:
+        find_model = daemon.find_model
+        daemon.find_model = lambda model: (time.sleep(download_s), find_model(model))[1]
+    sys.exit(daemon.run_daemon(load_settings()))
 
 
 class LiveDaemon:
-    """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`."""
+    """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`.
 
-    def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
+    The model is there after `download_s` seconds, as one that comes from the hub.
+    """
+
+    def __init__(self, folder: Path, model: Path, download_s: float = 0.0, **settings: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.model = folder, model
         self.socket, self.data, self.log_file = folder / "edged.sock", folder / "data", folder / "log"
         places = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data}
         named = {f"EDGED_{name.upper()}": str(value) for name, value in {**places, **settings}.items()}
-        self.process = _forked.Process(target=_serve, args=(named, str(self.log_file)), daemon=True)
+        self.process = _forked.Process(target=_serve, args=(named, str(self.log_file), download_s), daemon=True)
         self.process.start()
 
     @property

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, socket_path, tcp_socket
-from edged.config import ApiSettings
+from edged.api.addresses import socket_paths
+from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
 
 
 def leave_socket(path: Path) -> None:
@@ -24,14 +24,16 @@ def leave_socket(path: Path) -> None:
     ("setting", "environ", "expected"),
     [
         ("/a/b.sock", {"EDGED_SOCKET": "/c"}, "/a/b.sock"),
+        ("~/b.sock", {}, Path.home() / "b.sock"),
+        ("", {"EDGED_SOCKET": "~/c.sock"}, Path.home() / "c.sock"),
         ("", {"EDGED_SOCKET": "/c/d.sock", "XDG_RUNTIME_DIR": "/run/user/1"}, "/c/d.sock"),
         ("", {"RUNTIME_DIRECTORY": "/run/one:/run/two", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/one/edged.sock"),
         ("", {"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/edged.sock"),
         ("", {}, "/run/edged/edged.sock"),
     ],
 )
-def test_the_socket_is_found_as_documented(setting: str, environ: dict[str, str], expected: str) -> None:
-    assert socket_path(ApiSettings(socket=setting), environ) == Path(expected)
+def test_the_socket_is_found_as_documented(setting: str, environ: dict[str, str], expected: str | Path) -> None:
+    assert socket_paths(setting, environ)[0] == Path(expected)
 
 
 def test_the_socket_is_for_owner_and_group_and_goes_with_the_daemon(tmp_path: Path) -> None:

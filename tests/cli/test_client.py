@@ -111,6 +111,14 @@ def test_a_peer_that_does_not_speak_http_is_an_error_not_a_traceback(tmp_path: P
     assert result.stderr.startswith("edged: the connection to ")
 
 
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error"])
+def test_an_answer_that_breaks_off_is_an_error_not_a_traceback(tmp_path: Path, status: bytes) -> None:
+    path = tmp_path / "s"
+    answer = b'HTTP/1.1 %s\r\nContent-Length: 100\r\n\r\n{"error": {' % status
+    with peer(path, answer), pytest.raises(DaemonError, match=r"connection to .* broke"):
+        Client(Address(sockets=(path,))).get("/healthz")
+
+
 def test_a_stream_that_breaks_off_is_an_error_after_the_text_it_had(tmp_path: Path) -> None:
     event = b'data: {"id": "chatcmpl-1", "choices": [{"delta": {"content": "Hel"}}]}\n\n'
     chunk = b"%x\r\n%s\r\n" % (len(event), event)
@@ -146,6 +154,14 @@ def test_sockets_are_looked_for_in_the_documented_order() -> None:
     assert find_address(environ={}).sockets == (Path("/run/edged/edged.sock"),)
     assert find_address(environ={**environment, "EDGED_SOCKET": "/x/y"}).sockets == (Path("/x/y"),)
     assert find_address("/flag", environ={"EDGED_SOCKET": "/x/y"}).sockets == (Path("/flag"),)
+    assert find_address("~/s").sockets == (Path.home() / "s",)
+
+
+def test_flags_win_over_the_environment(tmp_path: Path) -> None:
+    assert find_address(environ={"EDGED_URL": "http://box:1", "EDGED_SOCKET": "/x"}).host == "box"
+    assert find_address(url="http://flag:2", environ={"EDGED_URL": "http://box:1"}).host == "flag"
+    result = edged("status", "--socket", str(tmp_path / "s"), EDGED_URL="http://127.0.0.1:1")
+    assert f"no daemon answers on {tmp_path / 's'}" in result.stderr
 
 
 def test_a_url_and_token_reach_a_tcp_listener() -> None:

@@ -67,6 +67,14 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
     assert 'did you mean "rank"' in output
 
 
+def test_a_value_in_the_place_of_a_section_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "edged.toml"
+    path.write_text('model = "demo"\n')
+    monkeypatch.setenv("EDGED_MODEL__PATH", "./other")
+    output = run("config", "show", "--config", str(path), code=1)
+    assert output == f"edged: {path}: \"model\" = 'demo' is not a section: write [model] above its settings\n"
+
+
 def test_show_says_that_a_file_is_missing() -> None:
     assert "config init" in run("config", "show", "--config", "/nowhere/edged.toml", code=1)
 

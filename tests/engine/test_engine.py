@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 
 from edged.align.pair import PairRetired, PairScored, VersionPublished, VersionSaved
-from edged.engine.engine import Engine, EngineBusy, RequestRefused
+from edged.engine.engine import Engine
+from edged.engine.request import EngineBusy, RequestRefused
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.models import ARCHITECTURES, tiny_model
 

@@ -183,3 +183,34 @@ def test_a_policy_that_does_not_train_leaves_the_pairs_to_the_store(tmp_path: Pa
         assert status["queue"]["finetune"] == 0
         assert status["finetune"]["enabled"] is False
         assert status["finetune"]["reason"] == "the policy fcfs does not train"
+
+
+def test_idle_adapters_leave_memory_and_come_back_as_they_were(tmp_path: Path) -> None:
+    settings = {
+        "guard__held_out_share": 0.0,
+        "align__learning_rate": 0.05,
+        "align__max_loaded_adapters": 2,
+        "align__max_active_adapters": 2,
+        "store__save_every_s": 0.01,
+    }
+    names = [f"user{i}" for i in range(6)]
+    prompt = random_ids(20, 1)
+    with running_engine(tmp_path, **settings) as (engine, client):
+        for i, name in enumerate(names):
+            engine.submit_pairs(random_pairs(4, name, seed=i, first_id=1 + 10 * i))
+            client.wait(lambda i=i: len(client.of(PairRetired)) == 4 * (i + 1))
+            engine.submit(request(f"{name} at once", prompt, 20, adapter=name))
+            client.wait(lambda name=name: f"{name} at once" in client.finished)
+        client.wait(lambda: len({record.adapter for record in client.of(VersionSaved)}) == 6)
+        client.wait(lambda: engine.status()["finetune"]["adapters_loaded"] <= 2)
+        for name in names:
+            engine.submit(request(f"{name} later", prompt, 20, adapter=name))
+        client.wait(lambda: len(client.finished) == 12)
+        for name in names:
+            assert client.finished[f"{name} later"].version == engine.adapters()[name] > 0
+            assert client.ids(f"{name} later") == client.ids(f"{name} at once")
+        assert len({tuple(client.ids(f"{name} later")) for name in names}) > 1, "users differ"
+        engine.submit_pairs(random_pairs(4, "user0", seed=9, first_id=1000))
+        client.wait(lambda: len(client.of(PairRetired)) == 28)
+        wait_idle(engine)
+        assert engine.adapters()["user0"] == 2

@@ -12,7 +12,7 @@ MOMENT = "2025-01-31T12:00:00.000000+00:00"
 def completion(
     name: str, *answers: str, asked: str | list[dict[str, Any]] = "How are you?", user: str | None = "ada", **more: Any
 ) -> Completion:
-    """A chat completion `name` of `user` with `answers`; `asked` is the user's message or the whole conversation."""
+    """A chat completion `name` of `user`'s adapter with `answers`; `asked`: the user's message or the conversation."""
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     return Completion(
         **{
@@ -26,6 +26,7 @@ def completion(
                 for index, text in enumerate(answers)
             ),
             "user": user,
+            "adapter": user,
             "messages": tuple(messages),
             **more,
         }

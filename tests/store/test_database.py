@@ -284,6 +284,16 @@ def test_damage_inside_the_file_is_an_error_of_the_reads_that_meet_it(tmp_path):
     store.close()
 
 
+def test_a_new_data_folder_is_closed_to_others_and_an_existing_one_is_left_as_it_is(tmp_path):
+    for folder, mode in ((tmp_path / "new", 0o750), (tmp_path / "old", 0o755)):
+        if mode == 0o755:
+            folder.mkdir()
+            folder.chmod(mode)
+        Store(folder / "edged.db").close()
+        assert folder.stat().st_mode & 0o777 & ~mode == 0
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o755
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=f'data folder "{tmp_path}/file/data" cannot be used: Not a directory'):

@@ -18,7 +18,7 @@ from edged.store.completions import (
     prompt_key,
     prune_completions,
 )
-from edged.store.feedback import PairRow, Side, Signal, get_pairs, insert_pair, insert_signal
+from edged.store.feedback import PairRow, Side, Signal, get_pairs, insert_pair, insert_signal, pair_ids_of
 from tests.store.rows import MOMENT, completion
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "database.md"
@@ -99,6 +99,7 @@ def test_completions_of_a_prompt_are_those_of_the_same_learner_newest_first(stor
         completion("a2", "3"),
         completion("a3", "4", asked="Else?"),
         completion("a4", "5", user="bob", adapter="ada"),
+        completion("base", "6", adapter=None),
     )
     key = completion("", "").prompt_key
     found = store.read(lambda db: completions_of_prompt(db, key, "ada", 10))
@@ -159,6 +160,25 @@ def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):
         text = store.read(lambda db, t=table: repr(list(db.query(f"SELECT * FROM {t}"))))
         assert "zoe" not in text
         assert "bob" in text
+
+
+def test_forgetting_takes_what_the_user_said_through_another_adapter_and_leaves_that_adapter(store):
+    add(store, completion("own", "x", "y", user="bob"), completion("anns", "x", "y", user="ann", adapter="bob"))
+    numbers = []
+    for name in ("own", "anns"):
+        refer(store, name, "bob")
+        sides = Side("x", (1,), name, 0), Side("y", (2,), name, 1)
+        numbers.append(
+            store.write(lambda db, n=name, s=sides: insert_pair(db, pair(*s, f"fb-{n}", "bob"), "k")).result()
+        )
+    # An answer of one's and an answer of the other's, rated by bob.
+    sides = Side("x", (1,), "own", 0), Side("y", (2,), "anns", 1)
+    store.write(lambda db: insert_pair(db, pair(*sides, "fb-own", "bob"), "k")).result()
+    store.write(lambda db: insert_version(db, Version("bob", 1, MOMENT, 0, "trained"))).result()
+    deleted = store.write(lambda db: forget_adapter(db, "ann")).result()
+    assert (deleted["completions"], deleted["signals"], deleted["pairs"], deleted["adapter_versions"]) == (1, 1, 2, 0)
+    assert ids(store) == ["own"]
+    assert store.read(lambda db: pair_ids_of(db, "bob")) == numbers[:1]
 
 
 def test_feedback_on_a_completion_that_is_not_there_is_refused_by_the_database(store):

@@ -1,0 +1,137 @@
+"""The adapters' states in memory, most recently used last, and their way to disk and back.
+
+Owns which states are resident and which versions are written. Must not know pairs, steps or slots. The engine thread
+alone uses it, but for `load`, which any thread may call: reading an adapter must not stall an iteration.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from edged.align.adapter import AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.config import AlignSettings
+
+
+@dataclass(slots=True)
+class _Place:
+    """A resident state; `saved` is the version that was last handed to the disk, `written` the last that got there."""
+
+    state: AdapterState
+    saved: int
+    written: int
+    saved_at_s: float = 0.0
+
+
+class Shelf:
+    """All adapters of one base model. At most `align.max_loaded_adapters` stay resident when `tidy` can drop others."""
+
+    def __init__(self, spec: LoraSpec, align: AlignSettings, device: torch.device, files: AdapterFiles) -> None:
+        self.spec, self.files, self._align, self._device = spec, files, align, device
+        self._places: OrderedDict[str, _Place] = OrderedDict()
+        self.versions: dict[str, int] = {}
+        """Current version by adapter; 0 is an adapter that has not learnt yet."""
+        self.problems: list[str] = []
+        """What was wrong with files, for the log."""
+        for name in files.adapters():
+            self.versions[name], problems = files.newest(name)
+            self.problems += problems
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def resident(self, adapter: str) -> bool:
+        """Whether `get` need not read files."""
+        return adapter in self._places
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more than `align.max_loaded_adapters`."""
+        return len(self._places) > self._align.max_loaded_adapters
+
+    @property
+    def count(self) -> int:
+        """States in memory."""
+        return len(self._places)
+
+    def get(self, adapter: str) -> AdapterState:
+        """The adapter's state, read from disk here and now when it is not resident."""
+        place = self._places.get(adapter)
+        if place is None:
+            self.adopt(*self.load(adapter))
+            place = self._places[adapter]
+        self._places.move_to_end(adapter)
+        return place.state
+
+    def load(self, adapter: str) -> tuple[AdapterState, list[str]]:
+        """The newest whole version from disk, or the untrained adapter; and what was wrong with newer ones."""
+        state = self._untrained(adapter)
+        version, problems = self.files.newest(adapter)
+        if version:
+            snapshot = self.files.read(adapter, version)
+            state.restore(snapshot.weights, version)
+            state.restore_optimizer(snapshot.optimizer)
+        return state, problems
+
+    def _untrained(self, adapter: str) -> AdapterState:
+        state = AdapterState(adapter, self.spec, self._align, self._device)
+        # What cannot be used on disk keeps its number: a new version never takes its place.
+        state.newest_number = max(self.files.versions(adapter), default=0)
+        return state
+
+    def adopt(self, state: AdapterState, problems: list[str]) -> None:
+        """Make a loaded state resident, unless one is already."""
+        if state.name not in self._places:
+            self.problems += [problem for problem in problems if problem not in self.problems]
+            self.versions[state.name] = state.version
+            self._places[state.name] = _Place(state, state.version, state.version)
+
+    def reset(self, adapter: str) -> AdapterState:
+        """Put the untrained adapter in the place of the present state."""
+        number = self.get(adapter).newest_number
+        state = self._places[adapter].state = AdapterState(adapter, self.spec, self._align, self._device)
+        state.newest_number = number
+        return state
+
+    def forget(self, adapter: str) -> None:
+        """Remove the adapter and its files."""
+        self._places.pop(adapter, None)
+        self.versions.pop(adapter, None)
+        self.files.forget(adapter)
+
+    def tidy(self, busy: Collection[str]) -> list[str]:
+        """Drop the least recently used states beyond the bound that are on disk and not `busy`; who was dropped."""
+        excess = max(0, len(self._places) - self._align.max_loaded_adapters)
+        idle = (n for n, place in self._places.items() if place.written == place.state.version and n not in busy)
+        dropped = list(islice(idle, excess))
+        for name in dropped:
+            del self._places[name]
+        return dropped
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def next_save_s(self, every_s: float) -> float | None:
+        """When the next unsaved version is due to be written; None when all are."""
+        due = [place.saved_at_s + every_s for place in self._places.values() if place.state.version != place.saved]
+        return min(due, default=None)
+
+    def to_save(self, now: float, every_s: float) -> list[Snapshot]:
+        """Copies of the versions that are due, which count as saved from here on, until `save_failed`."""
+        snapshots = []
+        for place in self._places.values():
+            state = place.state
+            if state.version != place.saved and now >= place.saved_at_s + every_s:
+                snapshots.append(Snapshot(state.name, state.version, state.tensors(), state.optimizer_tensors()))
+                place.saved, place.saved_at_s = state.version, now
+        return snapshots
+
+    def save_ended(self, adapter: str, version: int, written: bool) -> None:
+        """A version is on disk, or could not be written: then it is due again."""
+        place = self._places.get(adapter)
+        if place is not None and written:
+            place.written = version
+        elif place is not None:
+            place.saved = -1

@@ -1,0 +1,30 @@
+"""Where the daemon's Unix socket is: the one place that daemon and commands look it up.
+
+Owns its name, its longest path and the order of the folders. Must not import anything slow: every command does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+SOCKET_FILE = "edged.sock"
+MOST_PATH_BYTES = 107
+"""The kernel's bound on a Unix socket's path."""
+
+
+def socket_paths(named: str, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """`named` by a flag or setting, else `EDGED_SOCKET`, else `edged.sock` in every runtime folder there is, in order.
+
+    The daemon listens on the first; commands take the first that answers.
+    """
+    if path := named or environ.get("EDGED_SOCKET", ""):
+        return (Path(path).expanduser(),)
+    folders = [environ.get("RUNTIME_DIRECTORY", "").split(":")[0], environ.get("XDG_RUNTIME_DIR", ""), "/run/edged"]
+    return tuple(Path(folder) / SOCKET_FILE for folder in dict.fromkeys(folders) if folder)
+
+
+def too_long(path: Path) -> bool:
+    """Whether the kernel refuses a socket of that path."""
+    return len(os.fsencode(path)) > MOST_PATH_BYTES

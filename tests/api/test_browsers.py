@@ -1,0 +1,70 @@
+"""A TCP listener without a token is not for web pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from edged.api.app import make_app
+from edged.api.services import Lifecycle
+from edged.config import ApiSettings
+
+
+async def answer(headers: dict[str, str], token: str = "", unix: Path | None = None) -> tuple[int, str | None]:
+    """Status and error code of the status probe's answer to a request with these headers."""
+    runner = web.AppRunner(make_app(ApiSettings(token=token), Lifecycle()))
+    await runner.setup()
+    port = unused_port()
+    site = web.UnixSite(runner, str(unix)) if unix else web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    connector = aiohttp.UnixConnector(str(unix)) if unix else aiohttp.TCPConnector()
+    try:
+        async with aiohttp.ClientSession(connector=connector) as client:
+            url = f"http://127.0.0.1:{port}/healthz"
+            headers = {name: value.replace("PORT", str(port)) for name, value in headers.items()}
+            async with client.get(url, headers=headers) as response:
+                body = await response.json()
+                return response.status, body.get("error", {}).get("code")
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "localhost:PORT"},
+        {"Host": "[::1]:PORT"},
+        {"Origin": "http://127.0.0.1:PORT"},
+        {"Host": "localhost:PORT", "Origin": "http://localhost:PORT"},
+    ],
+)
+async def test_programs_and_the_listeners_own_pages_are_served(headers: dict[str, str]) -> None:
+    assert await answer(headers) == (200, None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example"}, "forbidden_host"),
+        ({"Host": "evil.example:PORT", "Origin": "http://evil.example:PORT"}, "forbidden_host"),
+        ({"Host": "127.0.0.1.evil.example"}, "forbidden_host"),
+        ({"Host": "[::1"}, "forbidden_host"),
+        ({"Host": ""}, "forbidden_host"),
+        ({"Origin": "https://evil.example"}, "forbidden_origin"),
+        ({"Origin": "http://127.0.0.1:1"}, "forbidden_origin"),
+        ({"Origin": "null"}, "forbidden_origin"),
+    ],
+)
+async def test_other_sites_pages_are_refused(headers: dict[str, str], code: str) -> None:
+    assert await answer(headers) == (403, code)
+
+
+async def test_a_token_or_the_unix_socket_is_proof_enough(tmp_path: Path) -> None:
+    foreign = {"Host": "box.example", "Origin": "https://box.example"}
+    assert await answer(foreign, token="secret") == (200, None)
+    assert await answer(foreign, unix=tmp_path / "s") == (200, None)

@@ -1,0 +1,140 @@
+"""Forgetting is done to the end, whoever leaves and whatever was under way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from edged.align.signals import record_pair
+from edged.api.adapters import forget
+from edged.api.services import LIFECYCLE, Lifecycle, Services
+from edged.api.teacher import Teacher
+from edged.config import AlignSettings
+from edged.engine.text import Codec
+from edged.store import Store, utc_now
+from edged.store.adapters import Version, insert_version
+from edged.store.bases import serve_base
+from tests.models import byte_tokenizer
+
+
+class SlowCodec(Codec):
+    """A codec that tokenizes when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer(), "slow")
+        self.may = threading.Event()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        assert self.may.wait(10)
+        return super().encode_prompt(text)
+
+
+class Engine:
+    """Notes what it is asked; while it forgets an adapter, a version of it is still written."""
+
+    def __init__(self, store: Store) -> None:
+        self.calls: list[str] = []
+        self.forgetting = threading.Event()
+        self.may_forget = threading.Event()
+        self._store = store
+
+    def submit_pairs(self, pairs: list[Any]) -> None:
+        self.calls.append("submit")
+
+    def forget(self, name: str) -> Future[None]:
+        self.calls.append("forget")
+        self.forgetting.set()
+        done: Future[None] = Future()
+
+        def work() -> None:
+            assert self.may_forget.wait(10)
+            self._store.write(lambda db: insert_version(db, Version(name, 1, "t", 0, "trained")))
+            done.set_result(None)
+
+        threading.Thread(target=work).start()
+        return done
+
+
+class Scene:
+    """A daemon's parts, with a pair of ann's that is on its way into the engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
+        self.engine = Engine(self.store)
+        self.teacher = Teacher(self.store, self.codec, cast(Any, self.engine), AlignSettings())
+        self.store.write(lambda db: serve_base(db, "now")).result()
+        pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
+        self.teacher.learn_soon(pair.pair_ids)
+        self._app = web.Application()
+        services = SimpleNamespace(store=self.store, engine=self.engine, teacher=self.teacher)
+        self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
+
+    def forget(self) -> asyncio.Task[web.Response]:
+        request = make_mocked_request("DELETE", "/v1/adapters/ann", match_info={"name": "ann"}, app=self._app)
+        return asyncio.create_task(forget(request))
+
+    def rows(self) -> int:
+        counts = (f"(SELECT count(*) FROM {table})" for table in ("pairs", "signals", "adapter_versions"))
+        return int(self.store.read(lambda db: db.execute(f"SELECT {' + '.join(counts)}").fetchone()[0]))
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.codec.may.set()
+    scene.engine.may_forget.set()
+    scene.teacher.close()
+    scene.store.close()
+
+
+async def within(event: threading.Event, seconds: float = 10.0) -> bool:
+    return await asyncio.to_thread(event.wait, seconds)
+
+
+async def test_pairs_on_their_way_reach_the_engine_before_it_forgets(scene: Scene) -> None:
+    answer = scene.forget()
+    assert not await within(scene.engine.forgetting, 0.2)
+    scene.codec.may.set()
+    scene.engine.may_forget.set()
+    await answer
+    assert scene.engine.calls == ["submit", "forget"]
+
+
+async def test_what_is_written_of_it_meanwhile_goes_too_even_if_the_client_has_left(scene: Scene) -> None:
+    scene.codec.may.set()
+    answer = scene.forget()
+    assert await within(scene.engine.forgetting)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    written = scene.store.read(lambda db: db.execute("PRAGMA data_version").fetchone())
+    scene.engine.may_forget.set()
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if scene.store.read(lambda db: db.execute("PRAGMA data_version").fetchone()) != written and not scene.rows():
+            break
+    assert scene.rows() == 0
+
+
+async def test_its_files_of_all_bases_go_and_other_adapters_files_stay(scene: Scene, tmp_path: Path) -> None:
+    for name in ("before/ann/v000001", "before/bob/v000001", "now/ann/v000001", "now/bob/v000001"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    scene.codec.may.set()
+    scene.engine.may_forget.set()
+    await scene.forget()
+    # Those of the base that is served are the engine's to remove.
+    assert adapters_in(tmp_path / "adapters") == ["before/bob", "now/ann", "now/bob"]
+
+
+def adapters_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("*/*"))

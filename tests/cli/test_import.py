@@ -1,0 +1,107 @@
+"""`edged feedback import`: whose pairs they are, and what an import that ends early says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from edged.cli.client import Client
+from edged.cli.feedback import send
+from tests.cli.conftest import Daemon, edged
+from tests.cli.test_client import peer
+
+PAIR = {"prompt": "A:", "chosen": " one", "rejected": " two"}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def exported(daemon: Daemon, user: str) -> list[dict[str, Any]]:
+    lines = daemon.run("feedback", "export", "--user", user).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_an_export_comes_back_whole(daemon: Daemon, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        body = {"prompt": [70, 71, 72], "user": "kit", "n": 3, "max_tokens": 6, "seed": 1}
+        answer = client.post("/v1/completions", body)
+        client.post("/v1/feedback", {"completion_id": answer["id"], "signal": "chosen", "choice": 0})
+        client.post("/v1/feedback", {**PAIR, "user": "kit", "weight": 0.25})
+    rows = exported(daemon, "kit")
+    assert any(row.get("prompt_ids") == [70, 71, 72] for row in rows)
+    assert [row["weight"] for row in rows] == [1.0] * (len(rows) - 1) + [0.25]
+
+    path = write(tmp_path / "pairs.jsonl", *({**row, "user": "lou"} for row in rows))
+    result = json.loads(daemon.run("feedback", "import", str(path), "--json").stdout)
+    assert result == {"user": None, "pairs": len(rows), "waiting_already": 0, "bad_lines": []}
+    kept = ("messages", "prompt", "prompt_ids", "chosen", "rejected", "weight")
+    assert [{key: row.get(key) for key in kept} for row in exported(daemon, "lou")] == [
+        {key: row.get(key) for key in kept} for row in rows
+    ]
+    assert daemon.run("feedback", "import", str(path), "--user", "mia").stdout.startswith(f"{len(rows)} pairs")
+    assert len(exported(daemon, "mia")) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"prompt_ids": [10**6]}, "token id 1000000"),
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"prompt": "A:", "weight": 0}, "weight"),
+        ({"prompt": "A:", "weight": 2}, "weight"),
+    ],
+)
+def test_tokens_and_weights_that_cannot_be_are_bad_lines(
+    daemon: Daemon, tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    path = write(tmp_path / "pairs", {"chosen": " one", "rejected": " two", **change})
+    result = daemon.run("feedback", "import", str(path), "--user", "nia", code=1)
+    assert result.stderr.startswith("line 1: ")
+    assert problem in result.stderr
+
+
+def test_pairs_of_nobody_are_not_imported(daemon: Daemon, tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs", PAIR, {**PAIR, "user": "ned"})
+    result = daemon.run("feedback", "import", str(path), code=1)
+    assert result.stderr == "line 1: names no user: add one, or give --user NAME\n"
+    assert len(exported(daemon, "ned")) == 1
+    assert "give --user NAME" in daemon.run("feedback", "import", str(path), "--format", "trl", code=1).stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_import_that_breaks_off_says_how_to_go_on(tmp_path: Path, as_json: bool) -> None:
+    rows = [{**PAIR, "prompt": f"{i}:"} for i in range(5)]
+    path = write(tmp_path / "pairs", *rows)
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{"duplicate": false}'
+    arguments = ("feedback", "import", str(path), "--user", "ada", "--skip", "1", *(["--json"] if as_json else []))
+    with peer(tmp_path / "s", answer, b""):
+        result = edged(*arguments, "--socket", str(tmp_path / "s"))
+    assert result.returncode == 1
+    if as_json:
+        data = json.loads(result.stdout)
+        assert data["pairs"] == 1
+        assert (data["stopped"]["line"], data["stopped"]["skip"]) == (3, 2)
+    else:
+        assert result.stdout == "1 pairs imported for ada\n"
+        assert "edged: the connection to " in result.stderr
+        assert result.stderr.endswith("stopped after 1 pairs, at line 3; go on with --skip 2\n")
+
+
+def test_an_interrupted_import_counts_what_it_did() -> None:
+    class Interrupted:
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            if body["prompt"] == "2:":
+                raise KeyboardInterrupt
+            return {}
+
+    def rows() -> Iterator[tuple[int, dict[str, Any]]]:
+        yield from ((i + 1, {**PAIR, "prompt": f"{i}:"}) for i in range(5))
+
+    result = send(cast(Client, Interrupted()), "ada", rows(), lambda: None)
+    assert (result.pairs, result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
