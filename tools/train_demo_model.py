@@ -64,7 +64,7 @@ QUESTION_WEIGHT = 0.1  # questions are learnt a little, so that plain text compl
 PEAK_RATE = 4e-3
 WARMUP_STEPS = 60
 WEIGHT_NOISE = 0.008  # each step sees slightly other linear weights, so that a LoRA update later does little harm
-INPUT_GAIN = 4.0
+INPUT_GAIN = 2.0
 POOL_DIALOGUES = 1024  # sorted by length before they are cut into batches, so that little is padding
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from pathlib import Path
 
@@ -37,4 +39,10 @@ def serve(config: Path | None, model: str | None, socket: str | None, listen: st
     prepare(settings.model.keep_freed_memory)
     from edged.daemon import run_daemon
 
-    sys.exit(run_daemon(settings))
+    code = run_daemon(settings)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is stopped and on disk. Taking the interpreter down as well would cost time, and print what other
+    # libraries have to say of their own end.
+    os._exit(code)
