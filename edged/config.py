@@ -108,6 +108,9 @@ class AlignSettings(_Section):
     replay_share: Share = Field(0.25, description="older pairs added to a step, as a share of its new pairs")
     loss_threshold: float = Field(0.05, ge=0.0, description="a pair whose loss is below it is learnt (CheckEnd)")
     window_tokens: Count = Field(256, description="tokens of one backward unit")
+    keep_graph: bool = Field(
+        True, description="where memory allows, a step keeps its graph: no layer is computed twice"
+    )
     max_pair_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="longer pairs keep the prompt's end")
     max_loaded_adapters: Count = Field(64, description="adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = Field(32, description="adapters held in the model at once")

@@ -109,13 +109,13 @@ class Backward:
         inputs = [*([hidden] if layer else []), *leaves, *(t for pair in weights.values() for t in pair)]
         gradients = list(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
         if layer:
-            self._upstream[start:stop] = _present(gradients.pop(0))
+            self._upstream[start:stop] = present(gradients.pop(0))
         for branch, stream in zip(branches, owners, strict=True):
             if branch.earlier is not None:
                 self._add_earlier(stream, branch, gradients.pop(0), gradients.pop(0))
         for name in names:
             for total in self._gradients[name]:
-                total.add_(_present(gradients.pop(0)))
+                total.add_(present(gradients.pop(0)))
 
     def _branches(self, layer: int, start: int, stop: int) -> tuple[list[Branches], list[Stream], list[torch.Tensor]]:
         """The pairs that a window covers, with their earlier K/V as leaves."""
@@ -150,7 +150,7 @@ class Backward:
     def _add_earlier(self, stream: Stream, branch: Branches, *gradients: torch.Tensor | None) -> None:
         """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
         for part, gradient in enumerate(gradients):
-            value = _present(gradient)
+            value = present(gradient)
             if stream.row not in self._earlier:
                 shape = (value.shape[0], branch.start, value.shape[2])
                 self._earlier[stream.row] = (
@@ -160,7 +160,7 @@ class Backward:
             self._earlier[stream.row][part][:, : branch.start] += value
 
 
-def _present(gradient: torch.Tensor | None) -> torch.Tensor:
+def present(gradient: torch.Tensor | None) -> torch.Tensor:
     """A gradient that the graph must have produced."""
     if gradient is None:
         raise RuntimeError("a decoder layer ignored its input or its LoRA matrices: its gradient cannot be computed")

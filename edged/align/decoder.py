@@ -45,6 +45,9 @@ class Decoder(Protocol):
     def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
         """Keys and values [kv_heads, rows, head_dim] of the first `rows` rows in `pages`."""
 
+    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """What the first layer is given for tokens [n] at positions [n], as [n, hidden], and every layer's call."""
+
     def run_branches(
         self,
         layer: int,

@@ -16,7 +16,9 @@ import torch
 from edged.align.adapter import AdapterState
 from edged.align.backward import Backward, upstream_of, windows_of
 from edged.align.decoder import Decoder
+from edged.align.graph import KeptGraph
 from edged.align.group import Group, HeadWindow, Work, head_window_size, head_windows
+from edged.align.layout import PairLayout
 from edged.align.loss import PairLogps, preference_loss
 from edged.align.pair import PairScored, TokenPair
 from edged.config import AlignSettings
@@ -39,8 +41,12 @@ class DpoStep:
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
         most_tokens: int,
+        keep_graph: bool = False,
     ) -> None:
-        """`most_tokens` bounds what a group's forward by one policy may put into the cache."""
+        """`most_tokens` bounds what a group's forward by one policy may put into the cache.
+
+        With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
+        """
         self.state, self.decoder, self.align = state, decoder, align
         self.adapter, self.version = state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
@@ -57,12 +63,14 @@ class DpoStep:
         self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         """Of the present group; `_earlier_gradients` are those of the groups before it."""
         self._earlier_gradients: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._batches = self._cut([*self.fresh, *self.replay], min(2 * align.window_tokens, most_tokens))
+        self._keep_graph = keep_graph
+        windows = 1 if keep_graph else 2
+        self._batches = self._cut([*self.fresh, *self.replay], min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
 
     def _cut(self, pairs: list[TokenPair], most: int) -> list[list[TokenPair]]:
-        """Groups of at most `most` tokens, two windows: few enough rows to keep, enough of them for full windows."""
+        """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
         groups: list[list[TokenPair]] = []
         room = 0
         for pair in pairs:
@@ -77,8 +85,14 @@ class DpoStep:
     def _open(self) -> None:
         """Begin the next group's forward."""
         # Version 0 answers as the base: its own log-probabilities are the reference's.
+        pairs = self._batches.pop(0)
+        tokens = sum(PairLayout.of(pair).tokens for pair in pairs)
+        self._graphed = self._keep_graph and tokens <= self.align.window_tokens
         self.group = Group(
-            self._batches.pop(0), lambda p: p.ref_chosen_logp is None and self.version > 0, True, self.decoder
+            pairs,
+            lambda p: p.ref_chosen_logp is None and self.version > 0,
+            "graph" if self._graphed else "inputs",
+            self.decoder,
         )
         self._before = (len(self._losses), len(self.outcomes), len(self.scores), self.trained)
         self._reset_group()
@@ -89,7 +103,12 @@ class DpoStep:
         self._heads += head_windows(self.group, False, self._head_size, d)
         self._next_head = 0
         self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=d)
-        self._backward: Backward | None = None
+        self._backward: Backward | KeptGraph | None = None
+        self._graph = self._new_graph() if self._graphed else None
+
+    def _new_graph(self) -> KeptGraph:
+        state = self.state
+        return KeptGraph(self.group, self.decoder, state.weights, state.spec.scaling, self._gradients)
 
     # -- the forward -------------------------------------------------------------------------------------------------
 
@@ -117,18 +136,24 @@ class DpoStep:
 
     def units_left(self) -> list[Work]:
         """What is left of this group after its forward, as far as it can be known before the losses are."""
-        work: list[Work] = [("head", len(head.rows)) for head in self._heads[self._next_head :]]
+        rows, layers = self.group.kept_rows, self.decoder.layer_count
+        work: list[Work] = [("graph", rows)] * (self._graph.forward_left if self._graph else 0)
+        work += [("head", len(head.rows)) for head in self._heads[self._next_head :]]
         if self._backward is not None:
-            work += [("layer", size) for size in self._backward.sizes_left()]
+            work += [(self._backward_kind, size) for size in self._backward.sizes_left()]
+        elif self._graphed and self._next_head < len(self._heads):
+            work += [(self._backward_kind, rows)] * layers
         elif self._next_head < len(self._heads):
-            windows = windows_of([(0, self.group.kept_rows)], self.align.window_tokens)
-            work += [("layer", stop - start) for start, stop in windows] * self.decoder.layer_count
+            windows = windows_of([(0, rows)], self.align.window_tokens)
+            work += [(self._backward_kind, stop - start) for start, stop in windows] * layers
         if not self._batches:
             work.append(("step", 0))
         return work
 
     def run_unit(self) -> Work:
         """Run the next unit; what ran."""
+        if self._graph is not None and self._graph.forward_left:
+            return "graph", self._graph.forward_unit()
         if self._next_head < len(self._heads):
             head = self._heads[self._next_head]
             self._next_head += 1
@@ -137,12 +162,17 @@ class DpoStep:
                 self._decide()
             return "head", len(head.rows)
         if self._backward is not None:
-            tokens = self._backward.run_unit()
+            kind, tokens = self._backward_kind, self._backward.run_unit()
             if self._backward.finished:
                 self._end_group()
-            return "layer", tokens
+            return kind, tokens
         self._end_step()
         return "step", 0
+
+    @property
+    def _backward_kind(self) -> str:
+        """What a backward unit is called: going back through a kept graph costs less than computing a layer again."""
+        return "grad" if self._graphed else "layer"
 
     def _head_unit(self, head: HeadWindow) -> None:
         """Log-probabilities of a window and, for the policy, their gradient: the head is computed once, not twice."""
@@ -188,17 +218,19 @@ class DpoStep:
                 self._record(pair, logps, loss.loss, loss.reward_margin, train)
         self.trained += len(active)
         if active:
-            self._backward = Backward(
-                self.group,
-                windows_of(active, self.align.window_tokens),
-                upstream_of(self.group, self._heads, coefficients, self.decoder),
-                self.decoder,
-                self.state.weights,
-                self.state.spec.scaling,
-                self._gradients,
-            )
+            self._backward = self._begin_backward(active, coefficients)
         else:
             self._end_group()
+
+    def _begin_backward(self, active: Sequence[tuple[int, int]], coefficients: Sequence[float]) -> Backward | KeptGraph:
+        """From the gradient at the last layer's output: the kept rows `active` have a part in it."""
+        upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)
+        if self._graph is not None:
+            self._graph.start_backward(upstream)
+            return self._graph
+        state = self.state
+        windows = windows_of(active, self.align.window_tokens)
+        return Backward(self.group, windows, upstream, self.decoder, state.weights, state.spec.scaling, self._gradients)
 
     def _record(self, pair: TokenPair, logps: PairLogps, loss: float, margin: float, train: bool) -> None:
         known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
@@ -220,7 +252,7 @@ class DpoStep:
             )
 
     def _end_group(self) -> None:
-        self._backward = None
+        self._backward = self._graph = None
         self.free()
         if self._earlier_gradients is not None:
             for name, totals in self._gradients.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,16 +36,28 @@ class Stream:
     """Its first row in the group's last hidden states."""
     kept: int
     """Its first row in the layer inputs; -1 when they are not kept."""
+    packed: bool = True
+    """Whether it is computed in the engine's packed forwards."""
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     done: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that packed forwards are still to compute."""
+        return self.layout.tokens - self.done if self.packed else 0
 
 
 class Group:
     """Some pairs whose forwards are computed together: their streams, and the last layer's output for all rows."""
 
     def __init__(
-        self, pairs: Sequence[TokenPair], reference: Callable[[TokenPair], bool], keep: bool, decoder: Decoder
+        self,
+        pairs: Sequence[TokenPair],
+        reference: Callable[[TokenPair], bool],
+        keep: Literal["nothing", "inputs", "graph"],
+        decoder: Decoder,
     ):
+        """What is kept of the policy's forward for a backward pass; with "graph" packed forwards have no part in it."""
         layouts = [PairLayout.of(pair) for pair in pairs]
         self.streams: list[Stream] = []
         row = kept = 0
@@ -52,26 +65,29 @@ class Group:
             for is_reference in (True, False):
                 if is_reference and not reference(pair):
                     continue
-                keeps = keep and not is_reference
-                self.streams.append(Stream(pair, layout, is_reference, row, kept if keeps else -1))
+                keeps = keep != "nothing" and not is_reference
+                packed = is_reference or keep != "graph"
+                self.streams.append(Stream(pair, layout, is_reference, row, kept if keeps else -1, packed))
                 row += layout.tokens
                 kept += layout.tokens if keeps else 0
         self.rows, self.kept_rows = row, kept
         self.last = torch.empty(row, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self.inputs = (
-            LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device) if keep else None
+            LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device)
+            if keep == "inputs"
+            else None
         )
 
     @property
     def tokens_left(self) -> int:
         """Forward tokens that are not computed yet."""
-        return sum(stream.layout.tokens - stream.done for stream in self.streams)
+        return sum(stream.left for stream in self.streams)
 
     def take(self, tokens: int) -> list[tuple[Stream, Piece]]:
         """The next `tokens` forward tokens as pieces; `advance` makes them done."""
         taken: list[tuple[Stream, Piece]] = []
         for stream in self.streams:
-            stop = min(stream.layout.tokens, stream.done + tokens)
+            stop = stream.done + min(stream.left, tokens)
             if stop > stream.done:
                 taken += [(stream, piece) for piece in stream.layout.pieces(stream.done, stop)]
                 tokens -= stop - stream.done
@@ -93,7 +109,7 @@ class Group:
     def advance(self, tokens: int) -> None:
         """Mark the next `tokens` as computed."""
         for stream in self.streams:
-            n = min(tokens, stream.layout.tokens - stream.done)
+            n = min(tokens, stream.left)
             stream.done += n
             tokens -= n
 

@@ -37,7 +37,7 @@ class HeldOutTest:
         self._open()
 
     def _open(self) -> None:
-        self.group = Group([self._pairs.pop(0)], lambda _: True, False, self.decoder)
+        self.group = Group([self._pairs.pop(0)], lambda _: True, "nothing", self.decoder)
         self._reset()
 
     def _reset(self) -> None:

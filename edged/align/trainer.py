@@ -166,8 +166,11 @@ class Trainer:
         behind = self.version(learner.name) - learner.tested_version
         return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
 
-    def open(self, adapter: str) -> FineTuneStep:
-        """Begin the adapter's next step or test; `close` ends it. Its state should be resident."""
+    def open(self, adapter: str, keep_graph: bool = False) -> FineTuneStep:
+        """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
+
+        A step may keep its graph, which takes memory and saves time, where `keep_graph` is set.
+        """
         learner = self._learner(adapter)
         if self._test_due(learner):
             learner.step = HeldOutTest(
@@ -187,7 +190,14 @@ class Trainer:
         older = self._random.sample(list(learner.replay), wanted)
         try:
             learner.step = DpoStep(
-                self.shelf.get(adapter), fresh, older, self._decoder, self._align, self._release, self._most_tokens
+                self.shelf.get(adapter),
+                fresh,
+                older,
+                self._decoder,
+                self._align,
+                self._release,
+                self._most_tokens,
+                keep_graph,
             )
         except Exception as error:
             self._skipped(learner, fresh, f"{type(error).__name__}: {error}")

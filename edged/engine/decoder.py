@@ -47,6 +47,10 @@ class PagedDecoder:
         keys, values = self._kv.read(layer, self._kv.block_index(used[None]), 1)
         return keys[0, :, :rows], values[0, :, :rows]
 
+    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """See `Decoder`."""
+        return self._model.layer_calls(ids[None], positions[None])
+
     def run_branches(
         self,
         layer: int,

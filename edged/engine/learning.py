@@ -16,11 +16,14 @@ from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
 from edged.engine.executor import FineTuneJob, Work
+from edged.engine.memory import free_bytes, graph_bytes
 from edged.engine.parts import EngineParts
 from edged.engine.request import EngineStopping
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 
 log = logging.getLogger("edged.align")
+_GRAPH_SHARE = 0.25
+"""Of the free memory: what a step's kept graph may take."""
 _MOST_OPEN = 2
 """Steps open at once: one that runs, and one that follows without a gap."""
 
@@ -88,7 +91,7 @@ class Learning:
             if slot is None:
                 continue
             try:
-                step = self._trainer.open(adapter)
+                step = self._trainer.open(adapter, self._may_keep_graph())
             except Exception:
                 log.exception("a step of %s could not be opened; its pairs are skipped", adapter)
                 self._parts.slots.release(slot)
@@ -97,6 +100,19 @@ class Learning:
             self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot, now), task
             self._sync(task)
             self._scheduler.add(task, now)
+
+    def _may_keep_graph(self) -> bool:
+        """Whether the next step may spend memory to save time.
+
+        Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
+        free: then it is the packed forward that saves time.
+        """
+        settings, model = self._parts.settings, self._parts.model
+        counts = self._scheduler.counts()
+        serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
+        if not settings.align.keep_graph or (serving and model.device.type == "cuda"):
+            return False
+        return graph_bytes(model, settings) <= _GRAPH_SHARE * free_bytes(model.device)[0]
 
     def fetch(self, adapter: str) -> None:
         """Have an adapter's state read in the background; the engine thread takes it in when it is there."""
@@ -140,7 +156,7 @@ class Learning:
         task.context = sum(stream.done for stream in streams)
         task.held_pages = sum(len(stream.pages) for stream in streams)
         # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
-        unfinished = sum(stream.done < stream.layout.tokens for stream in streams)
+        unfinished = sum(stream.left > 0 for stream in streams)
         task.capacity = task.context - unfinished * self._page_size
 
     def after(self, plan: Plan, work: Work) -> list[Outcome]:

@@ -35,6 +35,13 @@ def finetune_bytes(model: ServedModel, settings: Settings) -> int:
     return (model.shape.layers + 16) * rows * model.shape.hidden_size * model.dtype.itemsize
 
 
+def graph_bytes(model: ServedModel, settings: Settings) -> int:
+    """About what a window's kept graph takes: each linear's input and output, and as much again between them."""
+    assert model.lora is not None
+    width = sum(2 * (linear.in_features + linear.out_features) for linear in model.lora.linears.values())
+    return settings.align.window_tokens * width * model.dtype.itemsize
+
+
 def page_count(model: ServedModel, settings: Settings) -> int:
     """Pages of the pool: from `cache.memory_mb`, or from free memory, never more than max_sequences can use.
 

@@ -115,6 +115,31 @@ class ServedModel:
         )
         return out.logits[0]
 
+    def layer_calls(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """The first layer's input [tokens, hidden_size] and every layer's keyword arguments; no layer is computed."""
+        hiddens: list[torch.Tensor] = []
+        calls: list[dict[str, Any]] = []
+
+        def record(hidden_states: torch.Tensor, *_: Any, **call: Any) -> Any:
+            hiddens.append(hidden_states)
+            calls.append(call)
+            return (hidden_states,) if self._layers_give_tuples else hidden_states
+
+        before = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for layer in self.layers:
+                layer.forward = record
+            with torch.no_grad():
+                self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        finally:
+            for layer, own in zip(self.layers, before, strict=True):
+                del layer.forward
+                if own is not None:
+                    layer.forward = own
+        return hiddens[0][0], calls
+
     def run_layer(
         self, layer: int, hidden: torch.Tensor, inputs: dict[str, Any], attention: AttentionPass
     ) -> torch.Tensor:
@@ -140,6 +165,8 @@ class ServedModel:
         ids = torch.arange(7, 7 + _PROBE_TOKENS, device=self.device)[None] % vocab
         positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
         rows = torch.arange(_PROBE_TOKENS, device=self.device)
+        tuples: list[bool] = []
+        handle = self.layers[0].register_forward_hook(lambda _module, _args, out: tuples.append(isinstance(out, tuple)))
         with torch.inference_mode():
             try:
                 with attention_pass(spy):
@@ -148,6 +175,8 @@ class ServedModel:
                 raise
             except Exception as error:
                 raise ModelRefused(f"{name} cannot be served: {error}") from error
+            handle.remove()
+            self._layers_give_tuples = any(tuples)
             shape = self._shape_from(spy)
             self.model.set_attn_implementation("eager")
             wanted = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()

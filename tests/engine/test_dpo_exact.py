@@ -20,7 +20,7 @@ from edged.engine.batch import pack
 from edged.engine.decoder import LayerTap, PagedDecoder
 from edged.engine.finetune import segments_of, take_of
 from edged.engine.model import ServedModel
-from tests.models import byte_tokenizer, tiny_model
+from tests.models import ARCHITECTURES, byte_tokenizer, tiny_model
 
 CPU = torch.device("cpu")
 BETA = 0.3
@@ -61,6 +61,7 @@ def unit_gradients(
     chunk: int,
     loss: str = "sigmoid",
     preempt_at: tuple[int, ...] = (),
+    keep_graph: bool = False,
 ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], DpoStep, AdapterState]:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
@@ -76,7 +77,7 @@ def unit_gradients(
     state = trained_adapter(model, align)
     model.lora.load(1, state.weights, state.spec.scaling)
     free = list(range(1, 80))
-    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000)
+    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
     ran = 0
@@ -162,12 +163,15 @@ def worst_error(
     return max(float((g - w).norm() / w.norm()) for g, w in pairs)
 
 
-@pytest.mark.parametrize("window", [1, 16, 500])
+# With its graph kept a pair must fit a window: 1 and 16 are too small, 70 holds one pair and 500 both.
+@pytest.mark.parametrize(
+    ("window", "keep_graph"), [(1, False), (16, False), (500, False), (16, True), (70, True), (500, True)]
+)
 @pytest.mark.parametrize("prompt", [0, 19])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, tmp_path: Path) -> None:
+def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
-    got, step, state = unit_gradients(kind, pairs, window, chunk=23)
+    got, step, state = unit_gradients(kind, pairs, window, chunk=23, keep_graph=keep_graph)
     wanted, loss = trl_gradients(kind, pairs, state, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
@@ -222,15 +226,26 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
     assert long <= 1.9 * short
 
 
-@pytest.mark.parametrize("window", [16, 40], ids=["a group per pair", "one group"])
-def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int) -> None:
+@pytest.mark.parametrize("keep_graph", [False, True])
+@pytest.mark.parametrize("window", [16, 60, 200], ids=["a group per pair", "groups of a window", "one group"])
+def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
     pairs = make_pairs(12)
     wanted, calm, _ = unit_gradients("llama", pairs, window, 1000)
     # In its heads, early and late in its backward pass, and, with two groups, in the second one.
-    got, shaken, _ = unit_gradients("llama", pairs, window, 1000, preempt_at=(2, 9, 20, 33))
+    preempt_at = (2, 9, 20, 33)
+    got, shaken, _ = unit_gradients("llama", pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph)
     assert [(pair.pair_id, trained) for pair, _, trained in shaken.outcomes] == [(0, True), (1, True)]
     assert len(shaken.scores) == 2
     assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
     for name, gradients in wanted.items():
         for one, other in zip(gradients, got[name], strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
+    pairs = make_pairs(19)
+    recomputed, _, _ = unit_gradients(kind, pairs, 16, 1000)
+    kept, step, _ = unit_gradients(kind, pairs, 500, 1000, keep_graph=True)
+    assert worst_error(kept, recomputed) <= 1e-5
+    assert step.trained == 2

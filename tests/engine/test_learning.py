@@ -122,6 +122,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "align__replay_share": 0.0,
         "guard__held_out_share": 0.0,
         "scheduler__idle_quantum_ms": 1.0,
+        "align__keep_graph": False,
     }
     for times in (0, 12):
         with running_engine(tmp_path, data=f"data-{times}", **settings) as (engine, client):
