@@ -44,6 +44,7 @@ def main() -> None:
         help="only pairs whose prompt is this share of prompt + chosen",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peer", choices=SIDES[1:], default=None, help="measure against this side alone")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
 
@@ -72,7 +73,8 @@ def main() -> None:
         )
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {"model": size, "pairs_file": options.pairs.name, "prompt_share_at_least": options.prompt_share}
-        report |= measure(job, steps, folder / "tokens.json")
+        peers = [options.peer] if options.peer else list(SIDES[1:])
+        report |= measure(job, steps, folder / "tokens.json", peers)
     print(table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -99,10 +101,10 @@ def choose_pairs(texts: list[dict], directory: Path, vocab: int, count: int, pro
     raise SystemExit(f"only {len(chosen)} of {len(texts)} pairs fit; {count} are needed: fewer --steps, other pairs")
 
 
-def measure(job: Job, steps: int, tokens: Path) -> dict:
+def measure(job: Job, steps: int, tokens: Path, peer_names: list[str]) -> dict:
     """TRL's sides prepare, edged gets the very tokens and reference log-probabilities; then steps in turns."""
     load_before = os.getloadavg()[0]
-    peers = [(name, "edged.bench.dpo", side_arguments(name, job)) for name in SIDES if name != EDGED]
+    peers = [(name, "edged.bench.dpo", side_arguments(name, job)) for name in peer_names]
     with open_sides(peers) as running:
         prepared = [side.ask({})["pairs"] for side in running]
         tokens.write_text(json.dumps(prepared[0]))
@@ -138,8 +140,8 @@ def measure(job: Job, steps: int, tokens: Path) -> dict:
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
-        "speed_ratios": {name: as_json(paired_ratio(rates[EDGED], rates[name])) for name in SIDES if name != EDGED},
-        "memory_ratios": {name: peaks[EDGED] / peaks[name] for name in SIDES if name != EDGED},
+        "speed_ratios": {name: as_json(paired_ratio(rates[EDGED], rates[name])) for name in peer_names},
+        "memory_ratios": {name: peaks[EDGED] / peaks[name] for name in peer_names},
     }
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from edged.align.adapter import AdapterFiles
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
 from edged.engine.learning import Learning
@@ -143,6 +144,11 @@ class Engine:
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
         self._post(lambda: self._learning.pause(paused))
+
+    @property
+    def adapter_files(self) -> AdapterFiles:
+        """Where the adapters' versions are."""
+        return self._parts.trainer.shelf.files
 
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""

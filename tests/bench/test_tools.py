@@ -46,3 +46,26 @@ def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
         # Only the random start of LoRA's A differs, which one step of learning hardly shows.
         assert losses == pytest.approx(ours, abs=0.02)
     assert all(peak > 0 for peak in report["peak_bytes_above_weights"].values())
+
+
+@pytest.mark.slow
+def test_many_adapters_share_a_batch_and_come_from_disk(tmp_path: Path) -> None:
+    arguments = ("--rounds", "1", "--registered", "12", "--active", "4")
+    report = run_tool("bench_adapters.py", *arguments, report=tmp_path / "report.json")
+    assert set(report["batch"]["over_one_adapter"]) == {"0", "1", "16"}
+    assert report["crowd"]["registered"] == 12
+    assert report["crowd"]["loaded"] <= 4
+    assert all(report["crowd"][kind]["ttft_ms_p50"] > 0 for kind in ("cold", "warm"))
+
+
+def test_ratios_that_left_their_range_are_told() -> None:
+    sys.path.insert(0, str(REPOSITORY / "tools"))
+    try:
+        from bench_all import verdict
+    finally:
+        sys.path.pop(0)
+    before = {"median": 1.4, "low": 1.3, "high": 1.5}
+    assert verdict({"median": 1.45, "low": 1.35, "high": 1.6}, before) == "same"
+    assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
+    assert verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
+    assert verdict(before, None) == "new"

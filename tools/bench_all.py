@@ -1,0 +1,125 @@
+"""Run the benchmarks in one go and tell which ratios moved beyond their spread since the committed results.
+
+    tools/bench --pairs hh-harmless.jsonl.gz           under 10 minutes on two CPU cores
+    tools/bench --pairs hh-harmless.jsonl.gz --quick   under 2: small models, no comparison
+
+Only ratios are compared: both sides of each were measured in one run on one machine. `--save` makes this run the one
+that later runs are compared with (docs/results/bench.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMITTED = ROOT / "docs" / "results" / "bench.json"
+
+Ratios = dict[str, dict[str, float]]
+"""By name: median, low and high of a ratio."""
+
+
+def main() -> None:
+    """Run all, print the table, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--pairs", type=Path, help="preference pairs for the DPO steps; without them these are left out"
+    )
+    parser.add_argument("--quick", action="store_true", help="small models: does everything run?")
+    parser.add_argument("--save", action="store_true", help=f"write {COMMITTED.relative_to(ROOT)}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    found: Ratios = {}
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        output = Path(folder) / "report.json"
+        quick = ["--quick"] if options.quick else []
+        found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
+        if options.pairs:
+            steps = quick or ["--steps", "3"]
+            found |= dpo(run("bench_dpo.py", output, str(options.pairs), "--peer", "TRL", *steps))
+        found |= adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
+    committed: Ratios = {} if options.quick or not COMMITTED.is_file() else json.loads(COMMITTED.read_text())["ratios"]
+    if options.json:
+        print(
+            json.dumps(
+                {name: {**ratio, "verdict": verdict(ratio, committed.get(name))} for name, ratio in found.items()}
+            )
+        )
+    else:
+        show(found, committed)
+    if options.save:
+        report = {
+            "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "cores": os.cpu_count(),
+            "ratios": found,
+        }
+        COMMITTED.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
+    """One benchmark's report; its progress goes to stderr."""
+    print(f"== {script} {' '.join(arguments)}", file=sys.stderr, flush=True)
+    command = [sys.executable, str(ROOT / "tools" / script), *arguments, "--output", str(output)]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        raise SystemExit(f"tools/bench: {script} failed; its last lines are above")
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def serving(report: dict[str, Any]) -> Ratios:
+    """Output tokens/s over each peer's."""
+    return {f"serving over {name}": _spread(ratio) for name, ratio in report["ratios"].items()}
+
+
+def dpo(report: dict[str, Any]) -> Ratios:
+    """Pairs/s over each peer's, and the share of its peak memory."""
+    found = {f"DPO pairs/s over {name}": _spread(ratio) for name, ratio in report["speed_ratios"].items()}
+    for name, ratio in report["memory_ratios"].items():
+        # A peak is one reading; allocation decides about a few percent of it.
+        found[f"DPO memory of {name}'s"] = {"median": ratio, "low": 0.95 * ratio, "high": 1.05 * ratio}
+    return found
+
+
+def adapters(report: dict[str, Any]) -> Ratios:
+    """Time of a decode batch over that with one adapter."""
+    ratios = report["batch"]["over_one_adapter"]
+    return {
+        f"batch time with {count} adapters over one": _spread(ratio) for count, ratio in ratios.items() if count != "1"
+    }
+
+
+def _spread(ratio: dict[str, float]) -> dict[str, float]:
+    return {key: ratio[key] for key in ("median", "low", "high")}
+
+
+def verdict(now: dict[str, float], before: dict[str, float] | None) -> str:
+    """Whether a ratio left the range that it was in."""
+    if before is None:
+        return "new"
+    if now["low"] > before["high"]:
+        return "higher"
+    return "lower" if now["high"] < before["low"] else "same"
+
+
+def show(found: Ratios, committed: Ratios) -> None:
+    """The table, and what moved."""
+    width = max(map(len, found))
+    print(f"{'ratio':{width}}  now                   committed             ")
+    for name, ratio in found.items():
+        before = committed.get(name)
+        print(f"{name:{width}}  {_text(ratio):20}  {_text(before) if before else '-':20}  {verdict(ratio, before)}")
+
+
+def _text(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+
+
+if __name__ == "__main__":
+    main()
