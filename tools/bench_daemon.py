@@ -1,21 +1,27 @@
 #!/usr/bin/env python3
-"""What the daemon costs while nobody asks: seconds until it is ready, and its CPU share and memory when idle.
+"""What the daemon costs while nobody asks, and how fast it answers a trivial request while many ask.
 
-    python tools/bench_daemon.py [--starts 5] [--idle 30] [--json]
+    python tools/bench_daemon.py [--starts 5] [--idle 30] [--clients 16] [--json]
 
 Every start is a daemon of its own with the demo model and an empty data folder; it answers one chat, rests for a
-moment, and is then watched for `--idle` seconds. The share is of one core.
+moment, and is then watched for `--idle` seconds. The share is of one core. At last, `--clients` stream answers without
+pause from another process while `/healthz` is asked every 20 ms: its latency is the event loop's lag and a round trip.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import psutil
 
 from edged.bench.turns import Spread
+from edged.cli.client import Address, Client
 from edged.cli.quickstart.daemon import TemporaryDaemon
 
 SETTLE_S = 3.0
@@ -27,16 +33,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=5, help="daemons to start, one after the other (default 5)")
     parser.add_argument("--idle", type=float, default=30.0, help="seconds that each is watched (default 30)")
+    parser.add_argument("--clients", type=int, default=16, help="streams at once under load (default 16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     found = [watch(options.idle) for _ in range(options.starts)]
     columns = {key: Spread.of([reading[key] for reading in found]) for key in found[0]}
+    loaded = lag(options.clients, options.idle)
     if options.json:
-        print(json.dumps({key: {"median": s.median, "low": s.low, "high": s.high} for key, s in columns.items()}))
+        spreads = {key: {"median": s.median, "low": s.low, "high": s.high} for key, s in columns.items()}
+        print(json.dumps({**spreads, "under_load": loaded}))
         return
     print(f"median (quartiles) of {options.starts} starts")
     for key, spread in columns.items():
         print(f"{key}: {spread.text()}")
+    print(f"/healthz under {options.clients} streams: " + ", ".join(f"{k} {v:.1f} ms" for k, v in loaded.items()))
 
 
 def watch(idle_s: float) -> dict[str, float]:
@@ -59,6 +69,46 @@ def watch(idle_s: float) -> dict[str, float]:
         }
     finally:
         daemon.remove()
+
+
+def lag(clients: int, seconds: float) -> dict[str, float]:
+    """Percentiles of `/healthz`'s latency, in ms, while `clients` stream."""
+    daemon = TemporaryDaemon()
+    load = None
+    try:
+        daemon.wait_until_ready()
+        load = multiprocessing.get_context("spawn").Process(target=stream, args=(daemon.socket, clients), daemon=True)
+        load.start()
+        time.sleep(SETTLE_S)
+        latencies = []
+        with daemon.client() as client:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                started = time.perf_counter()
+                client.get("/healthz")
+                latencies.append(1e3 * (time.perf_counter() - started))
+                time.sleep(0.02)
+        return {f"p{share}": float(np.percentile(latencies, share)) for share in (50, 95, 99)}
+    finally:
+        if load is not None:
+            load.kill()
+        daemon.remove()
+
+
+def stream(socket: Path, clients: int) -> None:
+    """Ask for long answers for ever, `clients` at once."""
+
+    def one() -> None:
+        with Client(Address(sockets=(socket,)), 60.0) as client:
+            while True:
+                for _ in client.events("/v1/chat/completions", {**QUESTION, "max_tokens": 256, "stream": True}):
+                    pass
+
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 if __name__ == "__main__":
