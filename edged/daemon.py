@@ -194,6 +194,9 @@ class Daemon:
         self._lifecycle.drain()
         notify_systemd("STOPPING=1", self._environ)
         log.info("edged stops: running answers have %g s", self._settings.serving.drain_s)
+        for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.error("an adapter was not forgotten to the end: %s", outcome)
         await _in_thread(lambda: services.engine.stop(self._settings.serving.drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()

@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {COMMITTED.relative_to(ROOT)}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    if options.save and (options.quick or not options.pairs):
+        parser.error("--save needs a full run with --pairs: later runs are compared with it")
     found: Ratios = {}
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         output = Path(folder) / "report.json"

@@ -1,6 +1,7 @@
 """One exact DPO step, cut into pieces that can be packed and preempted.
 
-Owns the order of the work: packed forward without autograd, head windows, losses, the backward units, the optimizer.
+Owns the order of the work: the forward (packed with serving and without autograd, or in units that keep their graph),
+head windows, losses, the backward units, the optimizer.
 Must not know who decides when a piece runs, or whose pages it uses.
 """
 
@@ -28,8 +29,9 @@ class DpoStep:
     """One optimizer step of one adapter over some pairs, pair group by pair group.
 
     Its life: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
-    `group.inputs`, and calls `advance`; then `run_unit` until `finished`. The gradient is the mean over the pairs whose
-    loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA, exactly as on whole sequences.
+    `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
+    The gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA,
+    exactly as on whole sequences.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class DpoStep:
         self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         """Of the present group; `_earlier_gradients` are those of the groups before it."""
         self._earlier_gradients: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._keep_graph = keep_graph
+        self.keeps_graph = keep_graph
         windows = 1 if keep_graph else 2
         self._batches = self._cut([*self.fresh, *self.replay], min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
@@ -87,7 +89,7 @@ class DpoStep:
         # Version 0 answers as the base: its own log-probabilities are the reference's.
         pairs = self._batches.pop(0)
         tokens = sum(PairLayout.of(pair).tokens for pair in pairs)
-        self._graphed = self._keep_graph and tokens <= self.align.window_tokens
+        self._graphed = self.keeps_graph and tokens <= self.align.window_tokens
         self.group = Group(
             pairs,
             lambda p: p.ref_chosen_logp is None and self.version > 0,

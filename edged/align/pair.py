@@ -13,7 +13,7 @@ PairState = Literal["queued", "held_out", "trained", "learnt", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class TokenPair:
-    """One pair in tokens: `chosen` and `rejected` end with EOS; log-probabilities are sums in nats.
+    """One pair in tokens: `chosen` and `rejected` end with EOS unless cut; log-probabilities are sums in nats.
 
     The reference log-probabilities are None until the base model has scored the pair.
     """

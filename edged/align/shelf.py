@@ -119,7 +119,7 @@ class Shelf:
         return min(due, default=None)
 
     def to_save(self, now: float, every_s: float) -> list[Snapshot]:
-        """Copies of the versions that are due, which count as saved from here on, until `save_failed`."""
+        """Copies of the versions that are due, which count as saved from here on, until `save_ended` says otherwise."""
         snapshots = []
         for place in self._places.values():
             state = place.state

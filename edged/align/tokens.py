@@ -15,6 +15,10 @@ _MIN_PROMPT_SHARE = 4
 """An over-long pair keeps at least a quarter of its room for the prompt: without one, there is nothing to answer."""
 
 
+class UnusablePrompt(ValueError):
+    """A prompt that came as tokens is not of the served model's tokenizer."""
+
+
 class PairCodec(Protocol):
     """What is needed of a tokenizer. `eos_ids` are all tokens that end an answer, `eos_id` is training's."""
 
@@ -37,7 +41,7 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
     Where edged generated an answer, its very tokens are used, and its prompt's, unless they no longer read as the
     stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
     prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
-    Raises what `codec.render_chat` raises when the model's chat template refuses the messages.
+    Raises UnusablePrompt, and what `codec.render_chat` raises when the chat template refuses the messages.
     """
     stored = [_stored_ids(codec, side) for side in (row.chosen, row.rejected)]
     chosen, rejected = (
@@ -97,11 +101,21 @@ def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
 def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
     """The prompt's stored tokens when the model still has the tokenizer that made them, else fresh ones."""
     bare = row.messages is None and row.prompt is None
+    if row.prompt_ids is not None and bare:
+        _check_bare(codec, row, same_tokens)
     if row.prompt_ids is not None and (same_tokens or bare):
         return list(row.prompt_ids)
     if row.messages is not None:
         return codec.render_chat(row.messages)
     return codec.encode_prompt(row.prompt or "")
+
+
+def _check_bare(codec: PairCodec, row: PairRow, same_tokens: bool) -> None:
+    """A prompt of tokens alone means something only to the tokenizer that made them. Raises UnusablePrompt."""
+    answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
+    beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids or ())
+    if beyond or (answered and not same_tokens):
+        raise UnusablePrompt("its prompt came as tokens of another model's tokenizer")
 
 
 def _share(room: int, one: int, other: int) -> tuple[int, int]:

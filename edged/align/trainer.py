@@ -6,6 +6,7 @@ how a version reaches the packed batch (the engine's). Not thread-safe: the engi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import deque
@@ -121,10 +122,17 @@ class Trainer:
 
     def tidy(self, busy: Collection[str]) -> None:
         """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
-        working = {name for name, learner in self._learners.items() if learner.step is not None or learner.queue}
+        working = {name for name, learner in self._learners.items() if learner.step is not None}
         for name in self.shelf.tidy(working.union(busy)):
             if name in self._learners:
-                self._learners[name].best = self._learners[name].best_weights = None
+                self._learners[name].best_weights = None
+
+    def _best_weights(self, learner: Learner) -> Mapping[str, torch.Tensor] | None:
+        """Of the best tested version, from disk when they left memory; None (untrained) when they are nowhere."""
+        if learner.best_weights is None and learner.best is not None and learner.best.version:
+            with contextlib.suppress(AdapterError):
+                return self.shelf.files.load(learner.name, learner.best.version).weights
+        return learner.best_weights
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -173,15 +181,7 @@ class Trainer:
         """
         learner = self._learner(adapter)
         if self._test_due(learner):
-            learner.step = HeldOutTest(
-                adapter,
-                self.version(adapter),
-                list(learner.held_out.values()),
-                self._decoder,
-                self._align,
-                self._release,
-            )
-            return learner.step
+            return self._open_test(learner)
         fresh = [learner.queue.popleft() for _ in range(min(len(learner.queue), self._align.micro_batch_pairs))]
         wanted = min(len(learner.replay), round(len(fresh) * self._align.replay_share + 1e-9))
         if self._align.replay_share and not wanted and learner.replay:
@@ -204,6 +204,18 @@ class Trainer:
             raise
         return learner.step
 
+    def _open_test(self, learner: Learner) -> HeldOutTest:
+        version, pairs = self.version(learner.name), list(learner.held_out.values())
+        try:
+            test = HeldOutTest(learner.name, version, pairs, self._decoder, self._align, self._release)
+        except Exception:
+            # Not again at once: the next versions will be tested.
+            learner.tested_version = version
+            learner.unscored.clear()
+            raise
+        learner.step = test
+        return test
+
     def close(self, adapter: str, seconds: float) -> None:
         """Take in a step that finished `seconds` after it was opened: outcomes, a new version, a judgement."""
         learner = self._learners[adapter]
@@ -222,7 +234,7 @@ class Trainer:
             self._skipped(learner, step.fresh, step.error)
             if not math.isfinite(step.loss) and step.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
-                self._restore(learner, learner.best_weights, f"guard: {step.error}")
+                self._restore(learner, self._best_weights(learner), f"guard: {step.error}")
             return
         for pair, loss, trained in step.outcomes:
             epochs = pair.epochs_done + int(trained)
@@ -251,7 +263,7 @@ class Trainer:
             return
         reason = judge(score, learner.best, self._guard)
         if reason:
-            self._restore(learner, learner.best_weights, reason)
+            self._restore(learner, self._best_weights(learner), reason)
         elif score.better_than(learner.best, self._guard):
             learner.best, learner.best_weights = score, self.shelf.get(learner.name).tensors()
 
@@ -340,6 +352,26 @@ class Trainer:
         self.records.append(StepSkipped(state.name, state.version, tuple(pair.pair_id for pair in fresh), reason))
         for pair in fresh:
             self._retire(pair, "skipped", state.version, pair.epochs_done, reason)
+
+    def learners_of(self, pair_ids: Collection[int]) -> list[str]:
+        """Adapters whose step under way holds any of these pairs."""
+        steps = {name: learner.step for name, learner in self._learners.items()}
+        return [
+            name
+            for name, step in steps.items()
+            if isinstance(step, DpoStep) and any(pair.pair_id in pair_ids for pair in (*step.fresh, *step.replay))
+        ]
+
+    def drop_pairs(self, pair_ids: Collection[int]) -> None:
+        """Learn nothing more from these pairs, whoever learns from them."""
+        for learner in self._learners.values():
+            for pairs in (learner.queue, learner.replay):
+                kept = [pair for pair in pairs if pair.pair_id not in pair_ids]
+                pairs.clear()
+                pairs.extend(kept)
+            for pair_id in learner.held_out.keys() & set(pair_ids):
+                del learner.held_out[pair_id]
+                learner.unscored.discard(pair_id)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""

@@ -18,13 +18,11 @@ from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.schemas import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
-from edged.store.adapters import forget_adapter, forget_files
+from edged.store.adapters import forget_adapter, forget_files, forget_learning
 from edged.store.bases import served_base
 
 _SERIES_PAIRS = 500
 _MOST_SERIES_PAIRS = 100_000
-_FORGETTING: set[asyncio.Task[dict[str, int]]] = set()
-"""Keeps what is under way from being collected."""
 
 
 async def list_adapters(request: web.Request) -> web.Response:
@@ -85,8 +83,8 @@ async def forget(request: web.Request) -> web.Response:
     services, name = services_of(request), _name(request)
     # Whether the client still listens makes no difference: half of it would be learned again at the next start.
     forgetting = asyncio.create_task(_forget(services, name))
-    _FORGETTING.add(forgetting)
-    forgetting.add_done_callback(_FORGETTING.discard)
+    services.forgetting.add(forgetting)
+    forgetting.add_done_callback(services.forgetting.discard)
     deleted = await asyncio.shield(forgetting)
     return web.json_response({"adapter": name, "forgotten": True, "rows_deleted": deleted}, dumps=wire.dumps)
 
@@ -94,20 +92,20 @@ async def forget(request: web.Request) -> web.Response:
 async def _forget(services: Services, name: str) -> dict[str, int]:
     """Returns the rows deleted per table. Raises ApiError when there was nothing."""
     store, learned = services.store, True
-    deleted = await asyncio.wrap_future(store.write(lambda db: forget_adapter(db, name)))
+    deleted, pair_ids = await asyncio.wrap_future(store.write(lambda db: forget_adapter(db, name)))
     # Pairs that were read before would make the adapter anew.
     await asyncio.wrap_future(services.teacher.settled())
     try:
-        await asyncio.wrap_future(services.engine.forget(name))
+        await asyncio.wrap_future(services.engine.forget(name, pair_ids))
     except UnknownAdapter:
         learned = False
     base = await asyncio.to_thread(store.read, served_base)
     await asyncio.to_thread(forget_files, store.path.parent / "adapters", name, base)
     # And what the engine had to say of it meanwhile.
-    late = await asyncio.wrap_future(store.write(lambda db: forget_adapter(db, name)))
+    await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
     if not learned and not any(deleted.values()):
         raise _unknown(name)
-    return {table: count + late[table] for table, count in deleted.items()}
+    return deleted
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:

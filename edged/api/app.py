@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -24,7 +25,11 @@ _ALWAYS = (*_PROBES, "/v1/status")
 def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
     app = web.Application(
-        middlewares=[errors_as_json, _token_check(settings.token) if settings.token else _browser_check, _phase_check],
+        middlewares=[
+            errors_as_json,
+            _token_check(settings.token) if settings.token else _browser_check(settings.listen),
+            _phase_check,
+        ],
         client_max_size=settings.max_body_kb * 1024,
     )
     app[LIFECYCLE] = lifecycle
@@ -67,25 +72,37 @@ def _token_check(token: str) -> Middleware:
     return check
 
 
-@web.middleware
-async def _browser_check(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _browser_check(listen: str) -> Any:
     """Without a token, web pages that this box's browser shows must not reach the TCP listener.
 
-    Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`.
+    Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
+    which must be loopback's or the name in `listen`.
     """
-    if _over_tcp(request):
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if not _is_loopback(host):
-            raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
-        if origin is not None and origin.lower() != f"http://{host.lower()}":
-            raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
-    return await handler(request)
+    own = _name_in(listen)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if _over_tcp(request) and request.path not in _PROBES:
+            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+            if not _is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
+                raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
+            if origin is not None and origin.lower() != f"http://{host.lower()}":
+                raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
+        return await handler(request)
+
+    return check
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether a `Host` header (NAME or NAME:PORT) names this box."""
+def _name_in(host: str) -> str:
+    """The name in NAME or NAME:PORT; "" where there is none."""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

@@ -5,9 +5,10 @@ Owns nothing but the references: the daemon builds the parts.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -38,6 +39,8 @@ class Services:
     monitor: DeviceMonitor
     started_at_s: float
     """Unix time."""
+    forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Adapters being forgotten: the daemon ends no earlier."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from sqlite_utils import Database
 from edged.align.journal import load_open_pairs, requeue_lost
 from edged.align.metrics import summaries
 from edged.align.pair import TokenPair
-from edged.align.tokens import tokenize_pair
+from edged.align.tokens import UnusablePrompt, tokenize_pair
 from edged.config import AlignSettings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec, CodecError
@@ -88,7 +88,7 @@ class Teacher:
         for row in rows:
             try:
                 pair, note = tokenize_pair(self._codec, row, self._align.max_pair_tokens)
-            except CodecError as error:
+            except (CodecError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._store.write(partial(_skip, row=row, reason=str(error)))
                 continue

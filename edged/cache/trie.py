@@ -136,6 +136,11 @@ class PrefixTrie:
         self.stats.evicted_pages += freed
         return freed
 
+    def expire_all(self, owner: object) -> None:
+        """Forget everything under every key whose first part is `owner`."""
+        for key in [key for key in self._roots if key[0] == owner]:
+            self.expire(key)
+
     def check(self) -> None:
         """AssertionError on any inconsistency of the trie or its pool; linear in both."""
         self._pool.check()

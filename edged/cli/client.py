@@ -167,9 +167,15 @@ class Client:
 
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
         response = self._open(method, path, body)
+        rest = b""
         try:
-            while line := response.readline():
-                yield line.rstrip(b"\r\n")
+            # Not readline: it takes a connection that breaks between two chunks for the end of the document.
+            while data := response.read1(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield line.rstrip(b"\r")
+            if rest:
+                yield rest
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None
 

@@ -140,15 +140,18 @@ def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
     return torch.zeros(ahead.shape, dtype=dtype, device=ahead.device).masked_fill_(hidden, float("-inf"))
 
 
-def pick_decode_path(kv: KvStore, wanted: str) -> DecodePath:
-    """The way in which single tokens attend: `wanted`, or for "auto" the fastest that this K/V storage allows."""
+def pick_decode_path(kv: KvStore, wanted: str, group: int) -> DecodePath:
+    """The way in which single tokens attend: `wanted`, or for "auto" the fastest that this K/V storage allows.
+
+    `group` is the number of query heads of a KV head.
+    """
     fastest = "triton" if kv.keys.device.type == "cuda" else "ragged"
     path = cast(DecodePath, fastest if wanted == "auto" else wanted)
     reason = ""
     if path == "triton":
         from edged.engine import triton_decode  # triton is slow to import, and not everywhere
 
-        reason = triton_decode.why_not(kv)
+        reason = triton_decode.why_not(kv) or triton_decode.trial(kv, group)
     elif path == "ragged":
         reason = ragged.why_not(kv)
     if reason:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,12 @@ class Engine:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
         return self._ask(lambda: self._learning.rollback(adapter, version))
 
-    def forget(self, adapter: str) -> Future[None]:
-        """Remove an adapter and its files; the future raises UnknownAdapter."""
+    def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
+        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter."""
 
         def forget() -> None:
             self._serving.forget(adapter)
-            self._learning.forget(adapter)
+            self._learning.forget(adapter, pair_ids)
 
         return self._ask(forget)
 
@@ -189,7 +189,7 @@ class Engine:
         try:
             while not self._done():
                 self._take_inbox()
-                self._learning.feed(time.monotonic())
+                self._learning.feed(time.monotonic(), self._serving.refused)
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:

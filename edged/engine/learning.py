@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,11 +35,11 @@ class Learning:
         self,
         parts: EngineParts,
         on_publish: Callable[[AdapterState, int], None],
-        on_fetched: Callable[[str], None],
+        on_fetched: Callable[[str, str, float], None],
         post: Callable[[Callable[[], None]], None],
         journal: Callable[[list[Record]], None],
     ) -> None:
-        """`post` has the engine thread run something; `on_fetched` is told of a state that was asked for."""
+        """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetch`."""
         self._parts, self._journal, self._on_publish = parts, journal, on_publish
         self._on_fetched, self._post = on_fetched, post
         self._trainer, self._scheduler = parts.trainer, parts.scheduler
@@ -51,13 +51,16 @@ class Learning:
         self.versions: dict[str, int] = self._trainer.versions()
         self.pairs_queued = 0
         self._failed: dict[int, str] = {}
+        self._graphs_fail = False
+        """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = not parts.settings.align.enabled
-        self._saves: deque[tuple[str, int, bool]] = deque()
-        """(adapter, version, whether it is written) as the saver ended them."""
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="edged-loader")
-        self._fetching: set[str] = set()
+        self._fetching: dict[str, object] = {}
+        """A ticket for each adapter that is being read; `forget` takes it away."""
+        self._unreadable: set[str] = set()
+        """Adapters that no step is opened for: their files could not be read."""
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="edged-saver")
         self._trainer.on_publish(self._published)
         self._problems_told = 0
@@ -76,24 +79,28 @@ class Learning:
         """Open no new steps, or go on."""
         self._paused = paused
 
-    def feed(self, now: float) -> None:
-        """Open the steps that are due and give them to the scheduler; few at once, since each holds memory."""
+    def feed(self, now: float, slots_wanted: bool) -> None:
+        """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
+
+        None while requests wait for LoRA slots.
+        """
         if self._paused:
             return
         for adapter in self._trainer.ready():
-            if not self._trainer.shelf.resident(adapter):
-                self.fetch(adapter)
-                continue
             # A request that waits for a slot gets the next one.
-            if len(self.jobs) >= _MOST_OPEN or self._parts.slots.refused:
+            if len(self.jobs) >= _MOST_OPEN or slots_wanted:
                 return
+            if not self._trainer.shelf.resident(adapter):
+                if adapter not in self._unreadable and len(self._fetching) < _MOST_OPEN:
+                    self.fetch(adapter)
+                continue
             slot = self._parts.slots.acquire(self._trainer.state(adapter))
             if slot is None:
                 continue
             try:
                 step = self._trainer.open(adapter, self._may_keep_graph())
             except Exception:
-                log.exception("a step of %s could not be opened; its pairs are skipped", adapter)
+                log.exception("a step of %s could not be opened; it is skipped", adapter)
                 self._parts.slots.release(slot)
                 continue
             task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
@@ -110,32 +117,37 @@ class Learning:
         settings, model = self._parts.settings, self._parts.model
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if not settings.align.keep_graph or (serving and model.device.type == "cuda"):
+        if not settings.align.keep_graph or self._graphs_fail or (serving and model.device.type == "cuda"):
             return False
-        return graph_bytes(model, settings) <= _GRAPH_SHARE * free_bytes(model.device)[0]
+        # A step that is open and has computed nothing yet has its memory still to take.
+        return (1 + len(self.jobs)) * graph_bytes(model, settings) <= _GRAPH_SHARE * free_bytes(model.device)[0]
 
     def fetch(self, adapter: str) -> None:
         """Have an adapter's state read in the background; the engine thread takes it in when it is there."""
         if adapter not in self._fetching:
-            self._fetching.add(adapter)
-            self._loader.submit(self._load, adapter)
+            self._fetching[adapter] = object()
+            self._loader.submit(self._load, adapter, self._fetching[adapter])
 
-    def _load(self, adapter: str) -> None:
-        """On the loader's thread. An adapter that cannot be read stays as the files say: the next use tells why."""
+    def _load(self, adapter: str, ticket: object) -> None:
+        """On the loader's thread. Requests for an adapter that cannot be read end with the reason."""
+        loaded, problem = None, ""
         try:
             loaded = self._trainer.shelf.load(adapter)
         except Exception as error:
             log.error("adapter %s could not be read: %s", adapter, error)
-            loaded = None
+            problem = f"adapter {adapter} could not be read: {error}"
 
         def take() -> None:
-            self._fetching.discard(adapter)
-            # It may have been forgotten meanwhile.
-            if loaded is not None and adapter in self._trainer.shelf.versions:
-                self._trainer.shelf.adopt(*loaded)
-                self._tell_problems()
-                self.versions = self._trainer.versions()
-            self._on_fetched(adapter)
+            # Another ticket, or none: it was forgotten meanwhile, and what was read is of the past.
+            if self._fetching.get(adapter) is ticket:
+                del self._fetching[adapter]
+                if loaded is not None:
+                    self._trainer.shelf.adopt(*loaded)
+                    self._tell_problems()
+                    self.versions = self._trainer.versions()
+                else:
+                    self._unreadable.add(adapter)
+            self._on_fetched(adapter, problem, time.monotonic())
 
         with contextlib.suppress(EngineStopping):
             self._post(take)
@@ -185,7 +197,7 @@ class Learning:
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
             if task_id in self._failed:
-                self._skip(task_id, self._failed[task_id])
+                self._give_up(task_id, self._failed[task_id])
             elif job.step.finished:
                 self._drop(task_id)
                 self._trainer.close(job.step.adapter, now - job.opened_s)
@@ -203,6 +215,17 @@ class Learning:
         adapter = self.jobs[task_id].step.adapter
         self._drop(task_id)
         self._trainer.skip(adapter, reason)
+
+    def _give_up(self, task_id: int, reason: str) -> None:
+        """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
+        job = self.jobs[task_id]
+        if isinstance(job.step, DpoStep) and job.step.keeps_graph:
+            log.warning("a step of %s failed with its graph kept; steps go on without", job.step.adapter)
+            self._graphs_fail = True
+            self._drop(task_id)
+            self._trainer.abandon(job.step.adapter)
+        else:
+            self._skip(task_id, reason)
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
@@ -239,23 +262,25 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.rollback(adapter, version)
 
-    def forget(self, adapter: str) -> None:
-        """Remove an adapter, its pairs in memory and its files. Raises UnknownAdapter."""
+    def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
+        """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
+        self._fetching.pop(adapter, None)
+        self._unreadable.discard(adapter)
+        for name in self._trainer.learners_of(pair_ids):
+            self._abandon(name)
+        self._trainer.drop_pairs(pair_ids)
         self._abandon(adapter)
-        version = self.versions.get(adapter, 0)
         self._saver.submit(lambda: None).result()
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
-        if self._parts.executor.trie is not None and version:
-            self._parts.executor.trie.expire((adapter, version))
+        if self._parts.executor.trie is not None:
+            self._parts.executor.trie.expire_all(adapter)
         self.versions = self._trainer.versions()
 
     # -- the record --------------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        while self._saves:
-            self._trainer.shelf.save_ended(*self._saves.popleft())
         self.pairs_queued = self._trainer.pairs_queued()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
@@ -269,10 +294,14 @@ class Learning:
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
             log.error("adapter %s version %d could not be saved: %s", snapshot.adapter, snapshot.version, error)
-            self._saves.append((snapshot.adapter, snapshot.version, False))
+            self._save_ended(snapshot, False)
             return
-        self._saves.append((snapshot.adapter, snapshot.version, True))
+        self._save_ended(snapshot, True)
         self._journal([VersionSaved(snapshot.adapter, snapshot.version, str(path), removed)])
+
+    def _save_ended(self, snapshot: Snapshot, written: bool) -> None:
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._trainer.shelf.save_ended(snapshot.adapter, snapshot.version, written))
 
     def next_save_s(self) -> float | None:
         """When the next version is due to be saved."""

@@ -37,8 +37,8 @@ def finetune_bytes(model: ServedModel, settings: Settings) -> int:
 
 def graph_bytes(model: ServedModel, settings: Settings) -> int:
     """About what a window's kept graph takes: each linear's input and output, and as much again between them."""
-    assert model.lora is not None
-    width = sum(2 * (linear.in_features + linear.out_features) for linear in model.lora.linears.values())
+    matrices = (p.shape for layer in model.layers for p in layer.parameters() if p.dim() == 2)
+    width = 2 * sum(rows + columns for rows, columns in matrices)
     return settings.align.window_tokens * width * model.dtype.itemsize
 
 

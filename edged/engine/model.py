@@ -37,6 +37,7 @@ class ModelShape:
     architecture: str
     parameters: int
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
     hidden_size: int
@@ -216,12 +217,13 @@ class ServedModel:
         if "chunked_attention" in (getattr(self.config, "layer_types", None) or ()):
             raise ModelRefused(f"{name} cannot be served: its chunked attention is not causal over all that precedes")
         if len(set(spy.seen.values())) != 1:
-            raise ModelRefused(f"{name} cannot be served: its layers differ in K/V heads or head size: {spy.seen}")
-        kv_heads, head_dim = spy.seen[0]
+            raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {spy.seen}")
+        heads, kv_heads, head_dim = spy.seen[0]
         return ModelShape(
             architecture=name,
             parameters=sum(p.numel() for p in self.model.parameters()),
             layers=len(self.layers),
+            heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             hidden_size=int(self.config.hidden_size),
@@ -231,10 +233,10 @@ class ServedModel:
 
 
 class _ShapeSpy:
-    """An attention pass that records each layer's (kv_heads, head_dim) and attends plainly."""
+    """An attention pass that records each layer's (heads, kv_heads, head_dim) and attends plainly."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int]] = {}
+        self.seen: dict[int, tuple[int, int, int]] = {}
 
     def attend(
         self,
@@ -249,7 +251,7 @@ class _ShapeSpy:
         """See `AttentionPass.attend`."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise ModelRefused("keys and values of different head sizes cannot share a page")
-        self.seen[layer] = (key.shape[0], key.shape[2])
+        self.seen[layer] = (query.shape[0], key.shape[0], key.shape[2])
         return query.transpose(0, 1).clone()
 
 

@@ -111,7 +111,13 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pool.allocate(1)
     usable = pages - 1
     trie = PrefixTrie(pool) if settings.cache.prefix_sharing else None
-    executor = Executor(model, kv, pool, trie, pick_decode_path(kv, settings.model.decode_attention))
+    executor = Executor(
+        model,
+        kv,
+        pool,
+        trie,
+        pick_decode_path(kv, settings.model.decode_attention, model.shape.heads // model.shape.kv_heads),
+    )
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions

@@ -37,6 +37,8 @@ class Sequence:
     """Version under which the first K/V row was computed; differs from `version` after a hot update."""
     pinned: bool = False
     """It finishes on the version it started with, whatever becomes of its pages."""
+    forgotten: bool = False
+    """Its adapter was forgotten: what it computes is nobody else's."""
     admitted: bool = False
     decoding: bool = False
     cached_tokens: int = 0

@@ -35,6 +35,8 @@ class Serving:
         self._unloaded: dict[str, list[Sequence]] = {}
         """Sequences whose adapter is being read from disk, by adapter."""
         self._fetch: Callable[[str], None] = lambda adapter: None
+        self._refused: set[int] = set()
+        """Tasks that found no LoRA slot."""
         self._task_ids = parts.task_ids
         self._events: list[Event] = []
         self._admitted = 0
@@ -62,25 +64,39 @@ class Serving:
         leader = self._by_request.get(request.follows or "")
         if leader is not None and not leader.released_followers:
             self._followers.setdefault(leader.request.request_id, []).append(sequence)
-        elif self._missing(request.adapter):
-            self._unloaded.setdefault(str(request.adapter), []).append(sequence)
-            self._fetch(str(request.adapter))
+        else:
+            self._enter(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Give a sequence to the scheduler, or have it wait for its adapter, which is on disk."""
+        adapter = sequence.request.adapter
+        if adapter is not None and self._missing(adapter):
+            self._unloaded.setdefault(adapter, []).append(sequence)
+            self._fetch(adapter)
         else:
             self._schedule(sequence)
 
-    def _missing(self, adapter: str | None) -> bool:
+    def _missing(self, adapter: str) -> bool:
         """Whether the adapter has learnt something that is not in memory."""
         trainer = self._parts.trainer
-        return adapter is not None and bool(trainer.version(adapter)) and not trainer.shelf.resident(adapter)
+        return bool(trainer.version(adapter)) and not trainer.shelf.resident(adapter)
 
     def on_missing(self, fetch: Callable[[str], None]) -> None:
         """Whom to ask for an adapter's state; `on_fetched` is the answer."""
         self._fetch = fetch
 
-    def on_fetched(self, adapter: str) -> None:
-        """The adapter's state is in memory now: those who waited for it go on."""
+    def on_fetched(self, adapter: str, error: str, now: float) -> None:
+        """What was asked for has been read, or could not be: those who waited for it go on, or end."""
         for sequence in self._unloaded.pop(adapter, ()):
-            self._schedule(sequence)
+            if error:
+                self._end(sequence, "error", now, error, retire=False)
+            else:
+                self._enter(sequence)
+
+    @property
+    def refused(self) -> bool:
+        """Whether a request waits for a LoRA slot: fine-tuning leaves it the next one."""
+        return bool(self._refused)
 
     @property
     def adapters(self) -> set[str]:
@@ -95,7 +111,7 @@ class Serving:
     def _release_followers(self, sequence: Sequence) -> None:
         sequence.released_followers = True
         for follower in self._followers.pop(sequence.request.request_id, ()):
-            self._schedule(follower)
+            self._enter(follower)
 
     def admit(self, plan: Plan, now: float) -> None:
         """Give newly granted sequences their adapter and the pages of a shared prefix; drop grants that must wait."""
@@ -111,12 +127,15 @@ class Serving:
         if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
             state = self._parts.trainer.state(adapter)
             slot = self._parts.slots.acquire(state)
-            self._parts.slots.refused = slot is None
             if slot is None:
+                self._refused.add(sequence.task.task_id)
                 return False
             sequence.slot, sequence.version = slot, state.version
+        elif not sequence.pinned:
+            sequence.version = 0
+        self._refused.discard(sequence.task.task_id)
         sequence.pinned = self._pins
-        sequence.kv_version = sequence.version
+        sequence.kv_version = NOT_SHARED if sequence.forgotten else sequence.version
         sequence.admitted = True
         self._admitted += 1
         sequence.started_s = sequence.started_s or now
@@ -188,6 +207,7 @@ class Serving:
         if retire:
             self._scheduler.remove(task_id)
         self.running.pop(task_id, None)
+        self._refused.discard(task_id)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:
@@ -264,7 +284,7 @@ class Serving:
         """Nothing that running answers of a forgotten adapter computed is shared: its versions begin anew."""
         for sequence in self.running.values():
             if sequence.request.adapter == adapter:
-                sequence.kv_version = NOT_SHARED
+                sequence.forgotten, sequence.kv_version = True, NOT_SHARED
 
     def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:

@@ -21,8 +21,6 @@ class SlotTable:
         self._holders = [0] * lora.slots
         self._where: dict[tuple[str, int], int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict((slot, None) for slot in range(lora.slots))
-        self.refused = False
-        """Whether a request found no slot; fine-tuning leaves it the next one."""
 
     @property
     def adapters(self) -> int:

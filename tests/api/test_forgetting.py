@@ -50,7 +50,7 @@ class Engine:
     def submit_pairs(self, pairs: list[Any]) -> None:
         self.calls.append("submit")
 
-    def forget(self, name: str) -> Future[None]:
+    def forget(self, name: str, pair_ids: set[int]) -> Future[None]:
         self.calls.append("forget")
         self.forgetting.set()
         done: Future[None] = Future()
@@ -75,7 +75,7 @@ class Scene:
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.teacher.learn_soon(pair.pair_ids)
         self._app = web.Application()
-        services = SimpleNamespace(store=self.store, engine=self.engine, teacher=self.teacher)
+        services = SimpleNamespace(store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set())
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
     def forget(self) -> asyncio.Task[web.Response]:
@@ -124,6 +124,16 @@ async def test_what_is_written_of_it_meanwhile_goes_too_even_if_the_client_has_l
         if scene.store.read(lambda db: db.execute("PRAGMA data_version").fetchone()) != written and not scene.rows():
             break
     assert scene.rows() == 0
+
+
+async def test_feedback_that_came_meanwhile_stays(scene: Scene) -> None:
+    scene.codec.may.set()
+    answer = scene.forget()
+    assert await within(scene.engine.forgetting)
+    scene.store.write(lambda db: record_pair(db, "ann", "new", "old", utc_now(), prompt="And?")).result()
+    scene.engine.may_forget.set()
+    await answer
+    assert scene.store.read(lambda db: db.execute("SELECT chosen FROM pairs").fetchall()) == [("new",)]
 
 
 async def test_its_files_of_all_bases_go_and_other_adapters_files_stay(scene: Scene, tmp_path: Path) -> None:

@@ -190,3 +190,29 @@ def test_a_url_and_token_reach_a_tcp_listener() -> None:
 def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(DaemonError, match="HOST:PORT"):
         find_address(url=url)
+
+
+@pytest.mark.parametrize(("end", "whole"), [(b"0\r\n\r\n", True), (b"", False)])
+def test_a_document_that_breaks_off_between_two_chunks_is_not_taken_for_whole(
+    tmp_path: Path, end: bytes, whole: bool
+) -> None:
+    path = tmp_path / "s"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connection.recv(4096)
+        body = b'{"a": 1}\n{"a":'
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"%x\r\n%s\r\n" % (len(body), body) + b"4\r\n 2}\n\r\n" + end)
+        connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    found = []
+    with contextlib.nullcontext() if whole else pytest.raises(DaemonError, match="broke"):
+        for item in Client(Address(sockets=(path,)), 5.0).json_lines("/v1/feedback"):
+            found.append(item)
+    assert found == [{"a": 1}, {"a": 2}]
+    listener.close()

@@ -86,6 +86,7 @@ def test_the_triton_kernels_attend_as_torch_does(
             tables[row, column] = next(pages)
     tables = tables.to(device)
     query = torch.randn(len(context), kv_heads * group, size, device=device)
+    assert triton_decode.trial(kv, group) == ""
     got = triton_decode.paged_decode(
         1, query, tables, torch.tensor(context, device=device), kv, size**-0.5, window, cap
     )
@@ -100,9 +101,9 @@ def test_the_triton_kernels_attend_as_torch_does(
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     kv = KvStore(4, 8, 1, 1, 8, torch.bfloat16, CPU)
     with caplog.at_level("INFO"):
-        assert pick_decode_path(kv, "auto") == "padded"
-        assert pick_decode_path(kv, "triton") == "padded"
+        assert pick_decode_path(kv, "auto", 1) == "padded"
+        assert pick_decode_path(kv, "triton", 1) == "padded"
     assert "float32 on the CPU, not for torch.bfloat16" in caplog.text
     assert "Triton has no kernels for cpu" in caplog.text
-    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "auto") == "ragged"
-    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "padded") == "padded"
+    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "auto", 1) == "ragged"
+    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "padded", 1) == "padded"

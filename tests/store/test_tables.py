@@ -148,7 +148,7 @@ def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):
         sides = Side("x", (1,), f"c-{user}", 0), Side("y", (2,), f"c-{user}", 1)
         store.write(lambda db, s=sides, u=user: insert_pair(db, pair(*s, f"fb-c-{u}", u), "key")).result()
         store.write(lambda db, u=user: insert_version(db, Version(u, 1, MOMENT, 0, "trained"))).result()
-    deleted = store.write(lambda db: forget_adapter(db, "zoe")).result()
+    deleted, _ = store.write(lambda db: forget_adapter(db, "zoe")).result()
     assert {table: count for table, count in deleted.items() if count} == {
         "adapter_versions": 1,
         "pairs": 1,
@@ -175,7 +175,7 @@ def test_forgetting_takes_what_the_user_said_through_another_adapter_and_leaves_
     sides = Side("x", (1,), "own", 0), Side("y", (2,), "anns", 1)
     store.write(lambda db: insert_pair(db, pair(*sides, "fb-own", "bob"), "k")).result()
     store.write(lambda db: insert_version(db, Version("bob", 1, MOMENT, 0, "trained"))).result()
-    deleted = store.write(lambda db: forget_adapter(db, "ann")).result()
+    deleted, _ = store.write(lambda db: forget_adapter(db, "ann")).result()
     assert (deleted["completions"], deleted["signals"], deleted["pairs"], deleted["adapter_versions"]) == (1, 1, 2, 0)
     assert ids(store) == ["own"]
     assert store.read(lambda db: pair_ids_of(db, "bob")) == numbers[:1]
