@@ -40,7 +40,7 @@ def main() -> None:
     columns = {key: Spread.of([reading[key] for reading in found]) for key in found[0]}
     loaded = lag(options.clients, options.idle)
     if options.json:
-        spreads = {key: {"median": s.median, "low": s.low, "high": s.high} for key, s in columns.items()}
+        spreads = {key: spread.as_json() for key, spread in columns.items()}
         print(json.dumps({**spreads, "under_load": loaded}))
         return
     print(f"median (quartiles) of {options.starts} starts")

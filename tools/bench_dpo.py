@@ -140,14 +140,9 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str]) -> dict:
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
-        "speed_ratios": {name: as_json(paired_ratio(rates[EDGED], rates[name])) for name in peer_names},
+        "speed_ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in peer_names},
         "memory_ratios": {name: peaks[EDGED] / peaks[name] for name in peer_names},
     }
-
-
-def as_json(spread: Spread) -> dict:
-    """A spread as JSON."""
-    return {"median": spread.median, "low": spread.low, "high": spread.high, "rounds": spread.count}
 
 
 def table(report: dict) -> str:

@@ -75,7 +75,7 @@ def measure(job: Job, rounds: int) -> dict:
         "load_average_before": load_before,
         "rounds": rounds,
         "output_tokens_per_s": rates,
-        "ratios": {name: vars_of(paired_ratio(rates[EDGED], rates[name])) for name in SIDES if name != EDGED},
+        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in SIDES if name != EDGED},
         "equal_answers_share": {
             name: sum(
                 ours == theirs
@@ -87,11 +87,6 @@ def measure(job: Job, rounds: int) -> dict:
             if name != EDGED
         },
     }
-
-
-def vars_of(spread: Spread) -> dict:
-    """A spread as JSON."""
-    return {"median": spread.median, "low": spread.low, "high": spread.high, "rounds": spread.count}
 
 
 def table(report: dict) -> str:

@@ -19,7 +19,6 @@ from edged.align.backward import Backward, upstream_of, windows_of
 from edged.align.decoder import Decoder
 from edged.align.graph import KeptGraph
 from edged.align.group import Group, HeadWindow, Work, head_window_size, head_windows
-from edged.align.layout import PairLayout
 from edged.align.loss import PairLogps, preference_loss
 from edged.align.pair import PairScored, TokenPair
 from edged.config import AlignSettings
@@ -76,19 +75,18 @@ class DpoStep:
         groups: list[list[TokenPair]] = []
         room = 0
         for pair in pairs:
-            size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-            if not groups or size > room:
+            if not groups or pair.tokens > room:
                 groups.append([])
                 room = most
             groups[-1].append(pair)
-            room -= size
+            room -= pair.tokens
         return groups
 
     def _open(self) -> None:
         """Begin the next group's forward."""
         # Version 0 answers as the base: its own log-probabilities are the reference's.
         pairs = self._batches.pop(0)
-        tokens = sum(PairLayout.of(pair).tokens for pair in pairs)
+        tokens = sum(pair.tokens for pair in pairs)
         self._graphed = self.keeps_graph and tokens <= self.align.window_tokens
         self.group = Group(
             pairs,
@@ -143,10 +141,9 @@ class DpoStep:
         work += [("head", len(head.rows)) for head in self._heads[self._next_head :]]
         if self._backward is not None:
             work += [(self._backward_kind, size) for size in self._backward.sizes_left()]
-        elif self._graphed and self._next_head < len(self._heads):
-            work += [(self._backward_kind, rows)] * layers
         elif self._next_head < len(self._heads):
-            windows = windows_of([(0, rows)], self.align.window_tokens)
+            # A kept graph is one window: a layer's rows go back together.
+            windows = windows_of([(0, rows)], rows if self._graphed else self.align.window_tokens)
             work += [(self._backward_kind, stop - start) for start, stop in windows] * layers
         if not self._batches:
             work.append(("step", 0))

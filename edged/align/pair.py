@@ -29,6 +29,11 @@ class TokenPair:
     epochs_done: int = 0
     state: PairState = "queued"
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that one forward computes: the prompt once, and both answers."""
+        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+
 
 @dataclass(frozen=True, slots=True)
 class PairScored:

@@ -140,9 +140,8 @@ class Trainer:
         """Take pairs in: new ones are queued or held out; earlier ones go where their state says."""
         for pair in pairs:
             learner = self._learner(pair.adapter)
-            size = len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-            if size > self._most_tokens:
-                reason = f"{size} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
+            if pair.tokens > self._most_tokens:
+                reason = f"{pair.tokens} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
                 self._retire(pair, "skipped", self.version(pair.adapter), pair.epochs_done, reason)
             elif pair.state == "held_out":
                 learner.held_out[pair.pair_id] = pair

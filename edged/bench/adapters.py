@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from edged.align.adapter import AdapterFiles, Snapshot
-from edged.bench.turns import Spread, paired_ratio
+from edged.bench.turns import paired_ratio
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
@@ -115,7 +115,7 @@ def batch_cost(model: Path, rounds: int) -> dict[str, Any]:
     return {
         "batch": BATCH,
         "rounds": rounds,
-        "over_one_adapter": {str(n): _json(paired_ratio(gaps[n], gaps[1])) for n in ADAPTERS_IN_A_BATCH},
+        "over_one_adapter": {str(n): paired_ratio(gaps[n], gaps[1]).as_json() for n in ADAPTERS_IN_A_BATCH},
     }
 
 
@@ -157,7 +157,3 @@ def registered_cost(model: Path, registered: int, active: int) -> dict[str, Any]
         return found
     finally:
         bench.close()
-
-
-def _json(spread: Spread) -> dict[str, float]:
-    return {"median": spread.median, "low": spread.low, "high": spread.high}

@@ -45,6 +45,10 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
+    def as_json(self) -> dict[str, float]:
+        """The spread with its number of rounds, as the reports have it."""
+        return {"median": self.median, "low": self.low, "high": self.high, "rounds": self.count}
+
     def text(self, digits: int = 2) -> str:
         """`1.31 (1.28-1.35)`."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"

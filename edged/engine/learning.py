@@ -51,6 +51,7 @@ class Learning:
         self.versions: dict[str, int] = self._trainer.versions()
         self.pairs_queued = 0
         self._failed: dict[int, str] = {}
+        self._graph_bytes = graph_bytes(parts.model, parts.settings)
         self._graphs_fail = False
         """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
@@ -120,7 +121,7 @@ class Learning:
         if not settings.align.keep_graph or self._graphs_fail or (serving and model.device.type == "cuda"):
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
-        return (1 + len(self.jobs)) * graph_bytes(model, settings) <= _GRAPH_SHARE * free_bytes(model.device)[0]
+        return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free_bytes(model.device)[0]
 
     def fetch(self, adapter: str) -> None:
         """Have an adapter's state read in the background; the engine thread takes it in when it is there."""

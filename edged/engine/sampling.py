@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from edged.align.transfer import upload
 from edged.engine.request import Sampling
 
 NOT_A_TOKEN = -1
@@ -107,7 +108,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> SampledRows:
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    return upload([np.asarray(values, np.int64)], device)[0]
 
 
 def _floats(values: Sequence[float], device: torch.device) -> torch.Tensor:
