@@ -75,6 +75,9 @@ class SchedulerSettings(_Section):
     """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
 
     policy: Literal["mace", "fcfs"] = Field("mace", description="fcfs never fine-tunes")
+    plan_ahead: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
+    )
     finetune_max_wait_s: Positive = Field(0.5, description="longest time that serving may starve fine-tuning")
     finetune_min_share: Share = Field(0.10, description="share of time that fine-tuning keeps under overload")
     idle_quantum_ms: Positive = Field(50.0, description="fine-tuning per iteration when nothing is served")

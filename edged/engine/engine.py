@@ -25,6 +25,7 @@ from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.serving import Serving
+from edged.scheduler.foresight import Foresight
 from edged.scheduler.task import Kind, Plan, Resources, Result
 
 log = logging.getLogger("edged.engine")
@@ -44,6 +45,9 @@ class Engine:
         self.error: str | None = None
         self._parts, self._deliver, self._journal = parts, deliver, journal
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
+        plans_ahead = {"auto": parts.model.device.type == "cuda", "on": True, "off": False}
+        self._plans_ahead = plans_ahead[self.settings.scheduler.plan_ahead]
+        self._foresight: Foresight | None = None
         self._serving = Serving(parts)
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
@@ -215,7 +219,8 @@ class Engine:
 
     def _plan(self) -> Plan:
         started = time.perf_counter()
-        plan = self._scheduler.plan(time.monotonic(), self._resources())
+        foresight, self._foresight = self._foresight, None
+        plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
         self._stats.decision_ms.append((time.perf_counter() - started) * 1e3)
         return plan
 
@@ -226,7 +231,13 @@ class Engine:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)
             self._serving.admit(plan, started)
-            work = self._executor.run(plan, self._serving.running, self._learning.jobs, lambda: bool(self._inbox))
+            work = self._executor.run(
+                plan,
+                self._serving.running,
+                self._learning.jobs,
+                interrupted=lambda: bool(self._inbox),
+                meanwhile=lambda: self._foresee(plan, started),
+            )
             now = time.monotonic()
             outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
@@ -243,6 +254,11 @@ class Engine:
             ids = {grant.task.task_id for grant in plan.grants}
             self._serving.fail(ids, f"the iteration failed: {error}", now)
             self._learning.fail(ids, str(error))
+
+    def _foresee(self, plan: Plan, started: float) -> None:
+        """Plan the next iteration while the device is busy with `plan`."""
+        if self._plans_ahead:
+            self._foresight = self._scheduler.foresee(plan, started, self._resources())
 
     def _preempt(self, task_id: int, now: float) -> None:
         if not self._learning.preempt(task_id, now):
@@ -268,6 +284,7 @@ class Engine:
         predicted = plan.predicted_forward_s + plan.predicted_units_s
         budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
         stats.totals.iterations += 1
+        stats.totals.plans_foreseen += plan.foreseen
         stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
         stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)

@@ -114,8 +114,12 @@ class Executor:
         sequences: dict[int, Sequence],
         jobs: dict[int, FineTuneJob],
         interrupted: Callable[[], bool],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Work:
-        """Run a plan. Between units `interrupted` may ask to stop: a request has come."""
+        """Run a plan. Between units `interrupted` may ask to stop: a request has come.
+
+        `meanwhile` is called when the forward is queued on the device and before its tokens are waited for.
+        """
         work = Work()
         segments: list[Segment] = []
         takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
@@ -136,7 +140,7 @@ class Executor:
                 continue
         if segments:
             started = time.perf_counter()
-            self._forward(segments, takes, work)
+            self._forward(segments, takes, work, meanwhile)
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
@@ -166,7 +170,11 @@ class Executor:
         return np.array(self.allocate(pages), np.int64)
 
     def _forward(
-        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: Work
+        self,
+        segments: list[Segment],
+        takes: list[tuple[FineTuneJob, Taken, list[Segment]]],
+        work: Work,
+        meanwhile: Callable[[], None],
     ) -> None:
         rows: SampledRows | None = None
         with torch.inference_mode():
@@ -180,6 +188,7 @@ class Executor:
                 self._tap.arm([])
             if work.sampled:
                 rows = sample(logits, [sequence.row(self._end_ids) for sequence in work.sampled])
+            meanwhile()
             if rows is not None:
                 work.drawn = rows.read()
             elif self.model.device.type == "cuda":

@@ -33,6 +33,8 @@ class Totals:
     pairs_trained: int = 0
     preemptions: int = 0
     iterations: int = 0
+    plans_foreseen: int = 0
+    """Iterations whose plan was made while the one before ran."""
 
     def copy(self) -> Totals:
         """A snapshot."""

@@ -59,8 +59,7 @@ class Draft:
 
     def pages(self, task: Task, tokens: int) -> int:
         """Pages that `task` must get to compute `tokens` more."""
-        missing = task.context + tokens - task.capacity
-        return -(-missing // self._page_size) if missing > 0 else 0
+        return task.pages_for(tokens, self._page_size)
 
     @property
     def open_pages(self) -> int:

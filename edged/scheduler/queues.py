@@ -28,11 +28,12 @@ class Queues:
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
 
-    __slots__ = ("_order", "_tasks", "arrears", "decodes", "finetunes", "started", "waiting")
+    __slots__ = ("arrears", "decodes", "finetunes", "order", "started", "tasks", "waiting")
 
     def __init__(self, order: Order, arrears: Arrears) -> None:
-        self._order = order
-        self._tasks: dict[int, Task] = {}
+        self.order = order
+        self.tasks: dict[int, Task] = {}
+        """All of them, by id."""
         self.arrears = arrears
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
@@ -41,21 +42,21 @@ class Queues:
 
     def get(self, task_id: int) -> Task | None:
         """The live task of that id."""
-        return self._tasks.get(task_id)
+        return self.tasks.get(task_id)
 
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
-        self._tasks[task.task_id] = task
+        self.tasks[task.task_id] = task
         if task.kind is Kind.DECODE:
             insort(self.decodes, Grant(task, 1), key=_decode_arrival)
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         else:
-            insort(self.started if started else self.waiting, task, key=self._order)
+            insort(self.started if started else self.waiting, task, key=self.order)
 
     def take(self, task: Task) -> bool:
         """Take a task out of its queue, before its kind changes; True if it was a started prefill."""
-        del self._tasks[task.task_id]
+        del self.tasks[task.task_id]
         if task.kind is Kind.DECODE:
             at = next(index for index, grant in enumerate(self.decodes) if grant.task is task)
             del self.decodes[at]

@@ -7,15 +7,17 @@ iteration is executed. Deterministic: the clock is passed in.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from edged.config import SchedulerSettings
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.cost import CostModel, Load
 from edged.scheduler.fcfs import Fcfs
+from edged.scheduler.foresight import Foresight, advanced
 from edged.scheduler.mace import Mace
 from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
-from edged.scheduler.task import Kind, Outcome, Plan, Resources, Result, Task
+from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task
 
 POLICIES: dict[str, type[Policy]] = {"mace": Mace, "fcfs": Fcfs}
 
@@ -48,7 +50,7 @@ class Scheduler:
             if task.kind is Kind.PREFILL:
                 task.deadline_s = task.arrival_s + self.ttft_target_s(task.tokens, task.context)
             elif task.kind is Kind.DECODE:
-                task.deadline_s = now + self._tbt_target_s()
+                task.deadline_s = now + self._tbt_target_s(self._queues.decodes)
         if task.kind is Kind.FINETUNE and not self._queues.finetunes:
             self._queues.arrears.start(now)
         self._now = now
@@ -81,11 +83,27 @@ class Scheduler:
         self._require(task)
         self._queues.file(task, started=self._queues.take(task))
 
-    def plan(self, now: float, resources: Resources) -> Plan:
-        """The next iteration's bin; empty only if no task can run."""
-        plan = self.policy.plan(self._queues, now, resources)
+    def plan(self, now: float, resources: Resources, foresight: Foresight | None = None) -> Plan:
+        """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
+        plan = foresight.corrected(self._queues, now) if foresight is not None else None
+        if plan is None:
+            plan = self.policy.plan(self._queues, now, resources)
         self._prepaid = plan.prepaid
         return plan
+
+    def foresee(self, plan: Plan, now: float, resources: Resources) -> Foresight | None:
+        """What to do after `plan`, which has begun at `now` and has its pages (they are not in `resources` any more).
+
+        None where the plan has a part in fine-tuning: what that leaves to do is known when it is done.
+        """
+        if any(grant.task.kind is Kind.FINETUNE for grant in plan.grants) or plan.preempt:
+            return None
+        end_s = now + plan.predicted_forward_s
+        queues, decoded = advanced(self._queues, plan, resources.page_size)
+        due_s = end_s + self._tbt_target_s(queues.decodes)
+        for task in decoded:
+            task.deadline_s = due_s
+        return Foresight(self.policy.plan(queues, end_s, resources), queues.tasks, resources.page_size, now, end_s)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
@@ -110,7 +128,7 @@ class Scheduler:
             elif self._advance(task, outcome):
                 decoded.append(task)
         if decoded:
-            deadline_s = now + self._tbt_target_s()
+            deadline_s = now + self._tbt_target_s(queues.decodes)
             for task in decoded:
                 task.deadline_s = deadline_s
 
@@ -132,9 +150,8 @@ class Scheduler:
         """TTFT target of a prompt with `tokens` to compute: a multiple of its own forward, or the floor."""
         return max(self._ttft_floor_s, self._ttft_factor * self.cost.prompt_s(tokens, context))
 
-    def _tbt_target_s(self) -> float:
-        """TBT target: a multiple of a forward of the decodes alone, or the floor."""
-        decodes = self._queues.decodes
+    def _tbt_target_s(self, decodes: Sequence[Grant]) -> float:
+        """TBT target: a multiple of a forward of `decodes` alone, or the floor."""
         load = Load(decodes=len(decodes), context=sum([grant.task.context for grant in decodes]))
         return max(self._tbt_floor_s, self._tbt_factor * self.cost.forward_s(load))
 

@@ -56,6 +56,11 @@ class Task:
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
 
+    def pages_for(self, tokens: int, page_size: int) -> int:
+        """Pages that it must get to compute `tokens` more."""
+        missing = self.context + tokens - self.capacity
+        return -(-missing // page_size) if missing > 0 else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -81,6 +86,8 @@ class Plan:
     """Latency budget: the least slack of the members."""
     predicted_forward_s: float = 0.0
     predicted_units_s: float = 0.0
+    foreseen: bool = False
+    """It was made while the iteration before it ran."""
     prepaid: bool = False
     """Fine-tuning gets more than it is owed, because the memory that it holds is wanted; it waits longer afterwards."""
 

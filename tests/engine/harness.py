@@ -59,8 +59,8 @@ def check_pages_after_every_iteration(engine: Engine) -> None:
     executor = engine._parts.executor
     run = executor.run
 
-    def checked(*arguments: Any) -> Any:
-        work = run(*arguments)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        work = run(*arguments, **named)
         try:
             executor.pool.check() if executor.trie is None else executor.trie.check()
         except AssertionError as error:

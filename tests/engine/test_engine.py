@@ -62,6 +62,20 @@ def test_mixed_batches_give_generates_tokens_and_logprobs(kind: str, tmp_path: P
         assert client.finished[name].reason == "length"
 
 
+def test_plans_made_ahead_change_no_answer(tmp_path: Path) -> None:
+    prompts = [random_ids(30, 1), random_ids(50, 2), random_ids(9, 3)]
+    answers = {}
+    for setting in ("off", "on"):
+        with running_engine(tmp_path, scheduler__plan_ahead=setting, serving__max_batch_tokens=24) as (engine, client):
+            for i, prompt in enumerate(prompts):
+                engine.submit(request(f"r{i}", prompt, tokens=20 + 15 * i))
+            client.wait(lambda: len(client.finished) == len(prompts))
+            answers[setting] = [client.ids(f"r{i}") for i in range(len(prompts))]
+            foreseen = engine.status()["totals"]["plans_foreseen"]
+            assert foreseen > 10 if setting == "on" else foreseen == 0
+    assert answers["on"] == answers["off"]
+
+
 def learnt(engine: Engine, client: Client, adapter: str, seed: int, pairs: int = 8) -> int:
     """Teach an adapter; returns its version."""
     before = len(client.of(PairRetired))

@@ -66,6 +66,7 @@ def worlds(draw: st.DrawFn, policies: tuple[str, ...]) -> tuple[World, list[Ask]
         tau_memory=draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])),
         tau_tasks=draw(st.sampled_from([1, 256])),
     )
+    world.plans_ahead = draw(st.booleans())
     longest = pages * page_size
     asks = []
     for _ in range(draw(st.integers(0, 12))):

@@ -6,9 +6,10 @@ It does what the engine does (allocate, run, complete) and checks every plan aga
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edged.scheduler.cost import Load
+from edged.scheduler.foresight import Foresight
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task, Unit
 
@@ -84,6 +85,10 @@ class World:
         self.done: list[Life] = []
         self.longest_iteration_s = 0.0
         self.iterations = 0
+        self.plans_ahead = False
+        """Plan the next iteration while one runs; `foreseen` counts the plans that were used."""
+        self.foreseen = 0
+        self.foresight: Foresight | None = None
         self._own: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._random = random.Random(seed)
@@ -126,14 +131,9 @@ class World:
 
     def step(self) -> Plan:
         """Plan, check, run, complete; time advances by what the iteration took."""
-        room = Resources(
-            self.free,
-            self.resources.total_pages,
-            self.resources.page_size,
-            self.resources.max_tokens,
-            self.resources.max_sequences,
-        )
-        plan = self.scheduler.plan(self.now, room)
+        foresight, self.foresight = self.foresight, None
+        plan = self.scheduler.plan(self.now, self.room(), foresight)
+        self.foreseen += plan.foreseen
         self.check(plan)
         for task in plan.preempt:
             self._preempt(task)
@@ -144,6 +144,10 @@ class World:
             self._follow_up(outcome)
         self.check_pages()
         return plan
+
+    def room(self) -> Resources:
+        """What the next bin may use."""
+        return replace(self.resources, free_pages=self.free)
 
     def check(self, plan: Plan) -> None:
         """What every plan must keep to."""
@@ -195,6 +199,8 @@ class World:
             granted = task.units[task.next_unit : task.next_unit + grant.units]
             units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
             outcomes.append(Outcome(task, grant.tokens, grant.units, self._next(grant)))
+        if self.plans_ahead:
+            self.foresight = self.scheduler.foresee(plan, self.now, self.room())
         forward_s = self.device.forward_s(load) * self._noise()
         spent_s = forward_s + sum(seconds for _, seconds in units)
         if load.finetune_tokens:

@@ -1,0 +1,83 @@
+"""The plan of the iteration after the present one, made while the present one runs.
+
+Owns what is foreseen and whether it came true. Must not know how a policy decides, nor how an iteration is executed.
+A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from edged.scheduler.queues import Queues
+from edged.scheduler.task import Grant, Kind, Plan, Task
+
+_LATE = 0.25
+"""A plan is made for a moment; where the iteration ended sooner or later by more than this share, it is made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """`plan` is over copies of the tasks; `tasks` are all copies by id, as they are expected to be at `now`."""
+
+    plan: Plan
+    tasks: dict[int, Task]
+    page_size: int
+    made_s: float
+    now: float
+
+    def corrected(self, queues: Queues, now: float) -> Plan | None:
+        """The plan over the real tasks, without those that have ended; None when something else came, too."""
+        if abs(now - self.now) > _LATE * (self.now - self.made_s) or self.plan.preempt:
+            return None
+        live = queues.tasks
+        if any(task_id not in self.tasks or not _as_foreseen(self.tasks[task_id], live[task_id]) for task_id in live):
+            return None
+        grants = [
+            Grant(live[grant.task.task_id], grant.tokens, grant.units)
+            for grant in self.plan.grants
+            if grant.task.task_id in live
+        ]
+        pages = sum(grant.task.pages_for(grant.tokens, self.page_size) for grant in grants)
+        return replace(self.plan, grants=grants, pages=pages, foreseen=True) if grants else None
+
+
+def advanced(queues: Queues, plan: Plan, page_size: int) -> tuple[Queues, list[Task]]:
+    """Queues of copies, as they will be when every serving grant of `plan` has come to what was granted.
+
+    Also those of the copies that will have got a token by then: their deadlines are not set.
+    """
+    ahead = Queues(queues.order, queues.arrears)
+    granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
+    started = {task.task_id for task in queues.started}
+    decoded: list[Task] = []
+    for task_id, task in queues.tasks.items():
+        copy = replace(task)
+        tokens = granted.get(task_id, 0)
+        if tokens:
+            _advance(copy, tokens, page_size)
+            if copy.kind is Kind.DECODE:
+                decoded.append(copy)
+        ahead.file(copy, started=task_id in started or tokens > 0)
+    return ahead, decoded
+
+
+def _advance(task: Task, tokens: int, page_size: int) -> None:
+    pages = task.pages_for(tokens, page_size)
+    task.held_pages += pages
+    task.capacity += pages * page_size
+    task.context += tokens
+    task.tokens -= tokens
+    if not task.tokens:
+        task.kind, task.tokens = Kind.DECODE, 1
+
+
+def _as_foreseen(copy: Task, task: Task) -> bool:
+    """Whether a task is what was expected of it; its deadline may differ by what the iteration was off."""
+    return (copy.kind, copy.tokens, copy.context, copy.capacity, copy.units, copy.next_unit) == (
+        task.kind,
+        task.tokens,
+        task.context,
+        task.capacity,
+        task.units,
+        task.next_unit,
+    )

@@ -1,0 +1,85 @@
+"""The next plan made while an iteration runs: the same plan as without, or none."""
+
+from __future__ import annotations
+
+import pytest
+
+from edged.scheduler.task import Kind, Plan, Unit
+from tests.scheduler.test_simulation import world_of
+from tests.scheduler.world import Device, World
+
+
+def outline(plan: Plan) -> list[tuple[int, int, int]]:
+    """Who may do what."""
+    return [(grant.task.task_id, grant.tokens, grant.units) for grant in plan.grants]
+
+
+def busy_world(policy: str) -> World:
+    """Requests of different lengths that all fit, on a device that keeps the predicted times."""
+    world = world_of(policy, pages=2_000, max_tokens=64, device=Device(pass_s=0.02, token_s=0.0005))
+    for prompt, answer in ((30, 6), (100, 9), (250, 4), (8, 20)):
+        world.ask(prompt, answer)
+    return world
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "mace"])
+def test_a_foreseen_plan_is_the_one_that_would_have_been_made(policy: str) -> None:
+    world = busy_world(policy)
+    world.plans_ahead = True
+    used = 0
+    while world.lives:
+        foresight = world.foresight
+        wanted = world.scheduler.plan(world.now, world.room())
+        plan = world.step()
+        if plan.foreseen:
+            used += 1
+            assert foresight is not None
+            # The iteration in between taught the cost model something: chunks may differ by what that is worth.
+            assert [grant[0] for grant in outline(plan)] == [grant[0] for grant in outline(wanted)]
+            for now, then in zip(outline(plan), outline(wanted), strict=True):
+                assert now[1] == pytest.approx(then[1], rel=0.0 if policy == "fcfs" else 0.25)
+    assert used > 10
+
+
+def test_an_answer_that_ends_only_loses_its_grant() -> None:
+    world = world_of("fcfs", pages=500)
+    long, short = world.ask(10, 60), world.ask(10, 50)
+    world.plans_ahead = True
+    plans = []
+    while world.lives:
+        plans.append(world.step())
+    # By then the cost model knows this device.
+    assert [plan.foreseen for plan in plans[40:]] == [True] * 20
+    assert [len(plan.grants) for plan in plans[48:52]] == [2, 2, 1, 1]
+    assert (long.made, short.made) == (60, 50)
+
+
+def test_a_request_that_comes_meanwhile_is_planned_for_at_once() -> None:
+    world = world_of("mace", pages=500)
+    world.ask(10, 20)
+    world.plans_ahead = True
+    for _ in range(5):
+        world.step()
+    life = world.ask(10, 2)
+    plan = world.step()
+    assert not plan.foreseen
+    assert life.made == 1
+
+
+def test_an_iteration_that_took_much_longer_is_planned_anew() -> None:
+    world = world_of("fcfs", pages=500)
+    world.ask(10, 20)
+    world.plans_ahead = True
+    world.step()
+    world.now += 10.0
+    assert not world.step().foreseen
+
+
+def test_nothing_is_foreseen_while_fine_tuning_has_a_part() -> None:
+    world = world_of("mace", pages=500)
+    world.teach(20, [Unit("layer", 20), Unit("step", 0)], steps=3)
+    world.plans_ahead = True
+    while world.tunings:
+        plan = world.step()
+        assert all(grant.task.kind is Kind.FINETUNE for grant in plan.grants)
+        assert world.foresight is None
