@@ -227,6 +227,8 @@ class Engine:
     def _iterate(self, plan: Plan) -> None:
         """One iteration; its failure ends the tasks that were in it, not the daemon."""
         started = time.monotonic()
+        if self._parts.threads is not None:
+            self._parts.threads.follow(started)
         try:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)

@@ -1,10 +1,13 @@
 """Frozen fp32 linears on the CPU, with a second copy of the weight in oneDNN's packed layout.
 
 Owns that layout's use. Must not know LoRA or batches. Decoding multiplies few rows by every weight: on the packed
-layout that is up to twice as fast as torch's own product, for the price of the weights' memory again.
+layout that is up to twice as fast as torch's own product, for the price of the weights' memory again. Linears that are
+given the same input are one product: every product is a meeting of all threads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
@@ -13,24 +16,53 @@ from torch import nn
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
 _SHARE_OF_FREE_MEMORY = 0.25
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What transformers' decoders call linears of one parent that are given the same input."""
+
+
+Place = tuple[nn.Module, str, nn.Linear]
+"""A linear, with the module and the attribute that hold it."""
+
+
+class _Product:
+    """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+        """Outputs for `_input` that nobody took yet."""
+
+    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """The output of linear `index`; nothing of `x` is kept once all have been asked for theirs."""
+        if x is not self._input or index not in self._outputs:
+            whole = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            self._input, self._outputs = x, dict(enumerate(whole.split(self._sizes, -1)))
+        out = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return out
 
 
 class PackedLinear(nn.Module):
     """`base`, computed from the packed copy wherever no gradient is asked for."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, product: _Product, index: int) -> None:
         super().__init__()
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(base.weight.detach(), _ROWS)
+        self._product, self._index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         if torch.is_grad_enabled():
             out: torch.Tensor = self.base(x)
             return out
-        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.base.bias, "none", [], "")
-        return packed
+        return self._product.part(x, self._index)
 
 
 def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -39,7 +71,7 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         return f"{dtype} on {device} has no packed product"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this torch has no oneDNN"
-    needed = sum(linear.weight.nbytes for _, _, linear in _linears(model))
+    needed = sum(linear.weight.nbytes for _, _, linear in _linears(model).values())
     free = psutil.virtual_memory().available
     if needed > _SHARE_OF_FREE_MEMORY * free:
         return f"the copy takes {needed >> 20} MiB, more than a quarter of the {free >> 20} MiB that are free"
@@ -48,14 +80,32 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 
 def pack_linears(model: nn.Module) -> None:
     """Replace every plain linear by its packed form."""
-    for parent, name, linear in _linears(model):
-        setattr(parent, name, PackedLinear(linear))
+    for group in _groups(_linears(model)):
+        product = _Product([linear for _, _, linear in group])
+        for index, (parent, name, linear) in enumerate(group):
+            setattr(parent, name, PackedLinear(linear, product, index))
 
 
-def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    return [
-        (parent, name, child)
-        for parent in model.modules()
+def _linears(model: nn.Module) -> dict[str, Place]:
+    """All plain linears, by what the model's own code calls them (a wrapper's "base" is not such a name)."""
+    return {
+        f"{path}.{name}".removesuffix(".base"): (parent, name, child)
+        for path, parent in model.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and not isinstance(parent, PackedLinear)
-    ]
+    }
+
+
+def _groups(linears: dict[str, Place]) -> Iterator[list[Place]]:
+    """Siblings that are given the same input together, everything else alone."""
+    left = dict(linears)
+    for path in linears:
+        parent, _, leaf = path.rpartition(".")
+        names = next((names for names in _SIBLINGS if leaf == names[0]), (leaf,))
+        group = [left.get(f"{parent}.{name}".removeprefix(".")) for name in names]
+        whole = [place for place in group if place is not None]
+        if len(whole) == len(names) and len({(p[2].in_features, p[2].bias is None) for p in whole}) == 1:
+            for name in names:
+                del left[f"{parent}.{name}".removeprefix(".")]
+            yield whole
+    yield from ([place] for place in left.values())

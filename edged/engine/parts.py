@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
@@ -25,9 +23,9 @@ from edged.engine.executor import Executor
 from edged.engine.lora import LoraSlots
 from edged.engine.memory import page_count
 from edged.engine.model import ServedModel
-from edged.engine.process import thread_count
 from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
+from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
 from edged.scheduler.scheduler import Scheduler
 
@@ -50,6 +48,8 @@ class EngineParts:
     slots: SlotTable
     trainer: Trainer
     stats: Stats
+    threads: CpuThreads | None
+    """On the CPU."""
     pages: int
     max_context_tokens: int
     end_ids: frozenset[int]
@@ -97,8 +97,7 @@ class EngineParts:
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
     """Load the model and make the parts. Raises ModelRefused with the reason."""
     model = ServedModel.load(model_dir, settings.model)
-    if model.device.type == "cpu":
-        torch.set_num_threads(thread_count(settings.model.threads, model.shape.parameters))
+    threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
@@ -153,6 +152,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
             usable * pool.page_size,
         ),
         stats=Stats(),
+        threads=threads,
         pages=usable,
         max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),
         end_ids=end_ids,

@@ -13,17 +13,17 @@ import sys
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_FROM_HEAP = 32 << 20
 """glibc's own upper bound of the threshold above which an allocation is mapped by itself."""
-_SMALL_PARAMETERS = 16_000_000
 
 
 def prepare(keep_freed_memory: bool = True) -> None:
-    """Let idle OpenMP threads sleep and, if asked, keep freed memory for the next iteration.
+    """Have OpenMP threads wait briefly between operations and, if asked, keep freed memory for the next iteration.
 
-    A spinning thread takes the core that another program, or the thread it waits for, needs: on a box whose cores are
-    all busy that makes iterations many times longer. Kept memory saves mapping and faulting in every large tensor anew;
-    `give_back_memory` returns it when there is nothing to do.
+    A thread that waits awake for a tenth of a millisecond is there for the next operation of an iteration; asleep it
+    comes 20 to 100 us late. OpenMP's own 3 ms would take the cores that other programs, or the threads waited for,
+    need. Kept memory saves mapping and faulting in every large tensor anew; `give_back_memory` returns it when there
+    is nothing to do.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     libc = _glibc()
     if keep_freed_memory and libc is not None:
         libc.mallopt(_M_ARENA_MAX, 1)
@@ -36,13 +36,6 @@ def give_back_memory() -> None:
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
-
-
-def thread_count(setting: int, parameters: int) -> int:
-    """Threads of an operation: the setting, or 1 for models whose operations are shorter than a hand-over."""
-    if setting:
-        return setting
-    return 1 if parameters < _SMALL_PARAMETERS else max(1, len(os.sched_getaffinity(0)))
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -12,7 +12,7 @@ from edged.scheduler.queues import Queues
 from edged.scheduler.task import Grant, Kind, Plan, Task
 
 _LATE = 0.25
-"""A plan is made for a moment; where the iteration ended sooner or later by more than this share, it is made anew."""
+"""Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Foresight:
 
     def corrected(self, queues: Queues, now: float) -> Plan | None:
         """The plan over the real tasks, without those that have ended; None when something else came, too."""
-        if abs(now - self.now) > _LATE * (self.now - self.made_s) or self.plan.preempt:
+        late = now - self.now > _LATE * (self.now - self.made_s)
+        if self.plan.preempt or (late and any(grant.task.kind is not Kind.DECODE for grant in self.plan.grants)):
             return None
         live = queues.tasks
         if any(task_id not in self.tasks or not _as_foreseen(self.tasks[task_id], live[task_id]) for task_id in live):

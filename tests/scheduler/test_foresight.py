@@ -68,7 +68,7 @@ def test_a_request_that_comes_meanwhile_is_planned_for_at_once() -> None:
 
 def test_an_iteration_that_took_much_longer_is_planned_anew() -> None:
     world = world_of("fcfs", pages=500)
-    world.ask(10, 20)
+    world.ask(1_000, 20)
     world.plans_ahead = True
     world.step()
     world.now += 10.0

@@ -1,0 +1,59 @@
+"""How many CPU threads an operation is shared between, as far as other programs leave cores free.
+
+Owns that number. Must not know what is computed. Threads that meet after every operation are as slow as the one that
+waits for a core: with a busy neighbour fewer threads are faster, and leave the neighbour more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import psutil
+import torch
+
+_SMALL_PARAMETERS = 16_000_000
+_EVERY_S = 0.2
+_PART_OF_A_CORE = 0.5
+"""How much of a core must be free for a thread of its own."""
+
+
+Usage = Callable[[], tuple[float, float]]
+"""Seconds that this process computed, and that its cores did nothing, since some moment of the past."""
+
+
+class CpuThreads:
+    """The engine thread's number of threads; `follow` keeps it in step with the cores that are free."""
+
+    def __init__(self, setting: int, parameters: int, usage: Usage | None = None) -> None:
+        """`setting` fixes the number; 0: 1 for models whose operations are shorter than a hand-over, else what is free.
+
+        To be called before the engine thread starts. `usage` reads the box (by default from the system).
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        self._usage = usage or (lambda: _used_and_idle_s(cores))
+        self._follows = not setting and parameters >= _SMALL_PARAMETERS and len(cores) > 1
+        self._most = setting or (len(cores) if self._follows else 1)
+        self._read_s: float | None = None
+        self._before = (0.0, 0.0)
+        torch.set_num_threads(self._most)
+
+    def follow(self, now: float) -> None:
+        """Look, at most five times a second, what others use; to be called on the thread that computes."""
+        if not self._follows or (self._read_s is not None and now - self._read_s < _EVERY_S):
+            return
+        used_s, idle_s = self._usage()
+        if self._read_s is not None:
+            free = (used_s - self._before[0] + idle_s - self._before[1]) / (now - self._read_s)
+            threads = max(1, min(self._most, int(free + 1.0 - _PART_OF_A_CORE)))
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+        self._read_s, self._before = now, (used_s, idle_s)
+
+
+def _used_and_idle_s(cores: list[int]) -> tuple[float, float]:
+    """Seconds that this process computed, and that `cores` did nothing, since some moment of the past."""
+    times = os.times()
+    by_core = psutil.cpu_times(percpu=True)
+    idle_s = sum(by_core[core].idle + getattr(by_core[core], "iowait", 0.0) for core in cores if core < len(by_core))
+    return times.user + times.system, idle_s
