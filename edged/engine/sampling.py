@@ -19,6 +19,8 @@ from edged.engine.request import Sampling
 NOT_A_TOKEN = -1
 _BLOCK = 128
 """Tokens of a block in which the drawn one is looked for; common vocabularies are multiples of it."""
+_COLDEST = 1e-5
+"""The lowest temperature that scores are divided by."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -96,15 +98,46 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> SampledRows:
     raw = logits.float()
     scores = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
     _penalize(scores, rows)
-    tokens = scores.argmax(-1)
-    # argmax points at a NaN where there is one.
-    broken = scores.gather(1, tokens[:, None])[:, 0].isnan()
+    tokens, broken = choose_greedy(scores)
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if drawn:
         index = _index(drawn, scores.device)
         picked = _draw(scores.index_select(0, index), [rows[i] for i in drawn])
         tokens.index_copy_(0, index, picked)
     return SampledRows(tokens, broken, rows, raw)
+
+
+def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token of each row of `scores` [rows, vocab], and whether the row's scores are no numbers."""
+    tokens = scores.argmax(-1)
+    # argmax points at a NaN where there is one.
+    return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
+
+
+def is_plain(row: Row) -> bool:
+    """Whether `choose` draws its token: nothing but temperature and min-p shapes its distribution."""
+    s = row.sampling
+    penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
+    return not (penalties or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
+
+
+def plain_parameters(rows: Sequence[Row]) -> np.ndarray:
+    """What `choose` is given for these rows: [3, rows] of temperature, min-p and uniform number."""
+    columns = [(row.sampling.temperature, row.sampling.min_p, uniform(row.seed, row.step)) for row in rows]
+    return np.array(columns, np.float64).T
+
+
+def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample` for plain rows, from `plain_parameters` on the device: no step of it depends on their values.
+
+    `scores` [rows, vocab] in float32 are left alone.
+    """
+    tokens, broken = choose_greedy(scores)
+    temperature, min_p, uniforms = parameters
+    scaled = scores / temperature.clamp_min(_COLDEST).float()[:, None]
+    _min_p(scaled, min_p.float())
+    drawn = _inverse(scaled.softmax(-1), uniforms)
+    return torch.where(temperature > 0, drawn, tokens), broken
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -144,7 +177,7 @@ def _penalize(scores: torch.Tensor, rows: Sequence[Row]) -> None:
 def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Tokens [rows] by inverse transform over the truncated distributions."""
     device, vocab = scores.device, scores.shape[1]
-    temperature = _floats([max(row.sampling.temperature, 1e-5) for row in rows], device)
+    temperature = _floats([max(row.sampling.temperature, _COLDEST) for row in rows], device)
     scores = scores / temperature[:, None]
     limited = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k < vocab]
     if limited:
@@ -153,8 +186,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         lowest = some.topk(max(counts)).values.gather(1, _index(counts, device)[:, None] - 1)
         scores.index_copy_(0, index, some.masked_fill_(some < lowest, float("-inf")))
     if any(row.sampling.min_p > 0 for row in rows):
-        floor = _floats([np.log(row.sampling.min_p) if row.sampling.min_p > 0 else -np.inf for row in rows], device)
-        scores.masked_fill_(scores < scores.max(-1, keepdim=True).values + floor[:, None], float("-inf"))
+        _min_p(scores, _floats([row.sampling.min_p for row in rows], device))
     nucleus = [i for i, row in enumerate(rows) if row.sampling.top_p < 1]
     if nucleus:
         index = _index(nucleus, device)
@@ -184,6 +216,11 @@ def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tenso
     # Two orders of summation may differ in the last bit: never end on a token that cannot be drawn.
     last = (inside > 0).int().mul_(torch.arange(1, _BLOCK + 1, device=inside.device)).argmax(-1, keepdim=True)
     return (block * _BLOCK + torch.minimum(place, last))[:, 0]
+
+
+def _min_p(scores: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token."""
+    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + min_p.log()[:, None], float("-inf"))
 
 
 def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
