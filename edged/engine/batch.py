@@ -60,7 +60,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """All segments of several tokens, cut into tiles of few consecutive tokens: what `triton_prefill` reads.
+    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `triton_prefill` reads.
 
     `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
     hidden one of these, hidden ones, where the segment's pages begin in `pages`.
@@ -68,6 +68,7 @@ class PrefillTiles:
 
     table: torch.Tensor
     pages: torch.Tensor
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens
         decode_context=moved[6],
         decode_tables=moved[7].view(tables.shape),
         prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8:]]),
-        tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9]) if tiled else None,
+        tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
     )
 
 

@@ -11,7 +11,6 @@ at once.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import torch
@@ -110,7 +109,11 @@ def why_not(kv: KvStore) -> str:
 
 def tile_tokens(kv: KvStore, group: int) -> int:
     """Tokens of a tile where `group` query heads share a KV head."""
-    return _blocks(kv.head_dim, kv.keys.dtype.itemsize, group)[0] // group
+    return max(1, min(_LINES, _QUERY_BYTES // _row_bytes(kv)) // group)
+
+
+def _row_bytes(kv: KvStore) -> int:
+    return max(16, triton.next_power_of_2(kv.head_dim)) * kv.keys.dtype.itemsize
 
 
 def paged_prefill(
@@ -131,7 +134,7 @@ def paged_prefill(
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads
-    lines, keys = _blocks(size, query.dtype.itemsize, group)
+    lines = max(16, triton.next_power_of_2(tiles.tokens * group))
     head_pad = max(16, triton.next_power_of_2(size))
     _attend_tile[(len(tiles.table), kv.kv_heads)](
         query.transpose(0, 1).contiguous(),
@@ -149,17 +152,8 @@ def paged_prefill(
         HEAD_PAD=head_pad,
         PAGE=kv.page_size,
         LINES=lines,
-        BLOCK=keys,
+        BLOCK=max(16, min(_KEYS, _KEY_BYTES // _row_bytes(kv))),
         CAPPED=softcap is not None,
         num_warps=8 if lines * head_pad > 64 * 128 else 4,
         num_stages=2,
     )
-
-
-@functools.cache
-def _blocks(head_dim: int, itemsize: int, group: int) -> tuple[int, int]:
-    """Queries of a program, at least the heads of a group, and keys of one of its steps."""
-    row_bytes = max(16, triton.next_power_of_2(head_dim)) * itemsize
-    lines = max(16, min(_LINES, _QUERY_BYTES // row_bytes))
-    keys = max(16, min(_KEYS, _KEY_BYTES // row_bytes))
-    return max(lines, triton.next_power_of_2(group)), keys
