@@ -44,6 +44,12 @@ class ModelSettings(_Section):
     decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
         "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )
+    prefill_attention: Literal["auto", "gathered", "triton"] = Field(
+        "auto", description="triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
+    )
+    lora_kernel: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="triton (CUDA) multiplies the updates of all adapters of a batch at once"
+    )
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )

@@ -6,25 +6,22 @@ requests, adapters or policies.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from edged.align.decoder import Branches
-from edged.engine import ragged
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.kv import KvStore
 from edged.engine.ragged import RaggedDecode
 
 IMPLEMENTATION = "edged_paged"
 DecodePath = Literal["padded", "ragged", "triton"]
-log = logging.getLogger("edged.engine")
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
@@ -140,31 +137,12 @@ def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
     return torch.zeros(ahead.shape, dtype=dtype, device=ahead.device).masked_fill_(hidden, float("-inf"))
 
 
-def pick_decode_path(kv: KvStore, wanted: str, group: int) -> DecodePath:
-    """The way in which single tokens attend: `wanted`, or for "auto" the fastest that this K/V storage allows.
-
-    `group` is the number of query heads of a KV head.
-    """
-    fastest = "triton" if kv.keys.device.type == "cuda" else "ragged"
-    path = cast(DecodePath, fastest if wanted == "auto" else wanted)
-    reason = ""
-    if path == "triton":
-        from edged.engine import triton_decode  # triton is slow to import, and not everywhere
-
-        reason = triton_decode.why_not(kv) or triton_decode.trial(kv, group)
-    elif path == "ragged":
-        reason = ragged.why_not(kv)
-    if reason:
-        log.info("decode attention gathers pages (%s is not used: %s)", path, reason)
-        return "padded"
-    return path
-
-
 class PagedPass:
     """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
 
-    Single tokens are attended together on the path that `pick_decode_path` gave: "ragged" and "triton" read each
-    context's pages where they lie, "padded" gathers them, padded to the longest. Longer segments follow one by one.
+    Single tokens are attended together: "ragged" and "triton" read each context's pages where they lie, "padded"
+    gathers them, padded to the longest. Longer segments are attended together and where their context lies if the batch
+    was packed in tiles, else one by one over gathered pages.
     """
 
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
@@ -191,6 +169,10 @@ class PagedPass:
         out = query.new_empty(tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
             out.index_copy_(0, batch.decode_rows, self._decode(layer, query, scaling, window, softcap))
+        if batch.tiles is not None:
+            from edged.engine import triton_prefill
+
+            triton_prefill.paged_prefill(layer, query, batch.tiles, self.kv, out, scaling, window, softcap)
         for chunk in batch.prefills:
             piece = self._prefill(layer, chunk, query, key, value, scaling, window, softcap)
             out[chunk.start : chunk.stop] = piece[0].transpose(0, 1)

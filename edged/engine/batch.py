@@ -17,6 +17,7 @@ from edged.engine.kv import KvStore
 
 NO_SLOT = -1
 """The LoRA slot of tokens that the base model answers."""
+_TILE_COLUMNS = 6
 
 
 @dataclass(slots=True)
@@ -57,6 +58,19 @@ class Prefill:
     mask: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `triton_prefill` reads.
+
+    `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
+    hidden one of these, hidden ones, where the segment's pages begin in `pages`.
+    """
+
+    table: torch.Tensor
+    pages: torch.Tensor
+    tokens: int
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """One iteration's forward.
@@ -76,15 +90,22 @@ class PackedBatch:
     decode_tables: torch.Tensor
     decode_context: torch.Tensor
     prefills: list[Prefill]
+    """All other segments, one by one; empty where they are in `tiles`."""
+    tiles: PrefillTiles | None
 
 
-def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBatch:
-    """Pack `segments` (reordered by adapter slot, single tokens first) and move all tables to `device` at once."""
+def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens: int = 0) -> PackedBatch:
+    """Pack `segments` (reordered by adapter slot, single tokens first) and move all tables to `device` at once.
+
+    With `tile_tokens` the segments of several tokens become tiles of at most so many.
+    """
     ordered = sorted(segments, key=lambda s: (s.slot, len(s.tokens) > 1))
     rows, runs = _rows(ordered, kv.page_size)
     decodes = [s for s in ordered if s.is_decode]
     chunks = [s for s in ordered if not s.is_decode]
     tables = _tables(decodes, kv.page_size)
+    tiled = tile_tokens > 0 and len(chunks) > 0
+    pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
     moved = upload(
         [
             *rows,
@@ -92,11 +113,10 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBa
             np.array([s.start for s in decodes], np.int64),
             np.array([s.context for s in decodes], np.int64),
             tables.reshape(-1),
-            *(s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if s.context),
+            *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
         ],
         device,
     )
-    chunk_pages = iter(moved[8:])
     return PackedBatch(
         input_ids=moved[0][None],
         position_ids=moved[1][None],
@@ -107,17 +127,35 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device) -> PackedBa
         decode_rows=moved[5],
         decode_context=moved[6],
         decode_tables=moved[7].view(tables.shape),
-        prefills=[
-            Prefill(
-                s.start,
-                s.start + len(s.tokens),
-                s.context,
-                s.hidden,
-                kv.block_index(next(chunk_pages)[None]) if s.context else None,
-            )
-            for s in chunks
-        ],
+        prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8:]]),
+        tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
     )
+
+
+def _prefills(chunks: list[Segment], blocks: list[torch.Tensor]) -> list[Prefill]:
+    """Segments one by one; `blocks` are of those that have a context."""
+    of_context = iter(blocks)
+    return [
+        Prefill(s.start, s.start + len(s.tokens), s.context, s.hidden, next(of_context) if s.context else None)
+        for s in chunks
+    ]
+
+
+def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.ndarray:
+    """`PrefillTiles.table` of tiles of at most `tokens`; the segments' `pages` will lie one after the other."""
+    tables = []
+    begin = 0
+    for segment, used in zip(chunks, pages, strict=True):
+        first = np.arange(0, len(segment.tokens), tokens)
+        hidden_first, hidden_last = segment.hidden or (0, 0)
+        table = np.empty((len(first), _TILE_COLUMNS), np.int64)
+        table[:, 0] = segment.start + first
+        table[:, 1] = np.minimum(tokens, len(segment.tokens) - first)
+        table[:, 2] = segment.context + first
+        table[:, 3:] = hidden_first, hidden_last - hidden_first, begin
+        tables.append(table)
+        begin += len(used)
+    return np.concatenate(tables)
 
 
 def _rows(ordered: list[Segment], page_size: int) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:

@@ -18,12 +18,13 @@ import torch
 from edged.align.trainer import FineTuneStep
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
-from edged.engine.attention import DecodePath, PagedPass, attention_pass
+from edged.engine.attention import PagedPass, attention_pass
 from edged.engine.batch import Segment, pack
 from edged.engine.decoder import LayerTap, PagedDecoder, Take
 from edged.engine.finetune import Taken, segments_of, take_of
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
+from edged.engine.paths import Paths
 from edged.engine.sampling import Drawn, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.scheduler.task import Plan, Unit
@@ -86,12 +87,10 @@ class _Clock:
 class Executor:
     """Owns the model with its pages; the engine thread alone calls it."""
 
-    def __init__(
-        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, decode_path: DecodePath
-    ) -> None:
+    def __init__(self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, paths: Paths) -> None:
         assert model.lora is not None
         self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
-        self._decode_path = decode_path
+        self._paths = paths
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
@@ -178,11 +177,11 @@ class Executor:
     ) -> None:
         rows: SampledRows | None = None
         with torch.inference_mode():
-            batch = pack(segments, self.kv, self.model.device)
+            batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens)
             kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
             self._tap.arm(kept)
             try:
-                with attention_pass(PagedPass(batch, self.kv, self._decode_path)), self._lora.packed(batch.runs):
+                with attention_pass(PagedPass(batch, self.kv, self._paths.decode)), self._lora.packed(batch.runs):
                     logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             finally:
                 self._tap.arm([])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,6 +45,14 @@ class _Together:
     """`rows`, where they lie side by side."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """Runs cut into tiles of at most `rows` rows, for `triton_lora`: `table` [tiles, 3] of (first row, rows, slot)."""
+
+    table: torch.Tensor
+    rows: int
+
+
 class LoraRuns:
     """What the wrapped linears of one model do at present; shared by all of them."""
 
@@ -51,6 +60,9 @@ class LoraRuns:
         self.single: list[Run] = []
         """Runs that are multiplied one by one; rows in no run see the base model."""
         self.together: _Together | None = None
+        self.kernel: Literal["torch", "triton"] = "torch"
+        """What multiplies the runs: torch, one by one or `together`, or Triton's kernels, in `tiles`."""
+        self.tiles: LoraTiles | None = None
         self.training: LoraWeights | None = None
         """Weights that all rows see, with autograd, while a fine-tune unit runs."""
         self.threads = 0
@@ -60,6 +72,11 @@ class LoraRuns:
 
     def set(self, runs: list[Run], device: torch.device) -> None:
         """The runs of the coming forward."""
+        if self.kernel == "triton":
+            from edged.engine import triton_lora  # triton is slow to import, and not everywhere
+
+            self.tiles = triton_lora.cut(runs, device) if runs else None
+            return
         rows_in_runs = sum(stop - start for start, stop, _ in runs)
         self.threads = torch.get_num_threads() if device.type == "cpu" and rows_in_runs <= _ALONE_ROWS else 0
         few = [run for run in runs if run[1] - run[0] <= _FEW_ROWS]
@@ -103,7 +120,13 @@ class LoraLinear(nn.Module):
         if state.training is not None:
             a, b = state.training[self.name]
             return y + (x @ a.t().to(x.dtype)) @ (b.t() * state.scaling).to(x.dtype)
-        if state.single or state.together is not None:
+        if state.tiles is not None:
+            from edged.engine import triton_lora
+
+            y = y.contiguous()
+            rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
+            triton_lora.add_updates(*rows, self.down, self.up, state.tiles)  # type: ignore[arg-type]
+        elif state.single or state.together is not None:
             if state.threads:
                 torch.set_num_threads(1)
             try:
@@ -166,8 +189,8 @@ class LoraSlots:
     def __init__(self, model: nn.Module, targets: list[str], slots: int, rank: int, dtype: torch.dtype) -> None:
         self.runs = LoraRuns()
         self.linears: dict[str, LoraLinear] = {}
-        self.slots = slots
-        self._device = next(model.parameters()).device
+        self.slots, self.rank, self.dtype = slots, rank, dtype
+        self.device = next(model.parameters()).device
         for name in targets:
             parent_name, _, attribute = name.rpartition(".")
             parent = model.get_submodule(parent_name)
@@ -185,11 +208,11 @@ class LoraSlots:
     @contextmanager
     def packed(self, runs: list[Run]) -> Iterator[None]:
         """Rows of the packed batch see their own slot."""
-        self.runs.set(runs, self._device)
+        self.runs.set(runs, self.device)
         try:
             yield
         finally:
-            self.runs.set([], self._device)
+            self.runs.set([], self.device)
 
     @contextmanager
     def training(self, weights: LoraWeights, scaling: float) -> Iterator[None]:

@@ -18,11 +18,11 @@ from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie
 from edged.config import Settings
-from edged.engine.attention import pick_decode_path
 from edged.engine.executor import Executor
 from edged.engine.lora import LoraSlots
 from edged.engine.memory import page_count
 from edged.engine.model import ServedModel
+from edged.engine.paths import pick_lora_kernel, pick_paths
 from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
@@ -110,18 +110,14 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pool.allocate(1)
     usable = pages - 1
     trie = PrefixTrie(pool) if settings.cache.prefix_sharing else None
-    executor = Executor(
-        model,
-        kv,
-        pool,
-        trie,
-        pick_decode_path(kv, settings.model.decode_attention, model.shape.heads // model.shape.kv_heads),
-    )
+    assert model.lora is not None
+    pick_lora_kernel(model.lora, settings.model)
+    paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
+    executor = Executor(model, kv, pool, trie, paths)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions
     name = settings.model.name or Path(model_dir).name
-    assert model.lora is not None
     spec = _lora_spec(model.lora, name, model.fingerprint, settings)
     temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
     folder = Path(temporary.name) if temporary else Path(data_dir or "")

@@ -10,27 +10,26 @@ sum of the online softmax (Milakov and Gimelshein 2018); the second kernel bring
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any
 
 import torch
 
+from edged.engine import triton_device
 from edged.engine.kv import KvStore
 
-log = logging.getLogger("edged.engine")
 _BLOCK = 64
 """Keys of one step of a program."""
 _PROGRAMS = 256
 """Programs wanted at once: contexts are split until there are about so many."""
 _MOST_SPLITS = 32
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
 
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    # What differs between iterations must not make another variant, which would be compiled while users wait.
+    @triton.jit(do_not_specialize=["tables", "context", "window", "width"])
     def _attend_part(
         query,
         keys,
@@ -52,7 +51,8 @@ if importlib.util.find_spec("triton") is not None:
         BLOCK: tl.constexpr,
         CAPPED: tl.constexpr,
     ) -> None:
-        sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        # 64 bits, as the tables have: what is addressed may have more than 2^31 elements.
+        sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
         length = tl.load(context + sequence) + 1
         first = tl.maximum(0, length - window)
@@ -93,7 +93,7 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(extremes + slot + rows, highest, mask=rows < GROUP)
         tl.store(sums + slot + rows, total, mask=rows < GROUP)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["splits"])
     def _join_parts(
         parts,
         extremes,
@@ -105,7 +105,7 @@ if importlib.util.find_spec("triton") is not None:
         HEAD_PAD: tl.constexpr,
         SPLITS_PAD: tl.constexpr,
     ) -> None:
-        pair, row = tl.program_id(0), tl.program_id(1)
+        pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
         part = tl.arange(0, SPLITS_PAD)
         lanes = tl.arange(0, HEAD_PAD)
         slot = (pair * splits + part) * GROUP + row
@@ -120,31 +120,9 @@ if importlib.util.find_spec("triton") is not None:
 
 def why_not(kv: KvStore) -> str:
     """Why the kernels cannot be used on this K/V storage; "" when they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if kv.keys.device.type != "cuda":
-        return f"Triton has no kernels for {kv.keys.device.type}"
-    if kv.keys.dtype not in _DTYPES:
-        return f"{kv.keys.dtype} is none of {', '.join(map(str, _DTYPES))}"
     if kv.head_dim > _MOST_HEAD_DIM:
         return f"heads of {kv.head_dim} are larger than {_MOST_HEAD_DIM}"
-    if kv.keys.dtype != torch.float32 and torch.cuda.get_device_capability(kv.keys.device) < (8, 0):
-        return "the GPU is older than sm_80"
-    return ""
-
-
-def trial(kv: KvStore, group: int) -> str:
-    """Compile the kernels and attend over one page; what went wrong, or "". Nobody waits for a compiler later."""
-    query = torch.ones(1, kv.kv_heads * group, kv.head_dim, dtype=kv.keys.dtype, device=kv.keys.device)
-    tables, context = (torch.zeros(shape, dtype=torch.int64, device=query.device) for shape in ((1, 1), (1,)))
-    try:
-        for window, softcap in ((None, None), (1, 1.0)):
-            out = paged_decode(0, query, tables, context, kv, 1.0, window, softcap)
-            if not bool((out.abs() < float("inf")).all()):
-                return "its kernels give wrong numbers here"
-    except Exception as error:
-        return f"its kernels do not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return ""
+    return triton_device.why_not(kv.keys.device, kv.keys.dtype)
 
 
 def paged_decode(
@@ -181,7 +159,7 @@ def paged_decode(
         extremes,
         sums,
         scaling,
-        softcap or 1.0,
+        1.0 if softcap is None else float(softcap),
         window or (1 << 30),
         width,
         GROUP=group,
@@ -201,6 +179,6 @@ def paged_decode(
         GROUP=group,
         HEAD=size,
         HEAD_PAD=head_pad,
-        SPLITS_PAD=triton.next_power_of_2(splits),
+        SPLITS_PAD=_MOST_SPLITS,
     )
     return out

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from edged.engine.attention import IMPLEMENTATION, DecodePath, PagedPass, attend, attention_pass, pick_decode_path
+from edged.config import ModelSettings
+from edged.engine.attention import IMPLEMENTATION, PagedPass, attend, attention_pass
 from edged.engine.batch import Segment, pack
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
+from edged.engine.paths import Paths, pick_paths, trial
 from tests.models import ARCHITECTURES, tiny_model
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PATHS = {"gathered": Paths(), "ragged": Paths("ragged"), "triton": Paths("triton", tile_tokens=32)}
 
 
-def served(kind: str) -> ServedModel:
-    model = tiny_model(kind).requires_grad_(False)
+def served(kind: str, device: torch.device) -> ServedModel:
+    model = tiny_model(kind).requires_grad_(False).to(device)
     model.set_attn_implementation(IMPLEMENTATION)
-    return ServedModel(model, CPU, torch.float32)
+    return ServedModel(model, device, torch.float32)
 
 
 def own_logits(kind: str, ids: list[int]) -> torch.Tensor:
@@ -27,10 +36,11 @@ def own_logits(kind: str, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-@pytest.mark.parametrize("path", ["padded", "ragged", "triton"])
+@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS.keys())
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: str, path: DecodePath) -> None:
-    model = served(kind)
+def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: str, paths: Paths) -> None:
+    device = DEVICE if paths.decode == "triton" else CPU
+    model = served(kind, device)
     kv = model.new_kv(32, 8)
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, 200, n).tolist() for n in (37, 50, 9)]
@@ -46,10 +56,10 @@ def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: 
     with torch.inference_mode():
         for spans in passes:
             segments = [Segment(texts[s][a:b], a, tables[s], position=a, samples=True) for s, a, b in spans]
-            batch = pack(segments, kv, CPU)
-            with attention_pass(PagedPass(batch, kv, path)):
+            batch = pack(segments, kv, device, paths.tile_tokens)
+            with attention_pass(PagedPass(batch, kv, paths.decode)):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
-            for (s, _, b), row in zip(spans, logits.log_softmax(-1), strict=True):
+            for (s, _, b), row in zip(spans, logits.log_softmax(-1).cpu(), strict=True):
                 got[s, b - 1] = row
     for s, ids in enumerate(texts):
         wanted = own_logits(kind, ids)
@@ -74,7 +84,7 @@ def test_the_triton_kernels_attend_as_torch_does(
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_decode, "_BLOCK", 16)
     kv_heads, group, size, window, cap, context = shape
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = DEVICE
     torch.manual_seed(0)
     kv = KvStore(64, 16, 2, kv_heads, size, torch.float32, device)
     kv.keys.normal_()
@@ -86,7 +96,7 @@ def test_the_triton_kernels_attend_as_torch_does(
             tables[row, column] = next(pages)
     tables = tables.to(device)
     query = torch.randn(len(context), kv_heads * group, size, device=device)
-    assert triton_decode.trial(kv, group) == ""
+    assert trial(kv, group, Paths("triton")) == ""
     got = triton_decode.paged_decode(
         1, query, tables, torch.tensor(context, device=device), kv, size**-0.5, window, cap
     )
@@ -98,12 +108,155 @@ def test_the_triton_kernels_attend_as_torch_does(
         torch.testing.assert_close(got[row], wanted.reshape(-1, size), atol=1e-5, rtol=1e-5)
 
 
+# (KV heads, heads of a group, head size, page size, window, soft cap), and (context, tokens, hidden rows) of segments.
+CHUNKS = {
+    "prompts and their later chunks": ((2, 3, 32, 16, None, None), [(0, 70, None), (45, 30, None), (130, 3, None)]),
+    "an answer that another hides from": (
+        (2, 2, 16, 8, None, None),
+        [(50, 20, (20, 50)), (33, 1, (5, 30)), (9, 1, None)],
+    ),
+    "a window over hidden rows": ((1, 4, 24, 8, 12, None), [(40, 25, (10, 37)), (0, 90, None), (60, 1, (1, 59))]),
+    "a soft cap, an odd head size, odd pages": ((1, 7, 40, 5, None, 20.0), [(12, 23, None), (0, 6, None)]),
+    "all of it, one head, large": ((1, 1, 160, 4, 9, 5.0), [(80, 70, (0, 80)), (3, 2, None)]),
+    "more heads than a tile has queries": ((1, 71, 16, 16, None, None), [(20, 5, None)]),
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def written(
+    shape: tuple[int, ...], spans: list[tuple[int, int, tuple[int, int] | None]], dtype: torch.dtype, tile: int
+):  # type: ignore[no-untyped-def]
+    """Random K/V, segments over shuffled pages, and queries, keys and values of the segments' tokens."""
+    kv_heads, group, size, page = shape[:4]
+    torch.manual_seed(0)
+    lengths = [-(-(context + tokens) // page) for context, tokens, _ in spans]
+    kv = KvStore(sum(lengths) + 1, page, 2, kv_heads, size, dtype, DEVICE)
+    kv.keys.normal_()
+    kv.values.normal_()
+    pages = (torch.randperm(sum(lengths)) + 1).split(lengths)
+    segments = [
+        Segment([7] * tokens, context, own.numpy(), hidden=hidden)
+        for (context, tokens, hidden), own in zip(spans, pages, strict=True)
+    ]
+    count = sum(tokens for _, tokens, _ in spans)
+    query, key, value = (
+        torch.randn(heads, count, size, device=DEVICE).to(dtype) for heads in (kv_heads * group, kv_heads, kv_heads)
+    )
+    return kv, segments, pack(segments, kv, DEVICE, tile), query, key, value
+
+
+def torchs_own(
+    kv: KvStore, segment: Segment, query: torch.Tensor, window: int | None, cap: float | None
+) -> torch.Tensor:
+    """Attention of a segment over all its pages by a boolean mask, in float32: [heads, tokens, d]."""
+    blocks = kv.block_index(torch.from_numpy(segment.pages)[None].to(DEVICE))
+    keys, values = (rows.float() for rows in kv.read(1, blocks, 1))
+    count = len(segment.tokens)
+    first, last = segment.hidden or (0, 0)
+    row = torch.arange(keys.shape[2], device=DEVICE)
+    own = segment.context + torch.arange(count, device=DEVICE)[:, None]
+    # How many rows a query sees from a key on, its own included: hidden ones do not count.
+    after = own - row + 1 - torch.where(row < first, last - first, 0)
+    mask = (row <= own) & ~((row >= first) & (row < last)) & (after <= (window or 10**9))
+    rows = query[:, segment.start : segment.start + count].float()[None]
+    if cap is None:
+        return F.scaled_dot_product_attention(rows, keys, values, mask, scale=0.3, enable_gqa=True)[0]
+    groups = query.shape[0] // keys.shape[1]
+    scores = cap * torch.tanh(rows @ keys.repeat_interleave(groups, 1).mT * 0.3 / cap)
+    return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values.repeat_interleave(groups, 1))[0]
+
+
+@pytest.mark.parametrize("path", ["gathered", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "spans"), CHUNKS.values(), ids=CHUNKS.keys())
+def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: torch.dtype, path: str) -> None:  # type: ignore[type-arg]
+    if path == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies bfloat16 as if it were integers")
+    tile = 0
+    if path == "triton":
+        pytest.importorskip("triton")
+        from edged.engine import triton_prefill
+
+        tile = triton_prefill.tile_tokens(KvStore(1, 1, 1, shape[0], shape[2], dtype, DEVICE), shape[1])
+    window, cap = shape[4:]
+    kv, segments, batch, query, key, value = written(shape, spans, dtype, tile)
+    got = PagedPass(batch, kv).attend(1, query, key, value, 0.3, window, cap)
+    for segment in segments:
+        wanted = torchs_own(kv, segment, query, window, cap).transpose(0, 1)
+        rows = got[segment.start : segment.start + len(segment.tokens)].float()
+        tolerance = 2e-5 if dtype == torch.float32 else 30 * torch.finfo(dtype).eps
+        torch.testing.assert_close(rows, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_empty_tiles_write_nothing() -> None:
+    triton_prefill = pytest.importorskip("edged.engine.triton_prefill")
+    pytest.importorskip("triton")
+    kv, _, batch, query, key, value = written((2, 2, 16, 8), [(10, 50, None)], torch.float32, 32)
+    wanted = PagedPass(batch, kv).attend(1, query, key, value, 0.3, None, None)
+    tiles = batch.tiles
+    empty = replace(tiles, table=torch.zeros_like(tiles.table))
+    padded = replace(tiles, table=torch.cat((tiles.table, empty.table)))
+    out = torch.full_like(wanted, 5.0)
+    triton_prefill.paged_prefill(1, query, empty, kv, out, 0.3, None, None)
+    assert bool((out == 5.0).all())
+    triton_prefill.paged_prefill(1, query, padded, kv, out, 0.3, None, None)
+    assert torch.equal(out, wanted)
+
+
+def test_pages_beyond_two_to_the_31_elements_are_found() -> None:
+    pytest.importorskip("triton")
+    if DEVICE.type == "cuda" and torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 9 GiB on the GPU")
+    # On the CPU only the pages that are written become resident.
+    kv = KvStore(2**31 // 8192 + 4, 16, 1, 2, 256, torch.float16, DEVICE)
+    last = len(kv.keys[0]) // 2 - 1
+    segments = [
+        Segment([7] * 20, 0, np.array([last, last - 1])),
+        Segment([7], 9, np.array([last - 2])),
+    ]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(heads, 21, 256, device=DEVICE).half() for heads in (4, 2, 2))
+    got, wanted = (
+        PagedPass(pack(segments, kv, DEVICE, paths.tile_tokens), kv, paths.decode).attend(
+            0, query, key, value, 0.1, None, None
+        )
+        for paths in (Paths("triton", 32), Paths())
+    )
+    torch.testing.assert_close(got, wanted, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("paths", [Paths("triton"), Paths("padded", 16)], ids=["decode", "prefill"])
+def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    kv = KvStore(4, 8, 1, 2, 32, torch.float32, DEVICE)
+    assert trial(kv, 3, paths) == ""
+    name = "triton_decode.paged_decode" if paths.decode == "triton" else "triton_prefill.paged_prefill"
+    module, function = name.split(".")
+    kernel = getattr(importlib.import_module(f"edged.engine.{module}"), function)
+
+    def unscaled(*arguments: Any) -> Any:
+        *others, scaling, window, softcap = arguments
+        return kernel(*others, 2 * scaling, window, softcap)
+
+    monkeypatch.setattr(f"edged.engine.{name}", unscaled)
+    assert trial(kv, 3, paths) == "its kernels give wrong numbers here"
+
+
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    kv = KvStore(4, 8, 1, 1, 8, torch.bfloat16, CPU)
+    kv, plain = (KvStore(4, 8, 1, 1, 8, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
     with caplog.at_level("INFO"):
-        assert pick_decode_path(kv, "auto", 1) == "padded"
-        assert pick_decode_path(kv, "triton", 1) == "padded"
-    assert "float32 on the CPU, not for torch.bfloat16" in caplog.text
-    assert "Triton has no kernels for cpu" in caplog.text
-    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "auto", 1) == "ragged"
-    assert pick_decode_path(KvStore(4, 8, 1, 1, 8, torch.float32, CPU), "padded", 1) == "padded"
+        assert pick_paths(kv, ModelSettings(), 1) == Paths("padded")
+        assert pick_paths(plain, ModelSettings(), 1) == Paths("ragged")
+        assert pick_paths(plain, ModelSettings(decode_attention="padded"), 1) == Paths("padded")
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode attention gathers pages (ragged is not used: torch has the sparse products for float32 on the CPU, "
+        "not for torch.bfloat16 on cpu)"
+    ]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        settings = ModelSettings(decode_attention="triton", prefill_attention="triton")
+        assert pick_paths(plain, settings, 1) == Paths("padded")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{kind} attention gathers pages (triton is not used: Triton has no kernels for cpu)"
+        for kind in ("decode", "prefill")
+    ]

@@ -1,0 +1,150 @@
+"""Which implementations of attention and LoRA an engine uses: what is asked for and can be, picked once, at start.
+
+Owns the choice and the trials that a kernel passes before anybody waits for it. Must not know requests or policies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from edged.config import ModelSettings
+from edged.engine import ragged
+from edged.engine.attention import DecodePath, PagedPass
+from edged.engine.batch import Segment, pack
+from edged.engine.kv import KvStore
+from edged.engine.lora import LoraSlots, Run
+
+log = logging.getLogger("edged.engine")
+_TOLERANCE = 0.05
+"""Of results of size 1 in bfloat16, whose unit is 1/128: enough to tell a wrong kernel from a coarse one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """How the segments of a packed batch attend: single tokens on `decode`; longer segments in tiles of `tile_tokens`
+    (see `pack`) by a Triton kernel that reads pages where they lie, or, with 0, one by one over gathered pages."""
+
+    decode: DecodePath = "padded"
+    tile_tokens: int = 0
+
+
+def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
+    """`decode_attention` and `prefill_attention` as set, or for "auto" the fastest; torch's where that cannot be.
+
+    `group` is the number of query heads of a KV head.
+    """
+    cuda = kv.keys.device.type == "cuda"
+    decode, prefill = settings.decode_attention, settings.prefill_attention
+    if decode == "auto":
+        decode = "triton" if cuda else "ragged"
+    if reason := _why_not_decode(kv, decode, group):
+        log.info("decode attention gathers pages (%s is not used: %s)", decode, reason)
+        decode = "padded"
+    if prefill == "gathered" or (prefill == "auto" and not cuda):
+        return Paths(decode)
+    from edged.engine import triton_prefill  # triton is slow to import, and not everywhere
+
+    reason = triton_prefill.why_not(kv)
+    tile_tokens = 0 if reason else triton_prefill.tile_tokens(kv, group)
+    if reason := reason or trial(kv, group, Paths("padded", tile_tokens)):
+        log.info("prefill attention gathers pages (triton is not used: %s)", reason)
+        return Paths(decode)
+    return Paths(decode, tile_tokens)
+
+
+def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
+    if path == "triton":
+        from edged.engine import triton_decode
+
+        return triton_decode.why_not(kv) or trial(kv, group, Paths(path))
+    return ragged.why_not(kv) if path == "ragged" else ""
+
+
+def trial(kv: KvStore, group: int, paths: Paths) -> str:
+    """Compile the kernels of `paths` and compare them with torch's; what went wrong, or ""."""
+    size, device = kv.page_size, kv.keys.device
+    small = KvStore(6, size, 1, kv.kv_heads, kv.head_dim, kv.keys.dtype, device)
+    random = _Random(device, kv.keys.dtype)
+    small.keys.copy_(random(*small.keys.shape))
+    small.values.copy_(random(*small.values.shape))
+    # A single token, and one of the kind that leaves rows out.
+    segments = [
+        Segment([0], size, np.array([1, 2])),
+        Segment([0] * (size + 1), size, np.array([3, 5, 4]), hidden=(0, size - 1)),
+    ]
+    query, key, value = (random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, *(kv.kv_heads,) * 2))
+
+    def attended(paths: Paths) -> torch.Tensor:
+        attention = PagedPass(pack(segments, small, device, paths.tile_tokens), small, paths.decode)
+        cases = ((None, None), (size, 9.0))
+        return torch.cat([attention.attend(0, query, key, value, kv.head_dim**-0.5, *case) for case in cases])
+
+    return _compared(lambda: attended(paths), lambda: attended(Paths()))
+
+
+def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> None:
+    """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products where that cannot be."""
+    if settings.lora_kernel == "torch" or (settings.lora_kernel == "auto" and lora.device.type != "cuda"):
+        return
+    from edged.engine import triton_lora
+
+    if reason := triton_lora.why_not(lora.device, lora.dtype, lora.rank) or trial_of_lora(lora):
+        log.info("LoRA updates are multiplied by torch (triton is not used: %s)", reason)
+    else:
+        lora.runs.kernel = "triton"
+
+
+def trial_of_lora(lora: LoraSlots) -> str:
+    """Compile the kernels for every shape of linear and compare them with torch's products; what went wrong, or ""."""
+    random = _Random(lora.device, lora.dtype)
+    shapes = sorted({(linear.in_features, linear.out_features) for linear in lora.linears.values()})
+    batches: tuple[list[Run], ...] = ([(1, 2, 1)], [(0, 3, 1), (3, 70, 0)])
+    reasons = (_wrong_updates(random, *shape, lora.rank, runs) for shape in shapes for runs in batches)
+    return next(filter(None, reasons), "")
+
+
+def _wrong_updates(random: _Random, size_in: int, size_out: int, rank: int, runs: list[Run]) -> str:
+    from edged.engine import triton_lora
+
+    rows, slots = runs[-1][1], max(slot for _, _, slot in runs) + 1
+    x, y = random(rows, size_in), random(rows, size_out)
+    down, up = random(slots, size_in, rank) / size_in**0.5, random(slots, rank, size_out) / rank**0.5
+
+    def by_kernel() -> torch.Tensor:
+        out = y.clone()
+        triton_lora.add_updates(x, out, down, up, triton_lora.cut(runs, y.device))
+        return out
+
+    def by_torch() -> torch.Tensor:
+        out = y.clone()
+        for start, stop, slot in runs:
+            out[start:stop].addmm_(x[start:stop] @ down[slot], up[slot])
+        return out
+
+    return _compared(by_kernel, by_torch)
+
+
+class _Random:
+    """Tensors of normal numbers, the same at every start; torch's own generator is left alone."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator, self._device, self._dtype = torch.Generator(device).manual_seed(0), device, dtype
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device=self._device).to(self._dtype)
+
+
+@torch.inference_mode()
+def _compared(kernel: Callable[[], torch.Tensor], torchs_own: Callable[[], torch.Tensor]) -> str:
+    """What is wrong with a kernel's result of size 1, or ""."""
+    try:
+        difference = float((kernel().float() - torchs_own().float()).abs().max())
+    except Exception as error:
+        return f"its kernels do not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    # Not "above": a NaN is above nothing.
+    return "" if difference <= _TOLERANCE else "its kernels give wrong numbers here"

@@ -1,0 +1,22 @@
+"""Whether Triton's kernels can run on a device. Must not know what they compute."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no kernel can run on `device` in `dtype`; "" when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda":
+        return f"Triton has no kernels for {device.type}"
+    if dtype not in _DTYPES:
+        return f"{dtype} is none of {', '.join(map(str, _DTYPES))}"
+    if dtype != torch.float32 and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than sm_80"
+    return ""
