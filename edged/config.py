@@ -50,6 +50,9 @@ class ModelSettings(_Section):
     lora_kernel: Literal["auto", "torch", "triton"] = Field(
         "auto", description="triton (CUDA) multiplies the updates of all adapters of a batch at once"
     )
+    graph_memory_mb: int = Field(
+        512, ge=0, description="CUDA: most memory of captured decode iterations / 2^20; 0: none are captured"
+    )
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,12 @@ from edged.engine.finetune import Taken, segments_of, take_of
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
-from edged.engine.sampling import Drawn, SampledRows, sample
+from edged.engine.sampling import Drawn, Row, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.scheduler.task import Plan, Unit
+
+if TYPE_CHECKING:
+    from edged.engine.graphs import DecodeGraphs  # brings Triton, which is slow to import
 
 log = logging.getLogger("edged.engine")
 
@@ -95,6 +98,8 @@ class Executor:
         self._lora = model.lora
         self._tap = LayerTap(model)
         self._end_ids: frozenset[int] = frozenset()
+        self.graphs: DecodeGraphs | None = None
+        """Where iterations of decodes alone are replayed."""
 
     def set_end_ids(self, end_ids: frozenset[int]) -> None:
         """Tokens that end an answer; they are forbidden before `min_tokens`."""
@@ -175,18 +180,12 @@ class Executor:
         work: Work,
         meanwhile: Callable[[], None],
     ) -> None:
-        rows: SampledRows | None = None
         with torch.inference_mode():
-            batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens)
-            kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
-            self._tap.arm(kept)
-            try:
-                with attention_pass(PagedPass(batch, self.kv, self._paths.decode)), self._lora.packed(batch.runs):
-                    logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
-            finally:
-                self._tap.arm([])
-            if work.sampled:
-                rows = sample(logits, [sequence.row(self._end_ids) for sequence in work.sampled])
+            alone = not takes and all(segment.is_decode and segment.samples for segment in segments)
+            if self.graphs is not None and alone and self.graphs.fits(len(segments)):
+                rows: SampledRows | None = self._replay(self.graphs, segments, work)
+            else:
+                rows = self._launch(segments, takes, work)
             meanwhile()
             if rows is not None:
                 work.drawn = rows.read()
@@ -199,6 +198,29 @@ class Executor:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
             job.step.group.advance(tokens)
             work.finetuned.append((job, tokens))
+
+    def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: Work) -> SampledRows:
+        """Decodes alone, as a captured iteration."""
+        order = sorted(range(len(segments)), key=lambda index: segments[index].slot)
+        work.sampled = [work.sampled[index] for index in order]
+        return graphs.run([segments[index] for index in order], self._sampling_rows(work))
+
+    def _launch(
+        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: Work
+    ) -> SampledRows | None:
+        """A packed forward, kernel by kernel, and the drawing of what was asked for."""
+        batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens)
+        kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
+        self._tap.arm(kept)
+        try:
+            with attention_pass(PagedPass(batch, self.kv, self._paths.decode)), self._lora.packed(batch.runs):
+                logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+        finally:
+            self._tap.arm([])
+        return sample(logits, self._sampling_rows(work)) if work.sampled else None
+
+    def _sampling_rows(self, work: Work) -> list[Row]:
+        return [sequence.row(self._end_ids) for sequence in work.sampled]
 
     def _run_units(
         self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: Work

@@ -215,6 +215,15 @@ class LoraSlots:
             self.runs.set([], self.device)
 
     @contextmanager
+    def tiled(self, tiles: LoraTiles | None) -> Iterator[None]:
+        """Rows see the slots of tiles that outlive the forward; None: all see the base."""
+        self.runs.tiles = tiles
+        try:
+            yield
+        finally:
+            self.runs.tiles = None
+
+    @contextmanager
     def training(self, weights: LoraWeights, scaling: float) -> Iterator[None]:
         """All rows see `weights`, with autograd."""
         self.runs.training, self.runs.scaling = weights, scaling

@@ -10,7 +10,7 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.shelf import Shelf
@@ -19,15 +19,19 @@ from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie
 from edged.config import Settings
 from edged.engine.executor import Executor
+from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
 from edged.engine.memory import page_count
 from edged.engine.model import ServedModel
-from edged.engine.paths import pick_lora_kernel, pick_paths
+from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
 from edged.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from edged.engine.graphs import DecodeGraphs
 
 log = logging.getLogger("edged.engine")
 _GUESSED_RATES = {"cpu": (4e10, 8e9), "cuda": (2e13, 2e11)}
@@ -86,6 +90,7 @@ class EngineParts:
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
+            "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
             "prefix": {
                 "prompt_tokens": prompt_tokens,
                 "hit_tokens": hit_tokens,
@@ -114,6 +119,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pick_lora_kernel(model.lora, settings.model)
     paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
     executor = Executor(model, kv, pool, trie, paths)
+    executor.graphs = _graphs(model, kv, paths, settings)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions
@@ -155,6 +161,20 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         task_ids=itertools.count(1),
         temporary=temporary,
     )
+
+
+def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -> DecodeGraphs | None:
+    """Captured decode iterations, where a GPU's kernels can be captured."""
+    assert model.lora is not None
+    kernels = paths.decode == "triton" and model.lora.runs.kernel == "triton"
+    if model.device.type != "cuda" or not kernels or not settings.model.graph_memory_mb:
+        return None
+    from edged.engine.graphs import CudaRecorder, DecodeGraphs
+
+    recorder = CudaRecorder(model.device, settings.model.graph_memory_mb << 20)
+    longest = settings.model.max_context_tokens or model.shape.max_positions
+    width = -(-min(longest, model.shape.max_positions) // kv.page_size)
+    return DecodeGraphs(model, kv, paths, recorder, settings.serving.max_sequences, width)
 
 
 def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:

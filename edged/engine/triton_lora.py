@@ -21,7 +21,7 @@ from edged.align.transfer import upload
 from edged.engine import triton_device
 from edged.engine.lora import LoraTiles, Run
 
-_FEW_ROWS, _MANY_ROWS = 16, 64
+FEW_ROWS, _MANY_ROWS = 16, 64
 """Rows of a tile: what a matrix unit multiplies at least, for batches of decodes; more where there is a longer run."""
 _OUT_BLOCK = 64
 """Output features of one program."""
@@ -118,15 +118,20 @@ def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
 
 def cut(runs: list[Run], device: torch.device) -> LoraTiles:
     """The tiles of an iteration's runs (at least one), in one transfer."""
+    rows = FEW_ROWS if max(stop - start for start, stop, _ in runs) <= FEW_ROWS else _MANY_ROWS
+    table = tiles_of(runs, rows)
+    (moved,) = upload([table.reshape(-1)], device)
+    return LoraTiles(moved.view(table.shape), rows)
+
+
+def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
+    """`LoraTiles.table` of `runs` (at least one) in tiles of at most `rows` rows."""
     start, stop, slot = np.array(runs, np.int64).T
-    rows = _FEW_ROWS if int((stop - start).max()) <= _FEW_ROWS else _MANY_ROWS
     counts = -(-(stop - start) // rows)
     run = np.repeat(np.arange(len(runs)), counts)
     nth = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = start[run] + nth * rows
-    table = np.stack((first, np.minimum(rows, stop[run] - first), slot[run]), axis=1)
-    (moved,) = upload([table.reshape(-1)], device)
-    return LoraTiles(moved.view(table.shape), rows)
+    return np.stack((first, np.minimum(rows, stop[run] - first), slot[run]), axis=1)
 
 
 def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, tiles: LoraTiles) -> None:

@@ -1,0 +1,241 @@
+"""Decode iterations as CUDA graphs: captured by batch size at start, replayed instead of launched kernel by kernel.
+
+Owns the fixed tensors that captures read and write, their filling, and the captures. Must not know requests or
+policies. A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one
+launch.
+
+A batch of n sequences runs in the next larger captured size. The rows beyond n are padding: they write to page 0,
+which nobody owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one
+without, and so is each of the two plain ways of drawing; rows with penalties or truncated distributions are drawn
+without one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from edged.align.transfer import upload
+from edged.engine import triton_lora
+from edged.engine.attention import PagedPass, attention_pass
+from edged.engine.batch import NO_SLOT, PackedBatch, Segment
+from edged.engine.kv import KvStore
+from edged.engine.lora import LoraTiles, Run
+from edged.engine.model import ServedModel
+from edged.engine.paths import Paths
+from edged.engine.sampling import Row, SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample
+
+log = logging.getLogger("edged.engine")
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_TOLERANCE = 0.02
+"""Of the largest logit: what a replay may differ by from the launches that it stands for."""
+Replay = Callable[[], None]
+
+
+class OutOfGraphMemory(RuntimeError):
+    """A capture did not fit into the memory that is there or allowed."""
+
+
+class Recorder(Protocol):
+    """Makes launches over fixed tensors repeatable."""
+
+    memory_bytes: int
+    """What the recordings hold."""
+
+    def record(self, run: Replay) -> Replay:
+        """Run `run`, and return what does the same again. Raises OutOfGraphMemory."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
+        self._device, self._most_bytes = device, most_bytes
+        self._pool = torch.cuda.graph_pool_handle()
+        self.memory_bytes = 0
+
+    def record(self, run: Replay) -> Replay:
+        """See `Recorder`. A capture beyond `most_bytes` is given up."""
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved(self._device)
+        try:
+            # What is compiled, tuned or allocated at the first run must not be part of the capture.
+            aside = torch.cuda.Stream(self._device)
+            aside.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(aside):
+                run()
+            torch.cuda.current_stream(self._device).wait_stream(aside)
+            # The threads that read and write adapters use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfGraphMemory("the GPU's memory is full") from error
+        self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        if self.memory_bytes > self._most_bytes:
+            raise OutOfGraphMemory(
+                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
+            )
+        return graph.replay
+
+
+class _Fixed:
+    """What captures read and write, for the largest size; a smaller one uses the first rows."""
+
+    def __init__(self, rows: int, width: int, vocab: int, device: torch.device) -> None:
+        self.ints = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        """Token id, position (and context), page and offset in it, by row."""
+        self.tables = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.tiles = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        self.parameters = torch.zeros(3, rows, dtype=torch.float64, device=device)
+        self.order = torch.arange(rows, device=device)
+        self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def fill(
+        self, rows: int, segments: Sequence[Segment], runs: list[Run], parameters: np.ndarray | None, page_size: int
+    ) -> None:
+        """This iteration's values; `segments` are single tokens, `runs` those of one adapter, the rest is padding."""
+        n = len(segments)
+        contexts = np.array([segment.context for segment in segments])
+        places = contexts // page_size
+        ints, tiles = np.zeros((4, rows), np.int64), np.zeros((rows, 3), np.int64)
+        tables = np.zeros((rows, int(places.max()) + 1), np.int64)
+        for row, (segment, place) in enumerate(zip(segments, places.tolist(), strict=True)):
+            ints[0, row], ints[2, row] = segment.tokens[0], segment.pages[place]
+            tables[row, : place + 1] = segment.pages[: place + 1]
+        ints[1, :n], ints[3, :n] = contexts, contexts % page_size
+        if runs:
+            used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
+            tiles[: len(used)] = used
+        moved = upload([ints.reshape(-1), tiles.reshape(-1), tables.reshape(-1)], self.ints.device)
+        self.ints[:, :rows].copy_(moved[0].view(4, rows))
+        self.tiles[:rows].copy_(moved[1].view(rows, 3))
+        self.tables[:rows, : tables.shape[1]].copy_(moved[2].view(tables.shape))
+        if parameters is not None:
+            self.parameters[:, :n].copy_(torch.from_numpy(parameters), non_blocking=True)
+
+
+class DecodeGraphs:
+    """All captured sizes of one model; one thread at a time uses it."""
+
+    def __init__(
+        self, model: ServedModel, kv: KvStore, paths: Paths, recorder: Recorder, most_rows: int, width: int
+    ) -> None:
+        """Captures batches of up to `most_rows` sequences of at most `width` pages, the largest size first: the smaller
+        ones then find its memory. A size that does not fit is left out."""
+        self._model, self._kv, self._paths, self._recorder = model, kv, paths, recorder
+        self._replays: dict[int, dict[str, Replay]] = {}
+        self.replayed = 0
+        sizes = [rows for rows in _SIZES if rows < most_rows]
+        sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
+        self._fixed = _Fixed(sizes[-1], width, model.shape.vocab_size, model.device)
+        started = time.monotonic()
+        for rows in reversed(sizes):
+            try:
+                self._replays[rows] = self._capture(rows)
+            except OutOfGraphMemory as error:
+                log.warning("decode iterations of %d sequences are not captured: %s", rows, error)
+            except Exception as error:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                log.warning("decode iterations are not captured: %s", reason)
+                self._replays.clear()
+                break
+        if self._replays:
+            seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
+            log.info("decode iterations captured for %s sequences: %.1f s, %d MiB", sizes, seconds, megabytes)
+
+    @torch.inference_mode()
+    def _capture(self, rows: int) -> dict[str, Replay]:
+        """The forward with adapters and without, and both plain ways of drawing, for `rows` rows."""
+        replays = {}
+        for name, adapted in (("adapted", True), ("base", False)):
+            replays[name] = self._recorder.record(partial(self._forward, rows, adapted))
+            # The recorder has run it once, and a capture computes nothing.
+            wanted = self._fixed.logits[:rows].clone()
+            self._fixed.logits.zero_()
+            replays[name]()
+            if not bool((self._fixed.logits[:rows] - wanted).abs().max() <= _TOLERANCE * wanted.abs().max()):
+                raise RuntimeError("a replay gives other numbers than the launches that were captured")
+        replays["greedy"] = self._recorder.record(partial(self._greedy, rows))
+        replays["draw"] = self._recorder.record(partial(self._draw, rows))
+        return replays
+
+    def _forward(self, rows: int, adapted: bool) -> None:
+        fixed, lora = self._fixed, self._model.lora
+        ids, positions, pages, offsets = fixed.ints[:, :rows]
+        batch = PackedBatch(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            write_rows=self._kv.row_index(pages, offsets),
+            logit_rows=fixed.order[:rows],
+            runs=[],
+            decodes=[],
+            decode_rows=fixed.order[:rows],
+            decode_tables=fixed.tables[:rows],
+            decode_context=positions,
+            prefills=[],
+            tiles=None,
+        )
+        assert lora is not None
+        tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
+        with attention_pass(PagedPass(batch, self._kv, self._paths.decode)), lora.tiled(tiles):
+            logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+        fixed.logits[:rows].copy_(logits)
+
+    def _greedy(self, rows: int) -> None:
+        self._take(rows, *choose_greedy(self._fixed.logits[:rows]))
+
+    def _draw(self, rows: int) -> None:
+        self._take(rows, *choose(self._fixed.logits[:rows], self._fixed.parameters[:, :rows]))
+
+    def _take(self, rows: int, tokens: torch.Tensor, broken: torch.Tensor) -> None:
+        self._fixed.tokens[:rows].copy_(tokens)
+        self._fixed.broken[:rows].copy_(broken)
+
+    def fits(self, sequences: int) -> bool:
+        """Whether a batch of so many was captured."""
+        return sequences <= max(self._replays, default=0)
+
+    def run(self, segments: Sequence[Segment], rows: Sequence[Row]) -> SampledRows:
+        """The next token of each of `segments`: single tokens, as many as fit, those of one adapter side by side."""
+        n, fixed = len(segments), self._fixed
+        size = min(size for size in self._replays if size >= n)
+        replays, runs = self._replays[size], _runs(segments)
+        plain = all(map(is_plain, rows))
+        greedy = plain and all(row.sampling.temperature == 0 for row in rows)
+        parameters = plain_parameters(rows) if plain and not greedy else None
+        fixed.fill(size, segments, runs, parameters, self._kv.page_size)
+        replays["adapted" if runs else "base"]()
+        self.replayed += 1
+        if not plain:
+            return sample(fixed.logits[:n], rows)
+        replays["greedy" if greedy else "draw"]()
+        return SampledRows(fixed.tokens[:n], fixed.broken[:n], rows, fixed.logits[:n])
+
+    def report(self) -> dict[str, object]:
+        """Captured batch sizes, their memory and use."""
+        return {
+            "sizes": sorted(self._replays),
+            "memory_mb": self._recorder.memory_bytes / 2**20,
+            "replayed": self.replayed,
+        }
+
+
+def _runs(segments: Sequence[Segment]) -> list[Run]:
+    """Neighbours under one adapter."""
+    runs: list[Run] = []
+    for row, segment in enumerate(segments):
+        if segment.slot == NO_SLOT:
+            continue
+        if runs and runs[-1][1:] == (row, segment.slot):
+            runs[-1] = (runs[-1][0], row + 1, segment.slot)
+        else:
+            runs.append((row, row + 1, segment.slot))
+    return runs

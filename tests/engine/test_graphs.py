@@ -1,0 +1,185 @@
+"""Captured decode iterations give the tokens that launches give, in batches of every size.
+
+CUDA graphs need a GPU. Without one the recordings are calls of the same code over the same fixed tensors, with Triton's
+kernels in its interpreter: what a graph would replay, launched again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edged.config import AlignSettings
+from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
+from edged.engine.batch import NO_SLOT, Segment, pack
+from edged.engine.kv import KvStore
+from edged.engine.model import ServedModel
+from edged.engine.paths import Paths
+from edged.engine.request import Sampling
+from edged.engine.sampling import Row, sample
+from tests.models import tiny_model
+
+pytest.importorskip("triton")
+from edged.engine.graphs import CudaRecorder, DecodeGraphs, OutOfGraphMemory, Recorder, Replay
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE, WIDTH, SLOTS = 4, 16, 4
+CONTEXTS = [9, 3, 0, 21, 14]
+
+
+class Again:
+    """Recordings that are made by running again; those in `too_large` (by number) find no memory."""
+
+    def __init__(self, too_large: tuple[int, ...] = ()) -> None:
+        self.memory_bytes = 0
+        self._too_large, self._made = too_large, 0
+
+    def record(self, run: Replay) -> Replay:
+        self._made += 1
+        if self._made in self._too_large:
+            raise OutOfGraphMemory("no room")
+        run()
+        return run
+
+
+def recorder() -> Recorder:
+    return CudaRecorder(DEVICE, 1 << 30) if DEVICE.type == "cuda" else Again()
+
+
+class Rig:
+    """A small model with adapters in its slots, and sequences whose contexts are computed."""
+
+    def __init__(self, kind: str) -> None:
+        model = tiny_model(kind).to(DEVICE)
+        model.set_attn_implementation(IMPLEMENTATION)
+        self.model = ServedModel(model, DEVICE, torch.float32)
+        self.model.attach_lora(AlignSettings(rank=4), SLOTS)
+        assert self.model.lora is not None
+        self.model.lora.runs.kernel = "triton"
+        generator = torch.Generator().manual_seed(1)
+        for slot in range(SLOTS):
+            weights = {
+                name: (
+                    torch.randn(4, linear.in_features, generator=generator) * 0.2,
+                    torch.randn(linear.out_features, 4, generator=generator) * 0.2,
+                )
+                for name, linear in self.model.lora.linears.items()
+            }
+            self.model.lora.load(slot, weights, 1.0)
+        self.kv: KvStore = self.model.new_kv(1 + WIDTH * len(CONTEXTS), PAGE)
+        self.tables = [np.arange(1 + WIDTH * i, 1 + WIDTH * (i + 1)) for i in range(len(CONTEXTS))]
+        random = np.random.default_rng(0)
+        self.slots = [0, NO_SLOT, 2, 0, 1]
+        self.ids = [random.integers(3, 250, context + 1).tolist() for context in CONTEXTS]
+        chunks = [
+            Segment(ids[:-1], 0, table, slot)
+            for ids, table, slot in zip(self.ids, self.tables, self.slots, strict=True)
+            if len(ids) > 1
+        ]
+        self.launch(chunks)
+
+    def launch(self, segments: list[Segment]) -> torch.Tensor:
+        with torch.inference_mode():
+            batch = pack(segments, self.kv, DEVICE)
+            assert self.model.lora is not None
+            with attention_pass(PagedPass(batch, self.kv, "padded")), self.model.lora.packed(batch.runs):
+                return self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+
+    def decodes(self, which: list[int], base: bool = False) -> list[Segment]:
+        """The next token of some sequences, those of one adapter side by side."""
+        segments = [
+            Segment(
+                self.ids[i][-1:],
+                CONTEXTS[i],
+                self.tables[i],
+                NO_SLOT if base else self.slots[i],
+                position=CONTEXTS[i],
+                samples=True,
+            )
+            for i in which
+        ]
+        return sorted(segments, key=lambda segment: segment.slot)
+
+    def graphs(self, made_by: Recorder) -> DecodeGraphs:
+        return DecodeGraphs(self.model, self.kv, Paths("triton"), made_by, 3, WIDTH)
+
+
+def row(step: int, **sampling: object) -> Row:
+    options = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return Row(options, seed=11, step=step, prompt=(5, 6), generated=(7, 7))
+
+
+KINDS = {
+    "greedy": [row(i) for i in range(5)],
+    "drawn": [row(i, temperature=t) for i, t in enumerate((0.0, 0.7, 1.0, 1.3, 0.0))],
+    "min-p": [row(i, temperature=1.5, min_p=0.2 * i) for i in range(5)],
+    "truncated": [row(0, temperature=1.0, top_k=3), row(1, temperature=1.0, top_p=0.5), row(2), row(3), row(4)],
+    "penalties": [row(i, repetition_penalty=1.5, logit_bias={9: 4.0}, logprobs=2) for i in range(5)],
+}
+
+
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(request.param)
+
+
+@pytest.fixture(scope="module")
+def captured(rig: Rig) -> DecodeGraphs:
+    return rig.graphs(recorder())
+
+
+BATCHES = {
+    "one": ([0], False, "greedy"),
+    "two": ([3, 1], False, "drawn"),
+    "padded": ([4, 0, 2], False, "drawn"),
+    "base": ([4, 0, 2], True, "greedy"),
+    "min-p": ([4, 3, 0, 2], False, "min-p"),
+    "truncated": ([3, 0, 1], False, "truncated"),
+    "penalties": ([4, 1], False, "penalties"),
+}
+
+
+@pytest.mark.parametrize(("which", "base", "kind"), BATCHES.values(), ids=BATCHES.keys())
+def test_a_replay_draws_what_launches_draw(
+    rig: Rig, captured: DecodeGraphs, which: list[int], base: bool, kind: str
+) -> None:
+    rows = KINDS[kind][: len(which)]
+    wanted = sample(rig.launch(rig.decodes(which, base)), rows).read()
+    got = captured.run(rig.decodes(which, base), rows).read()
+    assert got.tokens == wanted.tokens
+    for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or a == pytest.approx(b, abs=1e-4)
+
+
+def test_what_a_batch_left_behind_is_not_seen_by_the_next(rig: Rig, captured: DecodeGraphs) -> None:
+    rows = KINDS["greedy"]
+    alone = captured.run(rig.decodes([2]), rows[:1]).read().tokens
+    captured.run(rig.decodes([0, 1, 3, 4]), rows[:4])
+    assert captured.run(rig.decodes([2]), rows[:1]).read().tokens == alone
+
+
+def test_sizes_without_memory_are_left_out(rig: Rig) -> None:
+    graphs = rig.graphs(Again(too_large=(1, 2)))
+    assert graphs.report()["sizes"] == [1]
+    assert graphs.fits(1)
+    assert not graphs.fits(2)
+
+
+def test_a_capture_that_fails_leaves_launches(rig: Rig) -> None:
+    class Broken(Again):
+        def record(self, run: Replay) -> Replay:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = rig.graphs(Broken())
+    assert not graphs.fits(1)
+
+
+def test_a_replay_with_other_numbers_is_not_used(rig: Rig) -> None:
+    class Wrong(Again):
+        def record(self, run: Replay) -> Replay:
+            super().record(run)
+            return lambda: None
+
+    assert not rig.graphs(Wrong()).fits(1)
