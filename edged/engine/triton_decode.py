@@ -17,8 +17,8 @@ import torch
 from edged.engine import triton_device
 from edged.engine.kv import KvStore
 
-_BLOCK = 64
-"""Keys of one step of a program."""
+_BLOCK, _BLOCK_BYTES = 64, 16 << 10
+"""Most keys of one step of a program, and what they take at most, so that they fit the shared memory of small GPUs."""
 _PROGRAMS = 256
 """Programs wanted at once: contexts are split until there are about so many."""
 _MOST_SPLITS = 32
@@ -167,7 +167,7 @@ def paged_decode(
         HEAD=size,
         HEAD_PAD=max(16, head_pad),
         PAGE=kv.page_size,
-        BLOCK=_BLOCK,
+        BLOCK=max(16, min(_BLOCK, _BLOCK_BYTES // (head_pad * query.dtype.itemsize))),
         CAPPED=softcap is not None,
     )
     _join_parts[(n * kv.kv_heads, group)](

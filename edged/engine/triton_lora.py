@@ -23,8 +23,8 @@ from edged.engine.lora import LoraTiles, Run
 
 FEW_ROWS, _MANY_ROWS = 16, 64
 """Rows of a tile: what a matrix unit multiplies at least, for batches of decodes; more where there is a longer run."""
-_OUT_BLOCK = 64
-"""Output features of one program."""
+_OUT_BLOCK, _RANKS = 64, 16
+"""Output features of one program, and ranks of one of its steps."""
 _IN_ELEMENTS = 2048
 """Elements of A that one step of a program reads."""
 _PROGRAMS = 128
@@ -84,7 +84,7 @@ if importlib.util.find_spec("triton") is not None:
         splits,
         size,
         RANK: tl.constexpr,
-        RANK_PAD: tl.constexpr,
+        RANKS: tl.constexpr,
         TILE: tl.constexpr,
         BLOCK: tl.constexpr,
     ) -> None:
@@ -94,16 +94,19 @@ if importlib.util.find_spec("triton") is not None:
             return
         slot = tl.load(tile + 2)
         line = tl.arange(0, TILE)
-        ranks = tl.arange(0, RANK_PAD)
         row = tl.load(tile) + line
-        total = tl.zeros((TILE, RANK_PAD), tl.float32)
-        there = (line[:, None] < count) & (ranks[None, :] < RANK)
-        for part in range(0, splits):
-            total += tl.load(low + (part * rows + row)[:, None] * RANK + ranks[None, :], mask=there, other=0.0)
         feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        there = (ranks[:, None] < RANK) & (feature[None, :] < size)
-        b = tl.load(up + (slot * RANK + ranks)[:, None] * size + feature[None, :], mask=there, other=0.0)
-        added = tl.dot(total.to(b.dtype), b, input_precision="ieee")
+        added = tl.zeros((TILE, BLOCK), tl.float32)
+        # Few ranks at a time, or float32 (which no matrix unit multiplies) would not fit in registers.
+        for begin in range(0, RANK, RANKS):
+            ranks = begin + tl.arange(0, RANKS)
+            total = tl.zeros((TILE, RANKS), tl.float32)
+            there = (line[:, None] < count) & (ranks[None, :] < RANK)
+            for part in range(0, splits):
+                total += tl.load(low + (part * rows + row)[:, None] * RANK + ranks[None, :], mask=there, other=0.0)
+            there = (ranks[:, None] < RANK) & (feature[None, :] < size)
+            b = tl.load(up + (slot * RANK + ranks)[:, None] * size + feature[None, :], mask=there, other=0.0)
+            added += tl.dot(total.to(b.dtype), b, input_precision="ieee")
         at = y + row[:, None] * size + feature[None, :]
         there = (line[:, None] < count) & (feature[None, :] < size)
         tl.store(at, tl.load(at, mask=there, other=0.0).to(tl.float32) + added, mask=there)
@@ -145,8 +148,12 @@ def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.
     count = len(tiles.table)
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // count, size_in // _SPLIT_FEATURES))
     low = torch.empty(splits, n, rank, dtype=torch.float32, device=x.device)
-    ranks = {"RANK": rank, "RANK_PAD": rank_pad, "TILE": tiles.rows}
     in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
-    _shrink[(count, splits)](x, down, low, tiles.table, n, size_in, BLOCK=in_block, num_stages=2, **ranks)
+    shared = {"RANK": rank, "TILE": tiles.rows}
+    _shrink[(count, splits)](
+        x, down, low, tiles.table, n, size_in, RANK_PAD=rank_pad, BLOCK=in_block, num_stages=2, **shared
+    )
     blocks = -(-size_out // _OUT_BLOCK)
-    _expand[(count, blocks)](y, low, up, tiles.table, n, splits, size_out, BLOCK=_OUT_BLOCK, **ranks)
+    _expand[(count, blocks)](
+        y, low, up, tiles.table, n, splits, size_out, RANKS=_RANKS, BLOCK=_OUT_BLOCK, num_stages=2, **shared
+    )

@@ -21,9 +21,10 @@ from edged.engine.kv import KvStore
 
 _LINES, _KEYS = 64, 64
 """Most queries (tokens times the heads of a group) of a program, and most keys of one of its steps."""
-_QUERY_BYTES, _KEY_BYTES = 32 << 10, 16 << 10
-"""What the queries of a program and the keys of a step take at most: with two steps' keys and values in flight they
-fit the 99 KiB of shared memory that the smallest GPUs since sm_80 give a program."""
+_QUERY_ELEMENTS = {2: 16 << 10, 4: 4 << 10}
+"""By bytes of an element, what the queries of a program hold about; the keys of a step hold half. Compiled for sm_87
+with heads of 64, 128 and 256, everything then fits into registers, and into the 99 KiB of shared memory that the
+smallest GPUs since sm_80 have."""
 _MOST_HEAD_DIM = 256
 _NO_WINDOW = 1 << 30
 
@@ -109,11 +110,11 @@ def why_not(kv: KvStore) -> str:
 
 def tile_tokens(kv: KvStore, group: int) -> int:
     """Tokens of a tile where `group` query heads share a KV head."""
-    return max(1, min(_LINES, _QUERY_BYTES // _row_bytes(kv)) // group)
+    return max(1, max(32, min(_LINES, _QUERY_ELEMENTS[kv.keys.dtype.itemsize] // _lanes(kv))) // group)
 
 
-def _row_bytes(kv: KvStore) -> int:
-    return max(16, triton.next_power_of_2(kv.head_dim)) * kv.keys.dtype.itemsize
+def _lanes(kv: KvStore) -> int:
+    return max(16, triton.next_power_of_2(kv.head_dim))
 
 
 def paged_prefill(
@@ -134,8 +135,7 @@ def paged_prefill(
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads
-    lines = max(16, triton.next_power_of_2(tiles.tokens * group))
-    head_pad = max(16, triton.next_power_of_2(size))
+    lines, lanes, itemsize = max(16, triton.next_power_of_2(tiles.tokens * group)), _lanes(kv), query.dtype.itemsize
     _attend_tile[(len(tiles.table), kv.kv_heads)](
         query.transpose(0, 1).contiguous(),
         kv.keys[layer],
@@ -149,11 +149,11 @@ def paged_prefill(
         COLUMNS=tiles.table.shape[1],
         GROUP=group,
         HEAD=size,
-        HEAD_PAD=head_pad,
+        HEAD_PAD=lanes,
         PAGE=kv.page_size,
         LINES=lines,
-        BLOCK=max(16, min(_KEYS, _KEY_BYTES // _row_bytes(kv))),
+        BLOCK=max(16, min(_KEYS, _QUERY_ELEMENTS[itemsize] // 2 // lanes)),
         CAPPED=softcap is not None,
-        num_warps=8 if lines * head_pad > 64 * 128 else 4,
+        num_warps=8 if lines * lanes * itemsize >= 16 << 10 else 4,
         num_stages=2,
     )

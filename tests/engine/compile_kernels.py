@@ -1,8 +1,8 @@
 """Compiles the Triton kernels where the engine calls them, for a GPU that need not be there; nothing is run.
 
 `python -m tests.engine.compile_kernels 87 bfloat16 64 3` (compute capability, dtype, head size, heads of a group)
-prints as JSON the shared memory of each variant that the trials at start made, and the names of variants that iterations
-of other sizes made beside them.
+prints as JSON the shared memory of each variant that the trials at start made, and the names of variants that
+iterations of other sizes made beside them.
 """
 
 from __future__ import annotations
