@@ -123,14 +123,12 @@ def decode(sizes: Sizes, batch: int, context: int, adapters: int = 0) -> Work:
     )
 
 
-def prefill(sizes: Sizes, tokens: int, prompts: int = 1, adapters: int = 0) -> Work:
-    """`prompts` new prompts of `tokens` tokens each, packed; the last token of each is predicted from."""
-    own = sizes.adapter_numbers if adapters else 0
+def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0) -> Work:
+    """`prompts` packed prompts of `tokens` tokens each, after `context` that have their K/V; each ends in a token."""
     return Work(
-        (sizes.layer_numbers + sizes.head_numbers + adapters * sizes.adapter_numbers) * sizes.itemsize
-        + prompts * tokens * sizes.kv_bytes,
-        2 * prompts * (tokens * (sizes.layer_numbers + own) + sizes.head_numbers)
-        + prompts * tokens * (tokens + 1) / 2 * sizes._pair_operations,
+        (sizes.layer_numbers + sizes.head_numbers) * sizes.itemsize + prompts * (context + tokens) * sizes.kv_bytes,
+        2 * prompts * (tokens * sizes.layer_numbers + sizes.head_numbers)
+        + prompts * tokens * (context + (tokens + 1) / 2) * sizes._pair_operations,
     )
 
 
