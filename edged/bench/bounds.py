@@ -123,11 +123,13 @@ def decode(sizes: Sizes, batch: int, context: int, adapters: int = 0) -> Work:
     )
 
 
-def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0) -> Work:
+def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0, adapters: int = 0) -> Work:
     """`prompts` packed prompts of `tokens` tokens each, after `context` that have their K/V; each ends in a token."""
+    numbers = sizes.layer_numbers + (sizes.adapter_numbers if adapters else 0)
     return Work(
-        (sizes.layer_numbers + sizes.head_numbers) * sizes.itemsize + prompts * (context + tokens) * sizes.kv_bytes,
-        2 * prompts * (tokens * sizes.layer_numbers + sizes.head_numbers)
+        (sizes.layer_numbers + sizes.head_numbers + adapters * sizes.adapter_numbers) * sizes.itemsize
+        + prompts * (context + tokens) * sizes.kv_bytes,
+        2 * prompts * (tokens * numbers + sizes.head_numbers)
         + prompts * tokens * (context + (tokens + 1) / 2) * sizes._pair_operations,
     )
 
