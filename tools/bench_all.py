@@ -4,7 +4,8 @@
     tools/bench --pairs hh-harmless.jsonl.gz --quick   under 2: small models, no comparison
 
 Only ratios are compared: both sides of each were measured in one run on one machine. `--save` makes this run the one
-that later runs are compared with (docs/results/bench.json).
+that later runs are compared with (docs/results/bench.json). At last instructions are counted and compared with
+docs/results/instructions.json, which `tools/bench_instructions.py --save` writes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "docs" / "results" / "bench.json"
@@ -56,6 +57,7 @@ def main() -> None:
         )
     else:
         show(found, committed)
+    print_instructions(sys.stderr if options.json else sys.stdout)
     if options.save:
         report = {
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -73,6 +75,14 @@ def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
         raise SystemExit(f"tools/bench: {script} failed; its last lines are above")
     report: dict[str, Any] = json.loads(output.read_text())
     return report
+
+
+def print_instructions(file: TextIO) -> None:
+    """Counts and what moved among them, or in a line why there are none."""
+    file.flush()
+    script = str(ROOT / "tools" / "bench_instructions.py")
+    if subprocess.run([sys.executable, script], stdout=file).returncode:
+        print("tools/bench: instructions were not counted; the line above says why", file=sys.stderr)
 
 
 def serving(report: dict[str, Any]) -> Ratios:

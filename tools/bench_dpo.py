@@ -2,8 +2,9 @@
 """Measure edged's DPO steps against TRL's DPOTrainer, in turns, on the same pairs.
 
 A random-weight Llama of SmolLM2-135M's shape, LoRA of rank 16 on all linear layers, reference log-probabilities
-computed beforehand on both sides. Prints ratios of pairs/s (median and quartiles over the steps) and of peak memory
-above the weights, and writes every step to --output.
+computed beforehand on both sides. Prints ratios of pairs/s (median and quartiles over the steps), of peak memory
+above the weights, and how many times its floor each side took: what this machine must read and compute for the step, at
+the bandwidth and the rate that it reached when the benchmark began. Writes every step to --output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import transformers
@@ -22,6 +24,7 @@ import trl
 
 import edged
 from edged.align.formats import read_pairs
+from edged.bench.bounds import Machine, Sizes, dpo_step, measure_machine
 from edged.bench.dpo import EDGED, SIDES, TRL, Job, side_arguments
 from edged.bench.random_llama import SHAPES, write_random_llama, write_tokenizer
 from edged.bench.turns import Side, Spread, open_sides, paired_ratio, take_turns
@@ -74,7 +77,8 @@ def main() -> None:
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {"model": size, "pairs_file": options.pairs.name, "prompt_share_at_least": options.prompt_share}
         peers = [options.peer] if options.peer else list(SIDES[1:])
-        report |= measure(job, steps, folder / "tokens.json", peers)
+        machine = measure_machine(torch.device(job.device), job.dtype)
+        report |= measure(job, steps, folder / "tokens.json", peers, machine)
     print(table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -101,7 +105,7 @@ def choose_pairs(texts: list[dict], directory: Path, vocab: int, count: int, pro
     raise SystemExit(f"only {len(chosen)} of {len(texts)} pairs fit; {count} are needed: fewer --steps, other pairs")
 
 
-def measure(job: Job, steps: int, tokens: Path, peer_names: list[str]) -> dict:
+def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: Machine) -> dict:
     """TRL's sides prepare, edged gets the very tokens and reference log-probabilities; then steps in turns."""
     load_before = os.getloadavg()[0]
     peers = [(name, "edged.bench.dpo", side_arguments(name, job)) for name in peer_names]
@@ -117,6 +121,7 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str]) -> dict:
 
             questions = ({"step": number} for number in range(steps + 1))
             answers = take_turns([ours, *running], questions, show)
+    floor_s = floors(job, prepared[0], steps, machine)
     rates = {name: [job.pairs_per_step / a["seconds"] for a in found[1:]] for name, found in answers.items()}
     peaks = {name: max(a["peak_bytes"] for a in found) for name, found in answers.items()}
     used = prepared[0][job.pairs_per_step :]
@@ -140,9 +145,23 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str]) -> dict:
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
+        "machine": machine.as_json(),
+        "floor_s": floor_s,
+        "times_floor": {
+            name: Spread.of([a["seconds"] / least for a, least in zip(found[1:], floor_s, strict=True)]).as_json()
+            for name, found in answers.items()
+        },
         "speed_ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in peer_names},
         "memory_ratios": {name: peaks[EDGED] / peaks[name] for name in peer_names},
     }
+
+
+def floors(job: Job, pairs: list[dict], steps: int, machine: Machine) -> list[float]:
+    """Seconds that each measured step must take; the first group of pairs is the warm-up's."""
+    sizes = Sizes.of(Path(job.model), job.dtype, job.rank)
+    lengths = [tuple(len(pair[f"{part}_ids"]) for part in ("prompt", "chosen", "rejected")) for pair in pairs]
+    groups = (lengths[step * job.pairs_per_step :][: job.pairs_per_step] for step in range(1, steps + 1))
+    return [dpo_step(sizes, group).floor_s(machine) for group in groups]
 
 
 def table(report: dict) -> str:
@@ -160,6 +179,14 @@ def table(report: dict) -> str:
         shown = Spread(ratio["median"], ratio["low"], ratio["high"], ratio["rounds"]).text()
         label = f"{name} (its defaults)" if name == TRL else name
         lines.append(f"| {label} | {shown} | {report['memory_ratios'][name]:.2f} |")
+    machine = Machine(**report["machine"])
+    lines += [
+        "",
+        f"| side | step over its floor of {1e3 * median(report['floor_s']):.0f} ms at {machine.text()} (quartiles) |",
+        "| --- | --- |",
+    ]
+    for name, times in report["times_floor"].items():
+        lines.append(f"| {name} | {Spread(times['median'], times['low'], times['high'], times['rounds']).text()} |")
     mib = {name: peak / 2**20 for name, peak in report["peak_bytes_above_weights"].items()}
     lines += ["", "Peak MiB above the weights: " + ", ".join(f"{name} {value:.0f}" for name, value in mib.items())]
     if gpu:

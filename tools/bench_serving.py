@@ -1,27 +1,39 @@
 #!/usr/bin/env python
-"""Measure edged's serving against transformers' continuous batching and static-batch generate, in turns.
+"""Measure edged's serving against transformers and llama.cpp, in turns.
 
-A random-weight Llama of SmolLM2-135M's shape; 16 requests at once, prompts of 256 tokens, answers of 64. Prints ratios
-of output tokens/s (median and quartiles over the rounds) and writes every round to --output. Rates are shown for a GPU
-only: on a CPU they say more about the machine than about the sides.
+    python tools/bench_serving.py                           16 requests at once
+    python tools/bench_serving.py --requests 1 --adapter    a single stream, also with an adapter applied
+
+A random-weight Llama of SmolLM2-135M's shape; prompts of 256 tokens, answers of 64. The peers: transformers'
+continuous batching and static-batch `generate`; and llama.cpp, for a single request and where `llama_cpp` and `gguf`
+can be imported (the extra [peers]). Prints ratios of output tokens/s (median and quartiles over the rounds), and how
+many times its floor each side took: what this machine must read and compute for the job, at the bandwidth and the rate
+that it reached when the benchmark began. Every round goes to --output. Rates are shown for a GPU only: on a CPU they
+say more about the machine than about the sides.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 import transformers
 
 import edged
+from edged.bench.bounds import Machine, Sizes, decode, measure_machine, prefill
 from edged.bench.random_llama import SHAPES, write_random_llama
-from edged.bench.serving import EDGED, SIDES, Job, side_arguments
+from edged.bench.serving import ADAPTED, EDGED, LLAMA_CPP, PEERS, Job, side_arguments
 from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
+
+ADAPTER_RANK = 16
 
 
 def main() -> None:
@@ -30,34 +42,58 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a 4 M parameter model and short answers: a smoke test")
     parser.add_argument("--rounds", type=int, default=None, help="measured rounds (default 7; quick: 2)")
     parser.add_argument("--requests", type=int, default=16, help="requests at once (default 16)")
+    parser.add_argument("--prompt-tokens", type=int, default=None, help="of each (default 256; quick: 64)")
+    parser.add_argument("--output-tokens", type=int, default=None, help="of each (default 64; quick: 8)")
+    parser.add_argument("--adapter", action="store_true", help="measure edged with an adapter of rank 16 applied, too")
+    parser.add_argument("--peer", choices=PEERS, default=None, help="measure against this side alone")
+    parser.add_argument("--llama-f16", action="store_true", help="llama.cpp with fp16 weights, keys and values")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
 
     rounds = options.rounds or (2 if options.quick else 7)
     size = "4m" if options.quick else "135m"
+    sides = [EDGED, *([ADAPTED] if options.adapter else []), *choose_peers(options.peer, options.requests)]
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         job = Job(
             model=str(write_random_llama(Path(folder), SHAPES[size])),
+            gguf=str(Path(folder) / "model.gguf"),
+            gguf_half=options.llama_f16,
             device=options.device,
             dtype="bfloat16" if options.device.startswith("cuda") else "float32",
             vocab=SHAPES[size].vocab,
             requests=options.requests,
-            prompt_tokens=64 if options.quick else 256,
-            output_tokens=8 if options.quick else 64,
+            prompt_tokens=options.prompt_tokens or (64 if options.quick else 256),
+            output_tokens=options.output_tokens or (8 if options.quick else 64),
         )
-        report = measure(job, rounds)
-    report["model"] = size
+        if LLAMA_CPP in sides:
+            from edged.bench.gguf_file import write_gguf
+
+            write_gguf(Path(job.model), Path(job.gguf), job.gguf_half)
+        machine = measure_machine(torch.device(job.device), job.dtype)
+        report = {"model": size, **measure(job, rounds, sides), **floors(job, machine)}
     print(table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def measure(job: Job, rounds: int) -> dict:
-    """One round to warm up, then `rounds` that count; greedy answers of all sides are compared."""
+def choose_peers(wanted: str | None, requests: int) -> list[str]:
+    """The peers that can do the job here; exits where the one that is wanted cannot."""
+    missing = [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]
+    why = f"{' and '.join(missing)} cannot be imported: pip install 'edged[peers]'" if missing else ""
+    if requests > 1:
+        why = "its Python binding answers one request at a time: give --requests 1"
+    if wanted == LLAMA_CPP and why:
+        sys.exit(f"no comparison with llama.cpp: {why}")
+    if why and wanted is None:
+        print(f"llama.cpp is left out: {why}", flush=True)
+    return [peer for peer in PEERS if wanted in (None, peer) and not (peer == LLAMA_CPP and why)]
+
+
+def measure(job: Job, rounds: int, sides: list[str]) -> dict:
+    """One round to warm up, then `rounds` that count; greedy answers of all sides are compared with edged's."""
     load_before = os.getloadavg()[0]
-    sides = [(name, "edged.bench.serving", side_arguments(name, job)) for name in SIDES]
-    with open_sides(sides) as running:
+    with open_sides([(name, "edged.bench.serving", side_arguments(name, job)) for name in sides]) as running:
         questions = [{"seed": seed} for seed in range(rounds + 1)]
 
         def show(number: int, name: str, answer: dict) -> None:
@@ -66,7 +102,7 @@ def measure(job: Job, rounds: int) -> dict:
 
         answers = {name: found[1:] for name, found in take_turns(running, questions, show).items()}
     rates = {name: [answer["output_tokens_per_s"] for answer in found] for name, found in answers.items()}
-    return {
+    report = {
         "job": {"requests": job.requests, "prompt_tokens": job.prompt_tokens, "output_tokens": job.output_tokens},
         "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
         "dtype": job.dtype,
@@ -74,24 +110,46 @@ def measure(job: Job, rounds: int) -> dict:
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,
         "rounds": rounds,
+        "seconds": {name: [answer["seconds"] for answer in found] for name, found in answers.items()},
         "output_tokens_per_s": rates,
-        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in SIDES if name != EDGED},
-        "equal_answers_share": {
-            name: sum(
-                ours == theirs
-                for a, b in zip(answers[EDGED], answers[name], strict=True)
-                for ours, theirs in zip(a["ids"], b["ids"], strict=True)
-            )
-            / (rounds * job.requests)
-            for name in SIDES
-            if name != EDGED
-        },
+        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in sides if name != EDGED},
+        "equal_answers_share": {name: equal_share(answers[EDGED], answers[name]) for name in sides if name != EDGED},
     }
+    if ADAPTED in sides:
+        report["ratios_with_adapter"] = {
+            name: paired_ratio(rates[ADAPTED], rates[name]).as_json() for name in sides if name not in (EDGED, ADAPTED)
+        }
+    if LLAMA_CPP in sides:
+        import llama_cpp
+
+        report["versions"]["llama-cpp-python"] = llama_cpp.__version__
+        report["llama_cpp_weights"] = "F16" if job.gguf_half else "F32"
+    return report
+
+
+def equal_share(ours: list[dict], theirs: list[dict]) -> float:
+    """Share of the answers that are the same tokens. An adapter's must differ: so it is seen to be applied."""
+    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a["ids"], b["ids"], strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def floors(job: Job, machine: Machine) -> dict:
+    """Seconds that one round must take: all prompts, then a decode of all requests for each further token."""
+
+    def seconds(adapters: int) -> float:
+        sizes = Sizes.of(Path(job.model), job.dtype, ADAPTER_RANK)
+        total = prefill(sizes, job.prompt_tokens, job.requests, adapters=adapters).floor_s(machine)
+        for token in range(1, job.output_tokens):
+            total += decode(sizes, job.requests, job.prompt_tokens + token, adapters).floor_s(machine)
+        return total
+
+    return {"machine": machine.as_json(), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
 
 
 def table(report: dict) -> str:
     """The ratios as a Markdown table; rates only where they belong to a GPU."""
     gpu = not report["device"].startswith("CPU")
+    machine = Machine(**report["machine"])
     lines = [
         f"{report['model']} random-weight Llama, {report['job']['requests']} requests, prompt "
         f"{report['job']['prompt_tokens']}, output {report['job']['output_tokens']}, {report['dtype']}, "
@@ -101,12 +159,32 @@ def table(report: dict) -> str:
         "| --- | --- | --- |",
     ]
     for name, ratio in report["ratios"].items():
-        shown = Spread(ratio["median"], ratio["low"], ratio["high"], ratio["rounds"]).text()
-        lines.append(f"| {name} | {shown} | {report['equal_answers_share'][name]:.0%} |")
+        lines.append(f"| {_named(report, name)} | {_spread(ratio)} | {report['equal_answers_share'][name]:.0%} |")
+    if "ratios_with_adapter" in report:
+        lines += ["", "| with an adapter, over that of | ratio (quartiles) |", "| --- | --- |"]
+        lines += [
+            f"| {_named(report, name)} | {_spread(ratio)} |" for name, ratio in report["ratios_with_adapter"].items()
+        ]
+    lines += [
+        "",
+        f"| side | seconds a round over its floor of {1e3 * report['floor_s'][EDGED]:.0f} ms at {machine.text()} |",
+        "| --- | --- |",
+    ]
+    for name, seconds in report["seconds"].items():
+        floor_s = report["floor_s"][ADAPTED if name == ADAPTED else EDGED]
+        lines.append(f"| {_named(report, name)} | {median(seconds) / floor_s:.2f} |")
     if gpu:
         lines += ["", "| side | output tokens/s |", "| --- | --- |"]
         lines += [f"| {name} | {Spread.of(rates).text(0)} |" for name, rates in report["output_tokens_per_s"].items()]
     return "\n".join(lines)
+
+
+def _named(report: dict, name: str) -> str:
+    return f"{name}, {report['llama_cpp_weights']}" if name == LLAMA_CPP else name
+
+
+def _spread(ratio: dict) -> str:
+    return Spread(ratio["median"], ratio["low"], ratio["high"], ratio["rounds"]).text()
 
 
 if __name__ == "__main__":

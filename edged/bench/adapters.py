@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from edged.align.adapter import AdapterFiles, Snapshot
-from edged.bench.turns import paired_ratio
+from edged.bench.turns import Spread, paired_ratio
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
@@ -86,12 +86,12 @@ class Bench:
 
 
 def write_adapters(files: AdapterFiles, names: Iterable[str]) -> None:
-    """A small random version 1 of each, as if it had been learnt."""
+    """A random version 1 of each, as if it had been learnt; large enough to change answers."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, (fan_in, fan_out) in files.spec.shapes.items():
         for part, shape in (("A", (files.spec.rank, fan_in)), ("B", (fan_out, files.spec.rank))):
-            weights[f"base_model.model.{name}.lora_{part}.weight"] = 0.01 * torch.randn(shape, generator=generator)
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = 0.05 * torch.randn(shape, generator=generator)
     snapshot = Snapshot("", 1, weights, {})
     for name in names:
         files.save(replace(snapshot, adapter=name))
@@ -115,6 +115,7 @@ def batch_cost(model: Path, rounds: int) -> dict[str, Any]:
     return {
         "batch": BATCH,
         "rounds": rounds,
+        "gap_ms": {str(n): Spread.of([1e3 * gap for gap in found]).as_json() for n, found in gaps.items()},
         "over_one_adapter": {str(n): paired_ratio(gaps[n], gaps[1]).as_json() for n in ADAPTERS_IN_A_BATCH},
     }
 

@@ -1,17 +1,20 @@
-"""Serving speed: edged's engine beside transformers' continuous batching and its static-batch `generate`.
+"""Serving speed: edged's engine beside transformers' continuous batching, its static-batch `generate`, and llama.cpp.
 
-Owns the three sides and the job they all do: some requests that arrive at once, each with a prompt of random tokens and
-an answer of a fixed length, greedily decoded. Each side runs in a process of its own (see `edged.bench.turns`).
+Owns the sides and the job they all do: some requests that arrive at once, each with a prompt of random tokens and an
+answer of a fixed length, greedily decoded. Each side runs in a process of its own (see `edged.bench.turns`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ import torch
 
 from edged.bench.turns import Conversation
 
-EDGED, CONTINUOUS, STATIC = "edged", "transformers continuous batching", "transformers generate"
-SIDES = (EDGED, CONTINUOUS, STATIC)
+EDGED, ADAPTED = "edged", "edged with an adapter"
+CONTINUOUS, STATIC, LLAMA_CPP = "transformers continuous batching", "transformers generate", "llama.cpp"
+PEERS = (CONTINUOUS, STATIC, LLAMA_CPP)
 Prompts = list[list[int]]
 Answers = list[list[int]]
 _LONGEST_WAIT_S = 600.0
@@ -29,9 +33,11 @@ _LONGEST_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every side is told at its start."""
+    """What every side is told at its start; `gguf` and `gguf_half` (fp16) are for llama.cpp."""
 
     model: str
+    gguf: str
+    gguf_half: bool
     device: str
     dtype: str
     vocab: int
@@ -47,8 +53,9 @@ def make_prompts(job: Job, seed: int) -> Prompts:
     return ids
 
 
-def start_edged(job: Job) -> Callable[[Prompts], Answers]:
-    """edged's engine in process, with the settings that a daemon has by default."""
+def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Answers]:
+    """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
+    from edged.bench.adapters import write_adapters
     from edged.config import Settings
     from edged.engine.engine import Engine
     from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
@@ -67,7 +74,12 @@ def start_edged(job: Job) -> Callable[[Prompts], Answers]:
                     problems.append(f"{event.reason} {event.error}".strip())
                 done.release()
 
-    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, None)
+    folder = tempfile.TemporaryDirectory(prefix="edged-bench-")
+    if adapter:
+        blank = Engine.build(settings, Path(job.model), deliver, lambda _records: None, Path(folder.name))
+        write_adapters(blank.adapter_files, [adapter])
+        del blank
+    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, Path(folder.name))
     engine.start()
     sampling = Sampling(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
 
@@ -75,7 +87,7 @@ def start_edged(job: Job) -> Callable[[Prompts], Answers]:
         tokens.clear()
         tokens.update({str(index): [] for index in range(len(prompts))})
         for index, prompt in enumerate(prompts):
-            engine.submit(Request(str(index), tuple(prompt), sampling))
+            engine.submit(Request(str(index), tuple(prompt), sampling, adapter))
         for _ in prompts:
             if not done.acquire(timeout=_LONGEST_WAIT_S) or problems:
                 raise RuntimeError(f"edged's engine: {engine.error or problems or 'no answer'}")
@@ -126,6 +138,32 @@ def start_static(job: Job) -> Callable[[Prompts], Answers]:
     return answer
 
 
+def start_llama_cpp(job: Job) -> Callable[[Prompts], Answers]:
+    """llama.cpp through its Python binding, which answers one request after the other; all cores, or the whole GPU."""
+    import llama_cpp
+
+    # Keys and values are of the weights' precision: fp16 beside fp32 would be another computation.
+    precision = llama_cpp.GGML_TYPE_F16 if job.gguf_half else llama_cpp.GGML_TYPE_F32
+    threads = len(os.sched_getaffinity(0))
+    llama = llama_cpp.Llama(
+        job.gguf,
+        n_ctx=job.prompt_tokens + job.output_tokens,
+        n_batch=job.prompt_tokens,
+        n_ubatch=job.prompt_tokens,
+        n_threads=threads,
+        n_threads_batch=threads,
+        n_gpu_layers=-1 if job.device.startswith("cuda") else 0,
+        type_k=precision,
+        type_v=precision,
+        verbose=False,
+    )
+
+    def answer(prompts: Prompts) -> Answers:
+        return [list(islice(llama.generate(prompt, temp=0.0), job.output_tokens)) for prompt in prompts]
+
+    return answer
+
+
 def _load(job: Job) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -135,7 +173,13 @@ def _load(job: Job) -> Any:
     return model.to(job.device).eval()
 
 
-_START = {EDGED: start_edged, CONTINUOUS: start_continuous, STATIC: start_static}
+_START: dict[str, Callable[[Job], Callable[[Prompts], Answers]]] = {
+    EDGED: start_edged,
+    ADAPTED: lambda job: start_edged(job, "user"),
+    CONTINUOUS: start_continuous,
+    STATIC: start_static,
+    LLAMA_CPP: start_llama_cpp,
+}
 
 
 def side_arguments(name: str, job: Job) -> list[str]:

@@ -1,7 +1,7 @@
 """The start of a side's process: `python -m edged.bench.side MODULE NAME ARGUMENTS...` runs MODULE with the rest.
 
-Owns what must happen before numpy and torch are imported: edged's own side is prepared as `edged serve` is; the others
-run as their users run them.
+Owns what must happen before numpy and torch are imported: edged's own sides ("edged", "edged with ...") are prepared as
+`edged serve` is; the others run as their users run them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edged.engine.process import prepare
 def main() -> None:
     """Become the side."""
     module, name = sys.argv[1:3]
-    if name == "edged":
+    if name.startswith("edged"):
         prepare()
     sys.argv = [module, *sys.argv[2:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
@@ -117,16 +117,38 @@ def scale_trace(
     rows = trace.rows[:wanted]
     span = trace.rows[wanted].at_s if wanted < len(trace.rows) else rows[-1].at_s + 1.0 / trace.rate_per_s
     stretch = len(rows) / rate_per_s / max(span, 1e-9)
-    scale = length_scale(trace, context_tokens)
+    load = scale_rows(
+        rows,
+        scale=length_scale(trace, context_tokens),
+        block_tokens=trace.block_tokens,
+        context_tokens=context_tokens,
+        token_ids=token_ids,
+        seed=seed,
+    )
+    return [replace(arrival, at_s=arrival.at_s * stretch) for arrival in load]
+
+
+def scale_rows(
+    rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
+) -> list[Arrival]:
+    """The rows with their lengths, and that of their blocks, times `scale`, at the times that they have.
+
+    Requests that are still too long for the context keep the start of the prompt.
+    """
     fresh = count()
-    prompts = _PromptMaker(max(1, round(trace.block_tokens * scale)), token_ids, seed)
+    prompts = _PromptMaker(max(1, round(block_tokens * scale)), token_ids, seed)
     arrivals = []
     for row in rows:
-        output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
-        prompt = min(max(1, round(row.prompt_tokens * scale)), context_tokens - output)
+        prompt, output = scaled_lengths(row, scale, context_tokens)
         ids = prompts.shared(row.blocks, prompt) if row.blocks else prompts.alone(next(fresh), prompt)
-        arrivals.append(Arrival(row.at_s * stretch, ids, output))
+        arrivals.append(Arrival(row.at_s, ids, output))
     return arrivals
+
+
+def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[int, int]:
+    """(prompt, output) tokens, at least one each, that fit the context together."""
+    output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
+    return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
 
 
 class _PromptMaker:

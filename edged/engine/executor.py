@@ -228,8 +228,9 @@ class Executor:
         clock = _Clock(self.model.device)
         ran: list[Unit] = []
         for count in range(units):
-            # At least one unit runs, so that a stream of arrivals cannot starve a granted step for ever.
-            if job.step.finished or job.step.tokens_left or (count and interrupted()):
+            # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
+            begun = count or work.units or work.finetuned
+            if job.step.finished or job.step.tokens_left or (begun and interrupted()):
                 break
             try:
                 ran.append(Unit(*job.step.run_unit()))

@@ -1,4 +1,4 @@
-"""The comparisons with transformers and TRL run to their end; how fast they are is not tested."""
+"""The benchmarks run to their end; how fast anything is there is not tested."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,18 +35,96 @@ def test_serving_is_compared_on_equal_greedy_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_single_stream_is_compared_with_llama_cpp_and_with_an_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed: it comes with the extra [peers]")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: it is in the extra [peers]")
+    arguments = ("--rounds", "1", "--requests", "1", "--adapter", "--peer", "llama.cpp")
+    report = run_tool("bench_serving.py", *arguments, report=tmp_path / "report.json")
+    assert report["equal_answers_share"] == {"llama.cpp": 1.0, "edged with an adapter": 0.0}
+    assert set(report["ratios_with_adapter"]) == {"llama.cpp"}
+    assert report["floor_s"]["edged with an adapter"] > report["floor_s"]["edged"] > 0
+
+
+@pytest.mark.slow
+def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl")
+    report = run_tool("bench_prefix.py", str(trace), "--turns", "3", report=tmp_path / "report.json")
+    window, talks = report["workloads"]["window"], report["workloads"]["conversations"]
+    # Three turns of two, three and four blocks: the last two find one and two blocks besides the one that all share.
+    assert talks["bound"]["hit_share"] == pytest.approx((0 + 2 + 3) / (2 + 3 + 4), abs=0.1)
+    for found in (window, talks):
+        assert found["sides"]["edged without"]["hit_share"] == [0.0]
+        assert found["sides"]["edged with prefix sharing"]["hit_share"][0] > 0.8 * found["bound"]["hit_share"]
+        assert found["ratios"]["requests_per_s"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_a_trace_is_analysed_without_measuring(tmp_path: Path) -> None:
+    trace = mooncake(tmp_path / "trace.jsonl")
+    report = run_tool("bench_prefix.py", str(trace), "--analyse", report=tmp_path / "report.json")
+    assert report["bounds"]["the whole trace"]["requests"] == 60
+    assert "conversations of 3 and more: all" in report["bounds"]
+    assert "conversations of 4 and more: all" not in report["bounds"]
+
+
+def mooncake(path: Path) -> Path:
+    """Twenty conversations of three requests, of 2, 3 and 4 blocks; the first block is the same in all."""
+    rows = []
+    for turn in range(3):
+        for talk in range(20):
+            blocks = [0, *(1 + 10 * talk + index for index in range(turn + 1))]
+            rows.append({"timestamp": 1000 * turn, "input_length": 512 * len(blocks), "output_length": 40})
+            rows[-1]["hash_ids"] = blocks
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 400)
+    report = run_tool("bench_preemption.py", str(pairs), "--requests", "5", report=tmp_path / "report.json")
+    assert report["all"]["arrivals"] == 5
+    assert sum(found["arrivals"] for found in report["by_kind"].values()) == 5
+    assert report["all"]["delay_ms"]["p100"] > 0
+
+
+@pytest.mark.slow
+def test_instructions_are_counted_and_do_not_depend_on_the_moment(tmp_path: Path) -> None:
+    if missing := missing_program():
+        pytest.skip(f"{missing} is not installed")
+    with Counter("edged.bench.instructions") as counter:
+        first = counter.count("plan, mixed")
+    with Counter("edged.bench.instructions") as counter:
+        assert counter.count("plan, mixed") == pytest.approx(first, rel=0.005)
+    assert first > 100_000
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in (REPOSITORY / "tools").glob("bench_*.py")))
+def test_every_tool_tells_its_options(tool: str) -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / tool), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+@pytest.mark.slow
 def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
-    pairs = tmp_path / "pairs.jsonl.gz"
-    with gzip.open(pairs, "wt") as file:
-        for number in range(20):
-            head = f"\n\nHuman: question {number}, please\n\nAssistant:"
-            file.write(json.dumps({"chosen": f"{head} yes, {number}", "rejected": f"{head} no {number} no"}) + "\n")
+    pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 20)
     report = run_tool("bench_dpo.py", str(pairs), "--steps", "1", report=tmp_path / "report.json")
     ours, *theirs = (report["losses"][name] for name in SIDES)
     for losses in theirs:
         # Only the random start of LoRA's A differs, which one step of learning hardly shows.
         assert losses == pytest.approx(ours, abs=0.02)
     assert all(peak > 0 for peak in report["peak_bytes_above_weights"].values())
+    assert all(times["median"] > 0 for times in report["times_floor"].values())
+
+
+def write_pairs(path: Path, count: int) -> Path:
+    with gzip.open(path, "wt") as file:
+        for number in range(count):
+            head = f"\n\nHuman: question {number}, please\n\nAssistant:"
+            file.write(json.dumps({"chosen": f"{head} yes, {number}", "rejected": f"{head} no {number} no"}) + "\n")
+    return path
 
 
 @pytest.mark.slow
@@ -53,17 +132,32 @@ def test_many_adapters_share_a_batch_and_come_from_disk(tmp_path: Path) -> None:
     arguments = ("--rounds", "1", "--registered", "12", "--active", "4")
     report = run_tool("bench_adapters.py", *arguments, report=tmp_path / "report.json")
     assert set(report["batch"]["over_one_adapter"]) == {"0", "1", "16"}
+    assert set(report["batch"]["floor_ms"]) == {"0", "1", "16"}
     assert report["crowd"]["registered"] == 12
     assert report["crowd"]["loaded"] <= 4
     assert all(report["crowd"][kind]["ttft_ms_p50"] > 0 for kind in ("cold", "warm"))
 
 
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+
+
+@pytest.mark.usefixtures("tools")
+def test_counts_that_moved_are_told_and_so_are_other_versions() -> None:
+    from bench_instructions import moved, table
+
+    before = {"versions": {"python": "3.11"}, "instructions_per_call": {"plan": 1000, "pack": 1000}}
+    now = {"versions": {"python": "3.12"}, "instructions_per_call": {"plan": 1015, "pack": 1030, "other": 5}}
+    assert moved(now, before) == {"pack": pytest.approx(1.03)}
+    assert moved(now, None) == {}
+    assert "python 3.11 -> 3.12" in table(now, before)
+
+
+@pytest.mark.usefixtures("tools")
 def test_ratios_that_left_their_range_are_told() -> None:
-    sys.path.insert(0, str(REPOSITORY / "tools"))
-    try:
-        from bench_all import verdict
-    finally:
-        sys.path.pop(0)
+    from bench_all import verdict
+
     before = {"median": 1.4, "low": 1.3, "high": 1.5}
     assert verdict({"median": 1.45, "low": 1.35, "high": 1.6}, before) == "same"
     assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"

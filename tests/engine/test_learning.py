@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from edged.align.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.engine.engine import Engine
+from edged.engine.executor import Work
 from edged.scheduler.task import Plan
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
@@ -135,6 +137,25 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         weights.append(load_file(Path(client.of(VersionSaved)[-1].path) / "adapter_model.safetensors"))
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, keep_graph: bool) -> None:
+    settings = {"guard__held_out_share": 0.0, "align__keep_graph": keep_graph, "align__window_tokens": 60}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        run = engine._executor.run
+        pieces: list[tuple[int, int]] = []
+
+        def interrupted(plan: Plan, sequences: Any, jobs: Any, _: Any) -> Work:
+            work = run(plan, sequences, jobs, lambda: True)
+            pieces.append((len(work.finetuned), len(work.units)))
+            return work
+
+        engine._executor.run = interrupted  # type: ignore[method-assign]
+        engine.submit_pairs(random_pairs(4, "ann") + random_pairs(4, "bob", seed=1, first_id=5))
+        client.wait(lambda: len(client.of(PairRetired)) == 8)
+    assert any(forwards for forwards, _ in pieces) is not keep_graph
+    assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
 
 def test_a_pair_that_the_cache_cannot_hold_is_skipped_with_the_reason(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""How soon a request that comes in the middle of fine-tuning is begun: at most one unit later is the target.
+
+    python tools/bench_preemption.py hh-harmless.jsonl.gz [--model DIR] [--requests 200] [--output FILE]
+
+An engine fine-tunes without pause for --adapters users (default 2: as many steps as the engine has open at once) while
+requests of 64 tokens come one at a time, at random. For each, the delay from its submission to the start of the packed
+forward that computes its first tokens, in milliseconds and in lengths of the piece (a unit, or a packed forward) that
+ran when it came, and the number of units that ended in between. Without --model: a random-weight Llama of
+SmolLM2-135M's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edged.engine.process import prepare
+
+prepare()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import edged  # noqa: E402
+from edged.align.formats import read_pairs  # noqa: E402
+from edged.bench.preemption import Wait, measure  # noqa: E402
+from edged.bench.random_llama import SHAPES, write_random_llama, write_tokenizer  # noqa: E402
+from edged.bench.replay import load_pairs  # noqa: E402
+from edged.config import Settings  # noqa: E402
+from edged.engine.text import Codec  # noqa: E402
+
+PERCENTILES = (50, 95, 99, 100)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}\n\n{{ message.role }}: {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}\n\nassistant:{% endif %}"
+)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", type=Path, help="preference pairs: a (gzipped) JSONL file")
+    parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the file (default hh)")
+    parser.add_argument("--model", type=Path, default=None, help="a model's directory (default: random weights)")
+    parser.add_argument("--quick", action="store_true", help="a 4 M parameter model and few requests: a smoke test")
+    parser.add_argument("--requests", type=int, default=None, help="arrivals (default 200; quick: 20)")
+    parser.add_argument("--gap-s", type=float, default=None, help="mean pause before one (default 0.5; quick: 0.1)")
+    parser.add_argument("--adapters", type=int, default=2, help="users whose pairs are learnt (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default 0)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        size = "4m" if options.quick else "135m"
+        model = options.model or random_model(Path(folder), options.pairs, options.format, size)
+        report = {"model": options.model.name if options.model else f"{size} random-weight Llama"}
+        report |= run(model, options)
+    print(table(report))
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
+    """A random-weight Llama with a tokenizer that was trained on the pairs."""
+    write_random_llama(folder, SHAPES[size])
+    texts = (pair[key] for _, pair in read_pairs(pairs, format) if isinstance(pair, dict) for key in ("chosen",))
+    tokenizer = write_tokenizer(folder, texts, SHAPES[size].vocab)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and summarise."""
+    load_before = os.getloadavg()[0]
+    settings = Settings.model_validate(
+        {
+            "model": {"device": options.device},
+            "align": {"loss_threshold": 0.0, "max_active_adapters": max(8, options.adapters)},
+            "store": {"save_every_s": 3600.0},
+        }
+    )
+    pairs, _ = load_pairs(options.pairs, options.format, Codec.load(model), settings.align.max_pair_tokens)
+    shared = [replace(pair, adapter=f"user{number % options.adapters}") for number, pair in enumerate(pairs)]
+    requests = options.requests or (20 if options.quick else 200)
+    gap_s = options.gap_s or (0.1 if options.quick else 0.5)
+    waits, learnt = measure(model, settings, shared, requests, gap_s, options.seed)
+    return {
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        "versions": {"edged": edged.__version__, "torch": torch.__version__},
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "load_average_before": load_before,
+        "requests": requests,
+        "mean_gap_s": gap_s,
+        "adapters": options.adapters,
+        "learnt_meanwhile": learnt,
+        "all": summary(waits),
+        "by_kind": {
+            kind: summary([wait for wait in waits if wait.kind == kind]) for kind in sorted({w.kind for w in waits})
+        },
+    }
+
+
+def summary(waits: Sequence[Wait]) -> dict[str, Any]:
+    """Percentiles of the delay, and how many units ended in it."""
+    pieces = [wait for wait in waits if wait.piece_s]
+    return {
+        "arrivals": len(waits),
+        "delay_ms": percentiles([1e3 * wait.delay_s for wait in waits]),
+        "outside_ms": percentiles([1e3 * wait.outside_s for wait in waits]),
+        "delay_in_pieces": percentiles([wait.delay_s / wait.piece_s for wait in pieces]),
+        "piece_ms": percentiles([1e3 * wait.piece_s for wait in pieces]),
+        "unit_ends": {str(ends): count for ends, count in sorted(Counter(wait.unit_ends for wait in waits).items())},
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """By name; p100 is the largest. None where there are none."""
+    if not values:
+        return None
+    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The distribution as Markdown."""
+    lines = [
+        f"{report['model']}, {report['requests']} requests while {report['adapters']} adapters learn without pause "
+        f"({report['learnt_meanwhile']['steps']} steps), {report['device']}",
+        "",
+        "| what ran at the arrival | arrivals | delay p50, p95, p99, longest (ms) | in lengths of it p50, p95, longest "
+        "| its own ms p50 | delay outside pieces p50, p95 (ms) | units ended before the start |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for label, found in [("anything", report["all"]), *report["by_kind"].items()]:
+        outside = ", ".join(f"{found['outside_ms'][key]:.1f}" for key in ("p50", "p95"))
+        delay, lengths, piece = found["delay_ms"], found["delay_in_pieces"], found["piece_ms"]
+        in_lengths = ", ".join(f"{lengths[key]:.2f}" for key in ("p50", "p95", "p100")) if lengths else "-"
+        own = f"{piece['p50']:.1f}" if piece else "-"
+        ends = ", ".join(f"{ends}: {count}" for ends, count in found["unit_ends"].items())
+        lines.append(
+            f"| {label} | {found['arrivals']} | {', '.join(f'{value:.1f}' for value in delay.values())} | "
+            f"{in_lengths} | {own} | {outside} | {ends} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
