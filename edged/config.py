@@ -39,7 +39,11 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
-    threads: int = Field(0, ge=0, description="CPU threads of an operation; 0: 1 for small models, else all cores")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="CPU threads of an operation; 0: 1 for small models, else as many as other programs leave cores",
+    )
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
     decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
         "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
