@@ -107,6 +107,8 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
         self.register_buffer("down", torch.zeros(slots, self.in_features, rank, dtype=dtype, device=device), False)
         self.register_buffer("up", torch.zeros(slots, rank, self.out_features, dtype=dtype, device=device), False)
+        # Views made once: at one row, making them takes a fifth of the update's time.
+        self._by_slot = list(zip(self.down.unbind(), self.up.unbind(), strict=True))  # type: ignore[operator]
 
     def load(self, slot: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
         """Copy an adapter's A and B into `slot`, transposed, with the scaling folded into B."""
@@ -139,8 +141,11 @@ class LoraLinear(nn.Module):
     def _add(self, rows_in: torch.Tensor, rows_out: torch.Tensor, state: LoraRuns) -> None:
         """Add every run's update to its rows of the output."""
         for start, stop, slot in state.single:
-            low = rows_in[start:stop] @ self.down[slot]  # type: ignore[index]
-            rows_out[start:stop].addmm_(low, self.up[slot])  # type: ignore[index]
+            down, up = self._by_slot[slot]
+            if stop - start == len(rows_in):
+                rows_out.addmm_(rows_in @ down, up)
+            else:
+                rows_out[start:stop].addmm_(rows_in[start:stop] @ down, up)
         if state.together is not None:
             self._add_together(rows_in, rows_out, state.together)
 
