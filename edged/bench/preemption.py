@@ -82,9 +82,10 @@ class Watch:
         sequences: dict[int, Running],
         jobs: dict[int, FineTuneJob],
         interrupted: Callable[[], bool],
+        meanwhile: Callable[[], None],
     ) -> Work:
         """`Executor.run`: units lie back to back at its end, the forward before them."""
-        work = self._run(plan, sequences, jobs, interrupted)
+        work = self._run(plan, sequences, jobs, interrupted, meanwhile)
         moment = time.monotonic() - sum(seconds for _, seconds in work.units)
         if work.forward_s:
             self.pieces.append(Piece(FORWARD, moment - work.forward_s, moment))
