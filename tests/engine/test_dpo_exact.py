@@ -233,12 +233,27 @@ def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
 
 
 def three_users() -> dict[str, list[TokenPair]]:
-    """One has two pairs, the others one each; their adapters differ."""
+    """One has two pairs, the others one each; their adapters differ, and the base has scored nothing yet."""
+    pairs = {"ann": make_pairs(19), "bob": make_pairs(12, 1, "bob")[:1], "cyd": make_pairs(7, 2, "cyd")[1:]}
     return {
-        "ann": make_pairs(19),
-        "bob": make_pairs(12, 1, "bob")[:1],
-        "cyd": make_pairs(7, 2, "cyd")[1:],
+        name: [replace(pair, ref_chosen_logp=None, ref_rejected_logp=None) for pair in own]
+        for name, own in pairs.items()
     }
+
+
+def scored_by_base(kind: str, pairs: list[TokenPair]) -> list[TokenPair]:
+    """The pairs with transformers' own reference log-probabilities."""
+    base = tiny_model(kind)
+
+    @torch.no_grad()
+    def logp(prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
+        logps = base(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return float(logps.gather(1, torch.tensor(answer)[:, None]).sum())
+
+    return [
+        replace(p, ref_chosen_logp=logp(p.prompt, p.chosen), ref_rejected_logp=logp(p.prompt, p.rejected))
+        for p in pairs
+    ]
 
 
 # 16 tokens are less than a pair, 60 hold parts of two users' pairs, 500 hold all.
@@ -246,7 +261,7 @@ WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, Fals
 
 
 @WAYS
-@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("llama", "ipo"), ("gemma2", "sigmoid")])
+@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("gemma2", "ipo")])
 def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
 ) -> None:
@@ -254,7 +269,7 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     together = take_step(kind, pairs, window, 50, loss=loss, keep_graph=keep_graph)
     for name, own in pairs.items():
         alone = take_step(kind, {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
-        wanted, value = trl_gradients(kind, own, together.before[name], tmp_path, loss)
+        wanted, value = trl_gradients(kind, scored_by_base(kind, own), together.before[name], tmp_path, loss)
         assert worst_error(together.gradients[name], wanted) <= 1e-5
         member, single = together.members[name], alone.members[name]
         assert member.loss == pytest.approx(value, rel=1e-5)
