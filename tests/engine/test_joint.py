@@ -128,8 +128,12 @@ def test_a_step_shares_only_slots_that_are_free(tmp_path: Path) -> None:
 def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "broken") as (engine, client, watch):
-        state = engine._parts.trainer.state("bob")
-        next(iter(state.weights.values()))[1].data[0] = float("nan")
+
+        def spoil() -> None:
+            weights = engine._parts.trainer.state("bob").weights
+            next(iter(weights.values()))[1].data[0] = float("nan")
+
+        engine._ask(spoil).result(10)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert watch.steps() == [3]
