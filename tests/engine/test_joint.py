@@ -119,6 +119,13 @@ def test_only_as_many_share_a_step_as_fit_its_window_and_the_setting(tmp_path: P
     assert sorted(learn_together(tmp_path, "two", align__joint_adapters=2, **settings)[1].steps()) == [1, 2]
 
 
+def test_pairs_that_are_learnt_already_end_together_without_a_version(tmp_path: Path) -> None:
+    client, watch = learn_together(tmp_path, "learnt", align__loss_threshold=0.7)
+    assert watch.units
+    assert watch.steps() == []
+    assert {(r.state, r.version) for r in second_round(client)} == {("learnt", 0)}
+
+
 def test_a_step_shares_only_slots_that_are_free(tmp_path: Path) -> None:
     client, watch = learn_together(tmp_path, "two slots", align__max_active_adapters=2)
     assert sorted(watch.steps()) == [1, 2]
