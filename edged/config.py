@@ -127,6 +127,9 @@ class AlignSettings(_Section):
     keep_graph: bool = Field(
         True, description="where memory allows, a step keeps its graph: no layer is computed twice"
     )
+    joint_adapters: Count = Field(
+        4, description="adapters whose pairs share a step's work, where they fit into window_tokens; 1: none do"
+    )
     max_pair_tokens: Annotated[int, Field(ge=16)] = Field(1024, description="longer pairs keep the prompt's end")
     max_loaded_adapters: Count = Field(64, description="adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = Field(32, description="adapters held in the model at once")

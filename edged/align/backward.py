@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from edged.align.decoder import Branches, Decoder, KeysValues, LoraLeaves
+from edged.align.decoder import Branches, Decoder, KeysValues, Leaves
 from edged.align.group import Group, HeadWindow, Stream
+from edged.align.leaves import add_gradients, lora_rows, matrices
 from edged.align.transfer import upload
 
 
@@ -51,7 +52,7 @@ def upstream_of(
 class Backward:
     """From the last layer to the first, and in each from the last window to the first.
 
-    `gradients` (A's and B's by linear, fp32) are added to in place.
+    A pair's rows see the leaves of its adapter.
     """
 
     def __init__(
@@ -60,12 +61,10 @@ class Backward:
         windows: Sequence[tuple[int, int]],
         upstream: torch.Tensor,
         decoder: Decoder,
-        weights: LoraLeaves,
-        scaling: float,
-        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        leaves: Mapping[str, Leaves],
     ) -> None:
         self._group, self._windows, self._upstream, self._decoder = group, list(windows), upstream, decoder
-        self._weights, self._scaling, self._gradients = weights, scaling, gradients
+        self._leaves = leaves
         self._layer, self._window = decoder.layer_count - 1, 0
         self._earlier: dict[int, KeysValues] = {}
 
@@ -95,27 +94,24 @@ class Backward:
         the input, of the earlier K/V and of the layer's LoRA matrices come out.
         """
         assert self._group.inputs is not None
-        branches, owners, leaves = self._branches(layer, start, stop)
+        branches, owners, earlier = self._branches(layer, start, stop)
+        rows, names = lora_rows(branches, owners, self._leaves), self._decoder.layer_linears(layer)
         hidden = self._group.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
-        names = self._decoder.layer_linears(layer)
-        weights = {name: self._weights[name] for name in names}
         call = self._group.inputs.window(layer, start, stop)
         with torch.enable_grad():
-            out, keys, values = self._decoder.run_branches(layer, hidden, call, branches, weights, self._scaling)
+            out, keys, values = self._decoder.run_branches(layer, hidden, call, branches, rows)
         outputs, upstream = [out], [self._upstream[start:stop]]
         if any(stream.row in self._earlier for stream in owners):
             outputs += [keys, values]
             upstream += self._own_gradients(branches, owners, keys)
-        inputs = [*([hidden] if layer else []), *leaves, *(t for pair in weights.values() for t in pair)]
-        gradients = list(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
+        inputs = [*([hidden] if layer else []), *earlier, *matrices(rows, names)]
+        gradients = map(present, torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
         if layer:
-            self._upstream[start:stop] = present(gradients.pop(0))
+            self._upstream[start:stop] = next(gradients)
         for branch, stream in zip(branches, owners, strict=True):
             if branch.earlier is not None:
-                self._add_earlier(stream, branch, gradients.pop(0), gradients.pop(0))
-        for name in names:
-            for total in self._gradients[name]:
-                total.add_(present(gradients.pop(0)))
+                self._add_earlier(stream, branch, next(gradients), next(gradients))
+        add_gradients(rows, names, gradients)
 
     def _branches(self, layer: int, start: int, stop: int) -> tuple[list[Branches], list[Stream], list[torch.Tensor]]:
         """The pairs that a window covers, with their earlier K/V as leaves."""
@@ -147,10 +143,9 @@ class Backward:
                     into[:, branch.first : branch.last] = total[:, rows]
         return both
 
-    def _add_earlier(self, stream: Stream, branch: Branches, *gradients: torch.Tensor | None) -> None:
+    def _add_earlier(self, stream: Stream, branch: Branches, *gradients: torch.Tensor) -> None:
         """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
-        for part, gradient in enumerate(gradients):
-            value = present(gradient)
+        for part, value in enumerate(gradients):
             if stream.row not in self._earlier:
                 shape = (value.shape[0], branch.start, value.shape[2])
                 self._earlier[stream.row] = (

@@ -20,6 +20,25 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Leaves:
+    """One adapter's LoRA matrices as autograd's leaves; `gradients` (fp32) are totals that are added to in place."""
+
+    weights: LoraLeaves
+    scaling: float
+    """alpha / rank."""
+    gradients: LoraLeaves
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Rows [start, stop) of a window, which see one adapter."""
+
+    start: int
+    stop: int
+    leaves: Leaves
+
+
+@dataclass(frozen=True, slots=True)
 class Branches:
     """One pair inside a window of rows: window rows [first, last) are the pair's flat rows from `start` on.
 
@@ -54,10 +73,12 @@ class Decoder(Protocol):
         hidden: torch.Tensor,
         call: Mapping[str, Any],
         branches: Sequence[Branches],
-        weights: LoraLeaves,
-        scaling: float,
+        rows: Sequence[LoraRows],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One layer with autograd: [tokens, hidden] -> output, own keys, own values ([kv_heads, tokens, head_dim])."""
+        """One layer with autograd: [tokens, hidden] -> output, own keys, own values ([kv_heads, tokens, head_dim]).
+
+        `rows` cover all tokens, in order.
+        """
 
     def layer_linears(self, layer: int) -> list[str]:
         """Names of the LoRA linears in a layer."""

@@ -2,42 +2,38 @@
 
 Owns the order of the work: the forward (packed with serving and without autograd, or in units that keep their graph),
 head windows, losses, the backward units, the optimizer.
-Must not know who decides when a piece runs, or whose pages it uses.
+Must not know who decides when a piece runs, whose pages it uses, or what becomes of a member (`edged.align.member`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from edged.align.adapter import AdapterState
 from edged.align.backward import Backward, upstream_of, windows_of
 from edged.align.decoder import Decoder
 from edged.align.graph import KeptGraph
 from edged.align.group import Group, HeadWindow, Work, head_window_size, head_windows
-from edged.align.loss import PairLogps, preference_loss
-from edged.align.pair import PairScored, TokenPair
+from edged.align.loss import PairLogps
+from edged.align.member import Member
+from edged.align.pair import TokenPair
 from edged.config import AlignSettings
 
 
 class DpoStep:
-    """One optimizer step of one adapter over some pairs, pair group by pair group.
+    """One optimizer step of each of its members over all their pairs, pair group by pair group.
 
     Its life: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
     `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
-    The gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA,
-    exactly as on whole sequences.
+    Members share the units, which read the base weights once for all; every row sees its own adapter. Each member's
+    gradient is exactly what its step alone would have given, on whole sequences, and so is all that follows from it.
     """
 
     def __init__(
         self,
-        state: AdapterState,
-        fresh: Sequence[TokenPair],
-        replay: Sequence[TokenPair],
+        members: Sequence[Member],
         decoder: Decoder,
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
@@ -48,25 +44,16 @@ class DpoStep:
 
         With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
         """
-        self.state, self.decoder, self.align = state, decoder, align
-        self.adapter, self.version = state.name, state.version
-        self.fresh, self.replay = list(fresh), list(replay)
-        self.outcomes: list[tuple[TokenPair, float, bool]] = []
-        """(pair with its reference log-probabilities, loss, whether it was trained on) of the fresh pairs."""
-        self.scores: list[PairScored] = []
-        self.loss = float("nan")
-        self.grad_norm = 0.0
-        self.trained = 0
-        self.error = ""
+        self.decoder, self.align = decoder, align
+        self.members = {member.adapter: member for member in members}
+        self.adapters = tuple(self.members)
         self.finished = False
         self._release = release
-        self._losses: list[float] = []
-        self._gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
-        """Of the present group; `_earlier_gradients` are those of the groups before it."""
-        self._earlier_gradients: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._leaves = {member.adapter: member.leaves for member in members}
         self.keeps_graph = keep_graph
         windows = 1 if keep_graph else 2
-        self._batches = self._cut([*self.fresh, *self.replay], min(windows * align.window_tokens, most_tokens))
+        pairs = [pair for member in members for pair in (*member.fresh, *member.replay)]
+        self._batches = self._cut(pairs, min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
 
@@ -90,11 +77,10 @@ class DpoStep:
         self._graphed = self.keeps_graph and tokens <= self.align.window_tokens
         self.group = Group(
             pairs,
-            lambda p: p.ref_chosen_logp is None and self.version > 0,
+            lambda p: p.ref_chosen_logp is None and self.members[p.adapter].version > 0,
             "graph" if self._graphed else "inputs",
             self.decoder,
         )
-        self._before = (len(self._losses), len(self.outcomes), len(self.scores), self.trained)
         self._reset_group()
 
     def _reset_group(self) -> None:
@@ -104,11 +90,7 @@ class DpoStep:
         self._next_head = 0
         self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=d)
         self._backward: Backward | KeptGraph | None = None
-        self._graph = self._new_graph() if self._graphed else None
-
-    def _new_graph(self) -> KeptGraph:
-        state = self.state
-        return KeptGraph(self.group, self.decoder, state.weights, state.spec.scaling, self._gradients)
+        self._graph = KeptGraph(self.group, self.decoder, self._leaves) if self._graphed else None
 
     # -- the forward -------------------------------------------------------------------------------------------------
 
@@ -120,13 +102,9 @@ class DpoStep:
     def restart(self) -> None:
         """The group's pages were taken away: it starts again as if nothing of it had been computed."""
         self.group.restart(self._release)
-        losses, outcomes, scores, self.trained = self._before
-        del self._losses[losses:], self.outcomes[outcomes:], self.scores[scores:]
-        self._clear_gradients()
+        for member in self.members.values():
+            member.restart()
         self._reset_group()
-
-    def _clear_gradients(self) -> None:
-        torch._foreach_zero_([total for pair in self._gradients.values() for total in pair])
 
     def free(self) -> None:
         """Give the group's pages back."""
@@ -146,7 +124,7 @@ class DpoStep:
             windows = windows_of([(0, rows)], rows if self._graphed else self.align.window_tokens)
             work += [(self._backward_kind, stop - start) for start, stop in windows] * layers
         if not self._batches:
-            work.append(("step", 0))
+            work.append(("step", len(self.members)))
         return work
 
     def run_unit(self) -> Work:
@@ -166,7 +144,7 @@ class DpoStep:
                 self._end_group()
             return kind, tokens
         self._end_step()
-        return "step", 0
+        return "step", len(self.members)
 
     @property
     def _backward_kind(self) -> str:
@@ -195,7 +173,6 @@ class DpoStep:
         coefficients = [0.0] * len(sums)
         reference: dict[int, tuple[float, float]] = {}
         active: list[tuple[int, int]] = []
-        fresh = {pair.pair_id for pair in self.fresh}
         for index, stream in enumerate(self.group.streams):
             chosen, rejected = sums[2 * index], sums[2 * index + 1]
             if stream.reference:
@@ -206,16 +183,11 @@ class DpoStep:
             if pair.ref_chosen_logp is not None and pair.ref_rejected_logp is not None:
                 known = (pair.ref_chosen_logp, pair.ref_rejected_logp)
             logps = PairLogps(chosen, rejected, known[0], known[1], stream.layout.chosen, stream.layout.rejected)
-            loss = preference_loss(logps, self.align.beta, self.align.loss)
-            train = loss.loss >= self.align.loss_threshold
-            if train:
+            loss = self.members[pair.adapter].take(pair, logps)
+            if loss is not None:
                 coefficients[2 * index] = pair.weight * loss.chosen_grad
                 coefficients[2 * index + 1] = pair.weight * loss.rejected_grad
                 active.append((stream.kept, stream.kept + stream.layout.tokens))
-            self._losses.append(loss.loss)
-            if pair.pair_id in fresh:
-                self._record(pair, logps, loss.loss, loss.reward_margin, train)
-        self.trained += len(active)
         if active:
             self._backward = self._begin_backward(active, coefficients)
         else:
@@ -227,50 +199,21 @@ class DpoStep:
         if self._graph is not None:
             self._graph.start_backward(upstream)
             return self._graph
-        state = self.state
         windows = windows_of(active, self.align.window_tokens)
-        return Backward(self.group, windows, upstream, self.decoder, state.weights, state.spec.scaling, self._gradients)
-
-    def _record(self, pair: TokenPair, logps: PairLogps, loss: float, margin: float, train: bool) -> None:
-        known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
-        self.outcomes.append((known, loss, train))
-        if pair.epochs_done == 0:
-            self.scores.append(
-                PairScored(
-                    pair_id=pair.pair_id,
-                    adapter=self.adapter,
-                    version=self.version,
-                    split="prequential",
-                    chosen_logp=logps.chosen,
-                    rejected_logp=logps.rejected,
-                    ref_chosen_logp=logps.ref_chosen,
-                    ref_rejected_logp=logps.ref_rejected,
-                    reward_margin=margin,
-                    loss=loss,
-                )
-            )
+        return Backward(self.group, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
         self._backward = self._graph = None
         self.free()
-        if self._earlier_gradients is not None:
-            for name, totals in self._gradients.items():
-                torch._foreach_add_(list(totals), list(self._earlier_gradients[name]))
         if self._batches:
-            self._earlier_gradients = {n: (a.clone(), b.clone()) for n, (a, b) in self._gradients.items()}
-            self._clear_gradients()
+            for member in self.members.values():
+                member.mark()
             self._open()
-        elif self.trained == 0:
+        elif not any(member.trained for member in self.members.values()):
             self._end_step()
 
     def _end_step(self) -> None:
-        """The optimizer, when there is something to learn and all of it is finite."""
+        """The optimizers, in one unit: between two of them nobody could take a member out of the step any more."""
         self.finished = True
-        self.loss = sum(self._losses) / len(self._losses)
-        if not math.isfinite(self.loss):
-            self.error = f"loss is {self.loss}"
-        elif self.trained:
-            try:
-                self.grad_norm = self.state.step(self._gradients, self.trained)
-            except FloatingPointError as error:
-                self.error = str(error)
+        for member in self.members.values():
+            member.finish()

@@ -12,27 +12,25 @@ import numpy as np
 import torch
 
 from edged.align.backward import present
-from edged.align.decoder import Branches, Decoder, LoraLeaves
+from edged.align.decoder import Branches, Decoder, Leaves
 from edged.align.group import Group
+from edged.align.leaves import add_gradients, lora_rows, matrices
 from edged.align.transfer import upload
 
 
 class KeptGraph:
     """Forward units from the first layer to the last; then, from an upstream gradient, backward units the other way.
 
-    A unit is one layer over all kept rows. `gradients` (A's and B's by linear, fp32) are added to in place.
+    A unit is one layer over all kept rows, each of which sees the leaves of its pair's adapter.
     """
 
     def __init__(
         self,
         group: Group,
         decoder: Decoder,
-        weights: LoraLeaves,
-        scaling: float,
-        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        leaves: Mapping[str, Leaves],
     ) -> None:
-        self._group, self._decoder, self._weights = group, decoder, weights
-        self._scaling, self._gradients = scaling, gradients
+        self._group, self._decoder = group, decoder
         streams = [stream for stream in group.streams if stream.kept >= 0]
         self._branches = [
             Branches(
@@ -44,6 +42,7 @@ class KeptGraph:
             )
             for stream in streams
         ]
+        self._rows = lora_rows(self._branches, streams, leaves)
         positions = [
             np.arange(piece.position, piece.position + piece.stop - piece.start)
             for branch in self._branches
@@ -67,9 +66,7 @@ class KeptGraph:
         layer = len(self._layers)
         hidden = self._hidden.detach().requires_grad_(layer > 0)
         with torch.enable_grad():
-            out, _, _ = self._decoder.run_branches(
-                layer, hidden, self._calls[layer], self._branches, self._layer_weights(layer), self._scaling
-            )
+            out, _, _ = self._decoder.run_branches(layer, hidden, self._calls[layer], self._branches, self._rows)
         self._layers.append((hidden, out))
         self._hidden = out.detach()
         if not self.forward_left:
@@ -78,9 +75,6 @@ class KeptGraph:
                     rows = slice(stream.kept, stream.kept + stream.layout.tokens)
                     self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
         return self._group.kept_rows
-
-    def _layer_weights(self, layer: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        return {name: self._weights[name] for name in self._decoder.layer_linears(layer)}
 
     def start_backward(self, upstream: torch.Tensor) -> None:
         """The gradient [kept rows, hidden] at the last layer's output is known."""
@@ -99,12 +93,10 @@ class KeptGraph:
         """Go back through one layer, and let its graph go; the rows it covered."""
         hidden, out = self._layers.pop()
         layer = len(self._layers)
-        weights = self._layer_weights(layer)
-        inputs = [*([hidden] if layer else []), *(leaf for pair in weights.values() for leaf in pair)]
-        gradients = list(torch.autograd.grad([out], inputs, [self._upstream], allow_unused=True))
+        names = self._decoder.layer_linears(layer)
+        inputs = [*([hidden] if layer else []), *matrices(self._rows, names)]
+        gradients = map(present, torch.autograd.grad([out], inputs, [self._upstream], allow_unused=True))
         if layer:
-            self._upstream = present(gradients.pop(0))
-        for name in weights:
-            for total in self._gradients[name]:
-                total.add_(present(gradients.pop(0)))
+            self._upstream = next(gradients)
+        add_gradients(self._rows, names, gradients)
         return self._group.kept_rows

@@ -29,7 +29,7 @@ class HeldOutTest:
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
     ) -> None:
-        self.adapter, self.version, self.decoder, self.align = adapter, version, decoder, align
+        self.adapters, self.version, self.decoder, self.align = (adapter,), version, decoder, align
         self.scores: list[PairScored] = []
         self.finished = False
         self._release = release
@@ -93,7 +93,7 @@ class HeldOutTest:
         self.scores.append(
             PairScored(
                 pair_id=stream.pair.pair_id,
-                adapter=self.adapter,
+                adapter=self.adapters[0],
                 version=self.version,
                 split="held_out",
                 chosen_logp=chosen,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore, judge
 from edged.align.held_out import HeldOutTest
+from edged.align.learner import FIRST_LOSS, Draw, FineTuneStep, Learner
+from edged.align.member import Member
 from edged.align.pair import (
     PairRetired,
     PairState,
@@ -32,10 +33,8 @@ from edged.align.pair import (
 from edged.align.shelf import Shelf
 from edged.config import AlignSettings, GuardSettings
 
-FineTuneStep = DpoStep | HeldOutTest
-_REPLAY_POOL = 64
-_FIRST_LOSS = math.log(2.0)
-"""DPO's loss of an adapter that answers as the base."""
+_MOST_ASKED = 64
+"""Adapters that are asked whether their pairs fit into another's step."""
 
 
 class UnknownAdapter(KeyError):
@@ -44,24 +43,6 @@ class UnknownAdapter(KeyError):
 
 class UnknownVersion(KeyError):
     """The adapter has no such version on disk."""
-
-
-@dataclass(slots=True)
-class Learner:
-    """One adapter's pairs and progress."""
-
-    name: str
-    queue: deque[TokenPair] = field(default_factory=deque)
-    replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
-    held_out: dict[int, TokenPair] = field(default_factory=dict)
-    unscored: set[int] = field(default_factory=set)
-    """Held-out pairs that no version was tested on yet."""
-    seen: int = 0
-    step: FineTuneStep | None = None
-    tested_version: int = -1
-    best: HeldOutScore | None = None
-    best_weights: dict[str, torch.Tensor] | None = None
-    loss: float = _FIRST_LOSS
 
 
 class Trainer:
@@ -82,7 +63,11 @@ class Trainer:
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
         self._learners: dict[str, Learner] = {}
         self._most_tokens = cache_tokens // 4
-        self._random = random.Random(0)
+        self._ready: dict[str, None] = {}
+        self.pairs_queued = 0
+        """Pairs that wait for training or are in a step."""
+        self._counted: dict[str, int] = {}
+        """How many of them are each adapter's."""
         self.records: list[Record] = []
         self.pairs_trained = 0
         self.steps = 0
@@ -107,18 +92,19 @@ class Trainer:
             raise UnknownAdapter(adapter)
         return self.shelf.get(adapter)
 
-    def pairs_queued(self) -> int:
-        """Pairs that wait for training or are in a step."""
-        waiting = sum(len(learner.queue) for learner in self._learners.values())
-        return waiting + sum(len(x.step.fresh) for x in self._learners.values() if isinstance(x.step, DpoStep))
-
-    def loss(self, adapter: str) -> float:
-        """Mean loss of the adapter's latest step; ln 2 before the first."""
-        return self._learners[adapter].loss
+    def loss(self, step: FineTuneStep) -> float:
+        """Mean loss of its adapters' latest steps; ln 2 stands for one that has had none."""
+        return sum(self._learners[name].loss for name in step.adapters) / len(step.adapters)
 
     def _learner(self, adapter: str) -> Learner:
         self.shelf.versions.setdefault(adapter, 0)
         return self._learners.setdefault(adapter, Learner(adapter))
+
+    def adopt(self, state: AdapterState, problems: list[str]) -> None:
+        """Take in a state that was read from disk; what is due may follow from the version that was found there."""
+        self.shelf.adopt(state, problems)
+        if state.name in self._learners:
+            self._note(self._learners[state.name])
 
     def tidy(self, busy: Collection[str]) -> None:
         """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
@@ -147,25 +133,28 @@ class Trainer:
                 learner.held_out[pair.pair_id] = pair
             elif pair.state != "queued":
                 learner.replay.append(pair)
-            elif self._hold_out(learner, pair):
+            elif learner.hold_out(pair, self._guard):
                 learner.held_out[pair.pair_id] = replace(pair, state="held_out")
                 learner.unscored.add(pair.pair_id)
                 self._retire(pair, "held_out", self.version(pair.adapter), 0)
             else:
                 learner.queue.append(pair)
-
-    def _hold_out(self, learner: Learner, pair: TokenPair) -> bool:
-        if pair.epochs_done:
-            return False
-        learner.seen += 1
-        share, room = self._guard.held_out_share, len(learner.held_out) < self._guard.held_out_pairs
-        return share > 0 and room and learner.seen % max(1, round(1 / share)) == 0
+            self._note(learner)
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
-    def ready(self) -> list[str]:
-        """Adapters that have work and no step under way."""
-        return [name for name, x in self._learners.items() if x.step is None and (x.queue or self._test_due(x))]
+    def ready(self) -> KeysView[str]:
+        """Adapters that have work and no step under way, in the order in which they became so."""
+        return self._ready.keys()
+
+    def _note(self, learner: Learner) -> None:
+        """Bring `ready` and `pairs_queued` up to date after anything of a learner changed."""
+        if learner.step is None and (learner.queue or self._test_due(learner)):
+            self._ready.setdefault(learner.name)
+        else:
+            self._ready.pop(learner.name, None)
+        self.pairs_queued += learner.pairs - self._counted.get(learner.name, 0)
+        self._counted[learner.name] = learner.pairs
 
     def _test_due(self, learner: Learner) -> bool:
         if not learner.held_out:
@@ -173,35 +162,45 @@ class Trainer:
         behind = self.version(learner.name) - learner.tested_version
         return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
 
-    def open(self, adapter: str, keep_graph: bool = False) -> FineTuneStep:
+    def open(self, adapter: str, keep_graph: bool, admit: Callable[[str], bool]) -> FineTuneStep:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
 
-        A step may keep its graph, which takes memory and saves time, where `keep_graph` is set.
+        A step may keep its graph, which takes memory and saves time, where `keep_graph` is set. It is shared with
+        other adapters whose pairs fit the same window, as far as `admit` lets each of them in.
         """
         learner = self._learner(adapter)
         if self._test_due(learner):
             return self._open_test(learner)
-        fresh = [learner.queue.popleft() for _ in range(min(len(learner.queue), self._align.micro_batch_pairs))]
-        wanted = min(len(learner.replay), round(len(fresh) * self._align.replay_share + 1e-9))
-        if self._align.replay_share and not wanted and learner.replay:
-            # Single pairs would never be accompanied: chance keeps the share.
-            wanted = int(self._random.random() < len(fresh) * self._align.replay_share)
-        older = self._random.sample(list(learner.replay), wanted)
+        draws = self._draws(learner, admit)
+        for name, draw in draws.items():
+            self._learners[name].begin(draw)
         try:
-            learner.step = DpoStep(
-                self.shelf.get(adapter),
-                fresh,
-                older,
-                self._decoder,
-                self._align,
-                self._release,
-                self._most_tokens,
-                keep_graph,
-            )
+            members = [Member(self.shelf.get(name), draw.fresh, draw.replay) for name, draw in draws.items()]
+            step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
-            self._skipped(learner, fresh, f"{type(error).__name__}: {error}")
+            self._failed(draws, f"{type(error).__name__}: {error}")
             raise
-        return learner.step
+        for name in draws:
+            self._learners[name].step = step
+            self._note(self._learners[name])
+        return step
+
+    def _draws(self, first: Learner, admit: Callable[[str], bool]) -> dict[str, Draw]:
+        """The next pairs of `first`, and of those behind it whose pairs fit beside them into one window."""
+        draws = {first.name: first.draw(self._align)}
+        most = 1 if first.alone else self._align.joint_adapters
+        room = self._align.window_tokens - draws[first.name].tokens
+        for name in islice(self._ready, _MOST_ASKED):
+            if len(draws) == most or room <= 0:
+                break
+            learner = self._learners[name]
+            if name in draws or learner.alone or self._test_due(learner):
+                continue
+            draw = learner.draw(self._align)
+            if draw.tokens <= room and admit(name):
+                draws[name] = draw
+                room -= draw.tokens
+        return draws
 
     def _open_test(self, learner: Learner) -> HeldOutTest:
         version, pairs = self.version(learner.name), list(learner.held_out.values())
@@ -211,31 +210,34 @@ class Trainer:
             # Not again at once: the next versions will be tested.
             learner.tested_version = version
             learner.unscored.clear()
+            self._note(learner)
             raise
         learner.step = test
+        self._note(learner)
         return test
 
-    def close(self, adapter: str, seconds: float) -> None:
-        """Take in a step that finished `seconds` after it was opened: outcomes, a new version, a judgement."""
-        learner = self._learners[adapter]
-        step, learner.step = learner.step, None
-        assert step is not None
-        if isinstance(step, HeldOutTest):
-            self._close_test(learner, step)
-        else:
-            self._close_step(learner, step, seconds)
+    def close(self, step: FineTuneStep, seconds: float) -> None:
+        """Take in a step that finished `seconds` after it was opened: outcomes, new versions, a judgement."""
+        for name in step.adapters:
+            learner = self._learners[name]
+            learner.end()
+            if isinstance(step, HeldOutTest):
+                self._close_test(learner, step)
+            else:
+                self._close_step(learner, step.members[name], seconds)
+            self._note(learner)
 
-    def _close_step(self, learner: Learner, step: DpoStep, seconds: float) -> None:
+    def _close_step(self, learner: Learner, member: Member, seconds: float) -> None:
         state = self.shelf.get(learner.name)
-        self.records += step.scores
-        learner.loss = step.loss if math.isfinite(step.loss) else _FIRST_LOSS
-        if step.error:
-            self._skipped(learner, step.fresh, step.error)
-            if not math.isfinite(step.loss) and step.version > 0:
+        self.records += member.scores
+        learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
+        if member.error:
+            self._skipped(learner, member.fresh, member.error)
+            if not math.isfinite(member.loss) and member.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
-                self._restore(learner, self._best_weights(learner), f"guard: {step.error}")
+                self._restore(learner, self._best_weights(learner), f"guard: {member.error}")
             return
-        for pair, loss, trained in step.outcomes:
+        for pair, loss, trained in member.outcomes:
             epochs = pair.epochs_done + int(trained)
             if trained and epochs < self._align.epochs:
                 learner.queue.append(replace(pair, epochs_done=epochs))
@@ -246,9 +248,9 @@ class Trainer:
             reason = "" if trained else f"loss {loss:.4f} is under align.loss_threshold"
             self._retire(pair, ended, state.version, epochs, reason)
             self.pairs_trained += 1
-        if step.trained:
+        if member.trained:
             self.steps += 1
-            self._publish(learner, step.version, "trained", step, seconds)
+            self._publish(learner, member.version, "trained", member, seconds)
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
         score = HeldOutScore.of(test.version, test.scores)
@@ -267,7 +269,7 @@ class Trainer:
             learner.best, learner.best_weights = score, self.shelf.get(learner.name).tensors()
 
     def _publish(
-        self, learner: Learner, parent: int, reason: str, step: DpoStep | None = None, seconds: float = 0.0
+        self, learner: Learner, parent: int, reason: str, member: Member | None = None, seconds: float = 0.0
     ) -> None:
         state = self.shelf.get(learner.name)
         self.shelf.versions[state.name] = state.version
@@ -277,12 +279,13 @@ class Trainer:
                 version=state.version,
                 parent=parent,
                 reason=reason,
-                pairs=step.trained if step else 0,
-                loss=step.loss if step else None,
-                grad_norm=step.grad_norm if step else None,
+                pairs=member.trained if member else 0,
+                loss=member.loss if member else None,
+                grad_norm=member.grad_norm if member else None,
                 step_s=seconds,
             )
         )
+        self._note(learner)
         self._published(state, parent)
 
     def _retire(self, pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> None:
@@ -324,27 +327,45 @@ class Trainer:
         self._publish(learner, parent, reason)
 
     def abandon(self, adapter: str) -> None:
-        """Drop the step under way; its pairs go back to the head of the queue."""
+        """Drop the adapter's step under way; its pairs go back to the head of the queue.
+
+        So do those of all who share the step: nothing of it has become anyone's yet, so they are stepped again as if
+        it had not begun.
+        """
         learner = self._learners.get(adapter)
         if learner is None or learner.step is None:
             return
-        learner.step.free()
-        if isinstance(learner.step, DpoStep):
-            learner.queue.extendleft(reversed(learner.step.fresh))
-        learner.step = None
+        step = learner.step
+        step.free()
+        for name in step.adapters:
+            self._learners[name].put_back()
+            self._note(self._learners[name])
 
-    def skip(self, adapter: str, reason: str) -> None:
-        """Drop the step under way because it failed; its pairs are retired as skipped."""
-        learner = self._learners[adapter]
-        step, learner.step = learner.step, None
-        if step is None:
-            return
+    def skip(self, step: FineTuneStep, reason: str) -> None:
+        """Drop a step under way because it failed."""
         step.free()
         if isinstance(step, DpoStep):
-            self._skipped(learner, step.fresh, reason)
-        else:
-            learner.tested_version = step.version
-            learner.unscored.clear()
+            self._failed(step.adapters, reason)
+            return
+        learner = self._learners[step.adapters[0]]
+        learner.end()
+        learner.tested_version = step.version
+        learner.unscored.clear()
+        self._note(learner)
+
+    def _failed(self, adapters: Collection[str], reason: str) -> None:
+        """Retire the pairs that a failed step took as skipped; but those of several adapters are first tried apart,
+        for one of them alone may be at fault."""
+        for name in adapters:
+            learner = self._learners[name]
+            if len(adapters) > 1:
+                learner.put_back()
+                learner.alone = True
+            else:
+                pairs = learner.taken
+                learner.end()
+                self._skipped(learner, pairs, reason)
+            self._note(learner)
 
     def _skipped(self, learner: Learner, fresh: Sequence[TokenPair], reason: str) -> None:
         state = self.shelf.get(learner.name)
@@ -354,23 +375,17 @@ class Trainer:
 
     def learners_of(self, pair_ids: Collection[int]) -> list[str]:
         """Adapters whose step under way holds any of these pairs."""
-        steps = {name: learner.step for name, learner in self._learners.items()}
         return [
             name
-            for name, step in steps.items()
-            if isinstance(step, DpoStep) and any(pair.pair_id in pair_ids for pair in (*step.fresh, *step.replay))
+            for name, learner in self._learners.items()
+            if isinstance(learner.step, DpoStep) and learner.step.members[name].holds(pair_ids)
         ]
 
     def drop_pairs(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs, whoever learns from them."""
         for learner in self._learners.values():
-            for pairs in (learner.queue, learner.replay):
-                kept = [pair for pair in pairs if pair.pair_id not in pair_ids]
-                pairs.clear()
-                pairs.extend(kept)
-            for pair_id in learner.held_out.keys() & set(pair_ids):
-                del learner.held_out[pair_id]
-                learner.unscored.discard(pair_id)
+            learner.drop(pair_ids)
+            self._note(learner)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""
@@ -378,4 +393,6 @@ class Trainer:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)
         self._learners.pop(adapter, None)
+        self._ready.pop(adapter, None)
+        self.pairs_queued -= self._counted.pop(adapter, 0)
         self.shelf.forget(adapter)

@@ -77,7 +77,7 @@ def facts(data: dict[str, Any]) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for style in ("dim", "", "dim", ""):
         table.add_column(style=style, overflow="fold")
-    active = tuning["active_adapter"]
+    active = ", ".join(tuning["active_adapters"])
     table.add_row(
         "requests",
         f"{queue['waiting']} waiting, {queue['prefill']} in prefill, {queue['decode']} in decode",

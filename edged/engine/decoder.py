@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edged.align.decoder import Branches, KeysValues, LoraLeaves
+from edged.align.decoder import Branches, KeysValues, LoraRows
 from edged.align.layer_inputs import LayerInputs
 from edged.align.transfer import upload
 from edged.engine.attention import BranchPass
@@ -57,12 +57,11 @@ class PagedDecoder:
         hidden: torch.Tensor,
         call: Mapping[str, Any],
         branches: Sequence[Branches],
-        weights: LoraLeaves,
-        scaling: float,
+        rows: Sequence[LoraRows],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Decoder`."""
         attention = BranchPass(branches)
-        with self._lora.training(weights, scaling):
+        with self._lora.training(rows):
             out = self._model.run_layer(layer, hidden, dict(call), attention)
         return out, attention.keys, attention.values
 

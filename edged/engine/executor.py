@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from edged.align.trainer import FineTuneStep
+from edged.align.learner import FineTuneStep
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
 from edged.engine.attention import PagedPass, attention_pass
@@ -37,10 +37,10 @@ log = logging.getLogger("edged.engine")
 
 @dataclass(slots=True)
 class FineTuneJob:
-    """A step under way, with the slot that its policy streams use."""
+    """A step under way, with the slots that its adapters' policy streams use."""
 
     step: FineTuneStep
-    slot: int
+    slots: dict[str, int]
     opened_s: float
 
 
@@ -136,7 +136,7 @@ class Executor:
                 else:
                     job = jobs[grant.task.task_id]
                     taken = job.step.group.take(grant.tokens)
-                    parts = segments_of(taken, job.slot, self.kv.page_size, self._allocate_array)
+                    parts = segments_of(taken, job.slots, self.kv.page_size, self._allocate_array)
                     takes.append((job, taken, parts))
                     segments += parts
             except OutOfPages:

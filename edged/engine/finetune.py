@@ -5,7 +5,7 @@ Owns that translation. Must not know losses, nor when a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -19,8 +19,13 @@ from edged.engine.decoder import Take
 Taken = list[tuple[Stream, Piece]]
 
 
-def segments_of(taken: Taken, slot: int, page_size: int, allocate: Callable[[int], np.ndarray]) -> list[Segment]:
-    """Segments of taken pieces, in the same order; their streams' pages grow to hold them."""
+def segments_of(
+    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], np.ndarray]
+) -> list[Segment]:
+    """Segments of taken pieces, in the same order, each under the slot of its pair's adapter.
+
+    Their streams' pages grow to hold them.
+    """
     segments = []
     for stream, piece in taken:
         needed = -(-piece.stop // page_size) - len(stream.pages)
@@ -31,7 +36,7 @@ def segments_of(taken: Taken, slot: int, page_size: int, allocate: Callable[[int
                 tokens=stream.layout.ids[piece.start : piece.stop],
                 context=piece.start,
                 pages=stream.pages,
-                slot=NO_SLOT if stream.reference else slot,
+                slot=NO_SLOT if stream.reference else slots[stream.pair.adapter],
                 position=piece.position,
                 hidden=piece.hidden,
             )

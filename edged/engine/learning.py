@@ -87,27 +87,47 @@ class Learning:
         """
         if self._paused:
             return
-        for adapter in self._trainer.ready():
-            # A request that waits for a slot gets the next one.
-            if len(self.jobs) >= _MOST_OPEN or slots_wanted:
+        # A request that waits for a slot gets the next one.
+        if slots_wanted or len(self.jobs) >= _MOST_OPEN:
+            return
+        ready = self._trainer.ready()
+        for adapter in list(ready):
+            if len(self.jobs) >= _MOST_OPEN:
                 return
             if not self._trainer.shelf.resident(adapter):
                 if adapter not in self._unreadable and len(self._fetching) < _MOST_OPEN:
                     self.fetch(adapter)
-                continue
-            slot = self._parts.slots.acquire(self._trainer.state(adapter))
-            if slot is None:
-                continue
-            try:
-                step = self._trainer.open(adapter, self._may_keep_graph())
-            except Exception:
-                log.exception("a step of %s could not be opened; it is skipped", adapter)
-                self._parts.slots.release(slot)
-                continue
-            task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
-            self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slot, now), task
-            self._sync(task)
-            self._scheduler.add(task, now)
+            elif adapter in ready:
+                self._open(adapter, now)
+
+    def _open(self, adapter: str, now: float) -> None:
+        """Open the adapter's next step or test, if there is a slot for it; others who are in memory may share it."""
+        slots: dict[str, int] = {}
+
+        def admit(name: str) -> bool:
+            if not self._trainer.shelf.resident(name):
+                return False
+            slot = self._parts.slots.acquire(self._trainer.state(name))
+            if slot is not None:
+                slots[name] = slot
+            return slot is not None
+
+        if not admit(adapter):
+            return
+        try:
+            step = self._trainer.open(adapter, self._may_keep_graph(), admit)
+        except Exception:
+            log.exception("a step of %s could not be opened", ", ".join(slots))
+            self._release(slots)
+            return
+        task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
+        self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
+        self._sync(task)
+        self._scheduler.add(task, now)
+
+    def _release(self, slots: dict[str, int]) -> None:
+        for slot in slots.values():
+            self._parts.slots.release(slot)
 
     def _may_keep_graph(self) -> bool:
         """Whether the next step may spend memory to save time.
@@ -143,7 +163,7 @@ class Learning:
             if self._fetching.get(adapter) is ticket:
                 del self._fetching[adapter]
                 if loaded is not None:
-                    self._trainer.shelf.adopt(*loaded)
+                    self._trainer.adopt(*loaded)
                     self._tell_problems()
                     self.versions = self._trainer.versions()
                 else:
@@ -165,7 +185,7 @@ class Learning:
         streams = step.group.streams
         task.tokens, task.next_unit = step.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
-        task.loss = self._trainer.loss(step.adapter)
+        task.loss = self._trainer.loss(step)
         task.context = sum(stream.done for stream in streams)
         task.held_pages = sum(len(stream.pages) for stream in streams)
         # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
@@ -201,7 +221,7 @@ class Learning:
                 self._give_up(task_id, self._failed[task_id])
             elif job.step.finished:
                 self._drop(task_id)
-                self._trainer.close(job.step.adapter, now - job.opened_s)
+                self._trainer.close(job.step, now - job.opened_s)
                 self.versions = self._trainer.versions()
             else:
                 self._sync(task)
@@ -210,21 +230,21 @@ class Learning:
     def _drop(self, task_id: int) -> None:
         job = self.jobs.pop(task_id)
         self._tasks.pop(task_id)
-        self._parts.slots.release(job.slot)
+        self._release(job.slots)
 
     def _skip(self, task_id: int, reason: str) -> None:
-        adapter = self.jobs[task_id].step.adapter
+        step = self.jobs[task_id].step
         self._drop(task_id)
-        self._trainer.skip(adapter, reason)
+        self._trainer.skip(step, reason)
 
     def _give_up(self, task_id: int, reason: str) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
         job = self.jobs[task_id]
         if isinstance(job.step, DpoStep) and job.step.keeps_graph:
-            log.warning("a step of %s failed with its graph kept; steps go on without", job.step.adapter)
+            log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
             self._graphs_fail = True
             self._drop(task_id)
-            self._trainer.abandon(job.step.adapter)
+            self._trainer.abandon(job.step.adapters[0])
         else:
             self._skip(task_id, reason)
 
@@ -253,7 +273,7 @@ class Learning:
 
     def _abandon(self, adapter: str) -> None:
         for task_id, job in list(self.jobs.items()):
-            if job.step.adapter == adapter:
+            if adapter in job.step.adapters:
                 self._scheduler.remove(task_id)
                 self._drop(task_id)
         self._trainer.abandon(adapter)
@@ -282,7 +302,7 @@ class Learning:
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        self.pairs_queued = self._trainer.pairs_queued()
+        self.pairs_queued = self._trainer.pairs_queued
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._journal(records)
@@ -311,7 +331,7 @@ class Learning:
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
         for job in list(self.jobs.values()):
-            self._abandon(job.step.adapter)
+            self._abandon(job.step.adapters[0])
         self.flush(float("inf"))
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=True)
@@ -333,7 +353,7 @@ class Learning:
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,
             "steps": self._trainer.steps,
-            "active_adapter": jobs[0].step.adapter if jobs else None,
+            "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
             "adapters_active": self._parts.slots.adapters,
             "adapters_loaded": self._trainer.shelf.count,

@@ -5,7 +5,7 @@ Owns which weights a packed token sees. What the weights are, and their files, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edged.align.decoder import LoraRows
 from edged.align.transfer import upload
 
 LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -63,12 +64,10 @@ class LoraRuns:
         self.kernel: Literal["torch", "triton"] = "torch"
         """What multiplies the runs: torch, one by one or `together`, or Triton's kernels, in `tiles`."""
         self.tiles: LoraTiles | None = None
-        self.training: LoraWeights | None = None
-        """Weights that all rows see, with autograd, while a fine-tune unit runs."""
+        self.training: Sequence[LoraRows] = ()
+        """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
         self.threads = 0
         """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
-        self.scaling = 1.0
-        """alpha / rank, applied to `training` weights (slots hold it already)."""
 
     def set(self, runs: list[Run], device: torch.device) -> None:
         """The runs of the coming forward."""
@@ -119,9 +118,8 @@ class LoraLinear(nn.Module):
         """`x` is [1, tokens, in_features]."""
         y = self.base(x)
         state = self._runs
-        if state.training is not None:
-            a, b = state.training[self.name]
-            return y + (x @ a.t().to(x.dtype)) @ (b.t() * state.scaling).to(x.dtype)
+        if state.training:
+            return y + self._update(x, state.training)
         if state.tiles is not None:
             from edged.engine import triton_lora
 
@@ -137,6 +135,17 @@ class LoraLinear(nn.Module):
                 if state.threads:
                     torch.set_num_threads(state.threads)
         return y
+
+    def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
+        """Every adapter's update of its own rows, with autograd."""
+        # One adapter's rows are all of them: neither the way there nor the way back copies anything.
+        alone = len(rows) == 1
+        parts = [x] if alone else x.split([part.stop - part.start for part in rows], dim=1)
+        updates = []
+        for own, part in zip(parts, rows, strict=True):
+            a, b = part.leaves.weights[self.name]
+            updates.append((own @ a.t().to(x.dtype)) @ (b.t() * part.leaves.scaling).to(x.dtype))
+        return updates[0] if alone else torch.cat(updates, dim=1)
 
     def _add(self, rows_in: torch.Tensor, rows_out: torch.Tensor, state: LoraRuns) -> None:
         """Add every run's update to its rows of the output."""
@@ -229,10 +238,10 @@ class LoraSlots:
             self.runs.tiles = None
 
     @contextmanager
-    def training(self, weights: LoraWeights, scaling: float) -> Iterator[None]:
-        """All rows see `weights`, with autograd."""
-        self.runs.training, self.runs.scaling = weights, scaling
+    def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:
+        """Rows see their own adapter's weights, with autograd; `rows` cover them all, in order."""
+        self.runs.training = rows
         try:
             yield
         finally:
-            self.runs.training = None
+            self.runs.training = ()

@@ -146,7 +146,7 @@ class CostModel:
                 "layer": (10 * launch_s + 3.0 * read_s / layers, 4.0 * token_s / layers),
                 "graph": (5 * launch_s + read_s / layers, token_s / layers),
                 "grad": (5 * launch_s + 2.0 * read_s / layers, 2.0 * token_s / layers),
-                "step": (10 * launch_s + 0.1 * read_s, 1e-3 * token_s),
+                "step": (10 * launch_s, 0.1 * read_s),
             },
             knee_tokens=max(1, round(read_s / token_s)),
         )

@@ -22,7 +22,8 @@ class Kind(StrEnum):
 class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
 
-    `kind` is "graph", "head", "layer", "grad" or "step" (the optimizer); `tokens` is the window it covers.
+    `kind` is "graph", "head", "layer", "grad" or "step" (the optimizer); `tokens` is the window it covers, but
+    of "step" the adapters that take one.
     """
 
     kind: str

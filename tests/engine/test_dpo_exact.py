@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from trl import DPOConfig, DPOTrainer
 
 from edged.align.adapter import AdapterState, LoraSpec
 from edged.align.dpo import DpoStep
+from edged.align.member import Member
 from edged.align.pair import TokenPair
 from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
@@ -26,13 +29,16 @@ CPU = torch.device("cpu")
 BETA = 0.3
 
 
-def make_pairs(prompt: int, seed: int = 0) -> list[TokenPair]:
+Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPair]:
     rng = np.random.default_rng(seed)
     lengths = [(prompt, 13, 30), (prompt and prompt + 9, 21, 7)]
     return [
         TokenPair(
-            i,
-            "ann",
+            10 * seed + i,
+            adapter,
             *(tuple(rng.integers(3, 250, n).tolist()) for n in (p, c, r)),
             ref_chosen_logp=-20.0 - i,
             ref_rejected_logp=-31.0,
@@ -41,12 +47,12 @@ def make_pairs(prompt: int, seed: int = 0) -> list[TokenPair]:
     ]
 
 
-def trained_adapter(model: ServedModel, align: AlignSettings) -> AdapterState:
+def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
     assert model.lora is not None
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
-    state = AdapterState("ann", spec, align, CPU)
-    generator = torch.Generator().manual_seed(1)
+    state = AdapterState(name, spec, align, CPU)
+    generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
         for _, b in state.weights.values():
             b.normal_(0.0, 0.05, generator=generator)
@@ -54,38 +60,61 @@ def trained_adapter(model: ServedModel, align: AlignSettings) -> AdapterState:
     return state
 
 
-def unit_gradients(
+@dataclass
+class Stepped:
+    """What a step left behind, by adapter."""
+
+    members: dict[str, Member]
+    gradients: dict[str, Gradients]
+    before: dict[str, dict[str, torch.Tensor]]
+    """Weights by PEFT's names."""
+
+    def moved(self, adapter: str) -> torch.Tensor:
+        """How far the optimizer took all weights."""
+        now = self.members[adapter].state.tensors()
+        return torch.cat([(now[name] - value).flatten() for name, value in self.before[adapter].items()])
+
+
+def take_step(
     kind: str,
-    pairs: list[TokenPair],
+    pairs: dict[str, list[TokenPair]],
     window: int,
     chunk: int,
     loss: str = "sigmoid",
     preempt_at: tuple[int, ...] = (),
     keep_graph: bool = False,
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], DpoStep, AdapterState]:
+    broken: str = "",
+) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
-    Before the units of the numbers `preempt_at` the step loses its pages.
+    Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     """
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
     base = tiny_model(kind).requires_grad_(False)
     base.set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
-    model.attach_lora(align, slots=2)
+    model.attach_lora(align, slots=4)
     kv = model.new_kv(80, 8)
     tap, decoder = LayerTap(model), PagedDecoder(model, kv)
-    state = trained_adapter(model, align)
-    model.lora.load(1, state.weights, state.spec.scaling)
+    states = {name: trained_adapter(model, align, name) for name in pairs}
+    if broken:
+        next(iter(states[broken].weights.values()))[1].data[0] = float("nan")
+    slots = {name: slot for slot, name in enumerate(pairs, 1)}
+    for name, state in states.items():
+        model.lora.load(slots[name], state.weights, state.spec.scaling)
     free = list(range(1, 80))
-    step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
-    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
+    members = [Member(state, pairs[name], []) for name, state in states.items()]
+    step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
+    captured: dict[str, Gradients] = {}
+    before = {name: state.tensors() for name, state in states.items()}
+    for state in states.values():
+        capture_gradients(state, captured)
     ran = 0
     while not step.finished:
         if step.tokens_left:
             n = min(chunk, step.tokens_left)
             taken = step.group.take(n)
-            segments = segments_of(taken, 1, 8, lambda k: np.array([free.pop() for _ in range(k)]))
+            segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
             with torch.inference_mode():
                 batch = pack(segments, kv, CPU)
                 tap.arm([take_of(step.group, taken, segments, CPU)])
@@ -98,19 +127,38 @@ def unit_gradients(
         else:
             step.run_unit()
     assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
-    return captured, step, state
+    return Stepped(step.members, captured, before)
+
+
+def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
+    """Have the mean gradient of the state's next step kept in `into`."""
+    take = state.step
+
+    def step(gradients: Gradients, pairs: int) -> float:
+        into[state.name] = {name: (a / pairs, b / pairs) for name, (a, b) in gradients.items()}
+        return take(gradients, pairs)
+
+    state.step = step  # type: ignore[method-assign]
+
+
+def unit_gradients(
+    kind: str, pairs: list[TokenPair], window: int, chunk: int, **how: Any
+) -> tuple[Gradients, Member, dict[str, torch.Tensor]]:
+    """Gradient, member and weights (before it) of one adapter's step."""
+    made = take_step(kind, {"ann": pairs}, window, chunk, **how)
+    return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
 def trl_gradients(
-    kind: str, pairs: list[TokenPair], state: AdapterState, folder: Path, loss: str = "sigmoid"
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], float]:
+    kind: str, pairs: list[TokenPair], weights: dict[str, torch.Tensor], folder: Path, loss: str = "sigmoid"
+) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
     model = get_peft_model(
         tiny_model(kind, attn_implementation="eager"),
         LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     own = dict(model.named_parameters())
-    for key, value in state.tensors().items():
+    for key, value in weights.items():
         own[key.replace(".weight", ".default.weight")].data.copy_(value)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
@@ -150,15 +198,14 @@ def trl_gradients(
         for k, p in trainer.model.named_parameters()
         if p.grad is not None
     }
-    prefix = "base_model.model."
+    linears = {key.rpartition(".lora_")[0] for key in weights}
     return {
-        name: (named[f"{prefix}{name}.lora_A.weight"], named[f"{prefix}{name}.lora_B.weight"]) for name in state.weights
+        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
+        for name in linears
     }, float(value)
 
 
-def worst_error(
-    got: dict[str, tuple[torch.Tensor, torch.Tensor]], wanted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> float:
+def worst_error(got: Gradients, wanted: Gradients) -> float:
     pairs = [(g, w) for name in wanted for g, w in zip(got[name], wanted[name], strict=True)]
     return max(float((g - w).norm() / w.norm()) for g, w in pairs)
 
@@ -171,18 +218,102 @@ def worst_error(
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
-    got, step, state = unit_gradients(kind, pairs, window, chunk=23, keep_graph=keep_graph)
-    wanted, loss = trl_gradients(kind, pairs, state, tmp_path)
+    got, step, weights = unit_gradients(kind, pairs, window, chunk=23, keep_graph=keep_graph)
+    wanted, loss = trl_gradients(kind, pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
 
 
 def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     pairs = make_pairs(19)
-    got, step, state = unit_gradients("llama", pairs, 16, chunk=500, loss="ipo")
-    wanted, loss = trl_gradients("llama", pairs, state, tmp_path, loss="ipo")
+    got, step, weights = unit_gradients("llama", pairs, 16, chunk=500, loss="ipo")
+    wanted, loss = trl_gradients("llama", pairs, weights, tmp_path, loss="ipo")
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
+
+
+def three_users() -> dict[str, list[TokenPair]]:
+    """One has two pairs, the others one each; their adapters differ, and the base has scored nothing yet."""
+    pairs = {"ann": make_pairs(19), "bob": make_pairs(12, 1, "bob")[:1], "cyd": make_pairs(7, 2, "cyd")[1:]}
+    return {
+        name: [replace(pair, ref_chosen_logp=None, ref_rejected_logp=None) for pair in own]
+        for name, own in pairs.items()
+    }
+
+
+def scored_by_base(kind: str, pairs: list[TokenPair]) -> list[TokenPair]:
+    """The pairs with transformers' own reference log-probabilities."""
+    base = tiny_model(kind)
+
+    @torch.no_grad()
+    def logp(prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
+        logps = base(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return float(logps.gather(1, torch.tensor(answer)[:, None]).sum())
+
+    return [
+        replace(p, ref_chosen_logp=logp(p.prompt, p.chosen), ref_rejected_logp=logp(p.prompt, p.rejected))
+        for p in pairs
+    ]
+
+
+# 16 tokens are less than a pair, 60 hold parts of two users' pairs, 500 hold all.
+WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, False), (500, False), (500, True)])
+
+
+@WAYS
+@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("gemma2", "ipo")])
+def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
+    kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
+) -> None:
+    pairs = three_users()
+    together = take_step(kind, pairs, window, 50, loss=loss, keep_graph=keep_graph)
+    for name, own in pairs.items():
+        alone = take_step(kind, {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
+        wanted, value = trl_gradients(kind, scored_by_base(kind, own), together.before[name], tmp_path, loss)
+        assert worst_error(together.gradients[name], wanted) <= 1e-5
+        member, single = together.members[name], alone.members[name]
+        assert member.loss == pytest.approx(value, rel=1e-5)
+        assert (member.trained, member.state.version) == (len(own), 2)
+        assert member.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
+        assert [pair.pair_id for pair, _, _ in member.outcomes] == [pair.pair_id for pair in own]
+        for score, other in zip(member.scores, single.scores, strict=True):
+            assert (score.adapter, score.pair_id, score.version) == (name, other.pair_id, 1)
+            assert score.chosen_logp == pytest.approx(other.chosen_logp, rel=1e-5)
+            assert score.reward_margin == pytest.approx(other.reward_margin, rel=1e-4)
+        moved, wanted_move = together.moved(name), alone.moved(name)
+        assert float((moved - wanted_move).norm() / wanted_move.norm()) <= 1e-3
+
+
+@WAYS
+def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep_graph: bool) -> None:
+    pairs = three_users()
+    whole = take_step("llama", pairs, window, 50, keep_graph=keep_graph)
+    broken = take_step("llama", pairs, window, 50, keep_graph=keep_graph, broken="bob")
+    assert broken.members["bob"].error == "loss is nan"
+    assert broken.members["bob"].state.version == 1
+    for name in ("ann", "cyd"):
+        assert broken.members[name].error == ""
+        assert worst_error(broken.gradients[name], whole.gradients[name]) <= 1e-5
+
+
+def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> None:
+    pairs = three_users()
+    whole = take_step("llama", pairs, 500, 50)
+    pairs["bob"] = [replace(pairs["bob"][0], weight=float("inf"))]
+    broken = take_step("llama", pairs, 500, 50)
+    assert broken.members["bob"].error == "gradient norm is nan"
+    assert not broken.moved("bob").any()
+    for name in ("ann", "cyd"):
+        torch.testing.assert_close(broken.moved(name), whole.moved(name))
+
+
+@WAYS
+def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
+    calm = take_step("llama", three_users(), window, 1000, keep_graph=keep_graph)
+    shaken = take_step("llama", three_users(), window, 1000, keep_graph=keep_graph, preempt_at=(2, 9, 20, 33))
+    for name, member in shaken.members.items():
+        assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
+        assert worst_error(shaken.gradients[name], calm.gradients[name]) <= 1e-5
 
 
 def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times_length() -> None:
@@ -198,10 +329,10 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         decoder, tap = PagedDecoder(model, kv), LayerTap(model)
         state = trained_adapter(model, align)
         pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
-        step = DpoStep(state, [pair], [], decoder, align, lambda pages: None, 10_000)
+        step = DpoStep([Member(state, [pair], [])], decoder, align, lambda pages: None, 10_000)
         taken = step.group.take(step.tokens_left)
         free = iter(range(1, 80))
-        segments = segments_of(taken, 0, 8, lambda k: np.array([next(free) for _ in range(k)]))
+        segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
         with torch.inference_mode():
             batch = pack(segments, kv, CPU)
             tap.arm([take_of(step.group, taken, segments, CPU)])

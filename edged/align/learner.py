@@ -1,0 +1,111 @@
+"""One adapter's pairs: which wait, which are replayed or held out, and which its next step takes.
+
+Owns the choice of a step's pairs. Must not know optimizers or files, nor when steps run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from edged.align.dpo import DpoStep
+from edged.align.guard import HeldOutScore
+from edged.align.held_out import HeldOutTest
+from edged.align.pair import TokenPair
+from edged.config import AlignSettings, GuardSettings
+
+FineTuneStep = DpoStep | HeldOutTest
+FIRST_LOSS = math.log(2.0)
+"""DPO's loss of an adapter that answers as the base."""
+_REPLAY_POOL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The pairs of an adapter's next step."""
+
+    fresh: list[TokenPair]
+    replay: list[TokenPair]
+
+    @property
+    def tokens(self) -> int:
+        """Forward tokens of all pairs."""
+        return sum(pair.tokens for pair in (*self.fresh, *self.replay))
+
+
+@dataclass(slots=True)
+class Learner:
+    """One adapter's pairs and progress."""
+
+    name: str
+    queue: deque[TokenPair] = field(default_factory=deque)
+    replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
+    held_out: dict[int, TokenPair] = field(default_factory=dict)
+    unscored: set[int] = field(default_factory=set)
+    """Held-out pairs that no version was tested on yet."""
+    seen: int = 0
+    step: FineTuneStep | None = None
+    """Under way; other adapters may share it."""
+    taken: list[TokenPair] = field(default_factory=list)
+    """Of the queue, by the step under way."""
+    steps: int = 0
+    """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
+    alone: bool = False
+    """A step that it shared failed: it shares none before one has ended."""
+    tested_version: int = -1
+    best: HeldOutScore | None = None
+    best_weights: dict[str, torch.Tensor] | None = None
+    loss: float = FIRST_LOSS
+
+    @property
+    def pairs(self) -> int:
+        """Pairs that wait for training or are in a step."""
+        return len(self.queue) + len(self.taken)
+
+    def hold_out(self, pair: TokenPair, guard: GuardSettings) -> bool:
+        """Whether a new pair is kept for tests."""
+        if pair.epochs_done:
+            return False
+        self.seen += 1
+        share, room = guard.held_out_share, len(self.held_out) < guard.held_out_pairs
+        return share > 0 and room and self.seen % max(1, round(1 / share)) == 0
+
+    def draw(self, align: AlignSettings) -> Draw:
+        """The next step's pairs, which stay where they are until `begin`."""
+        fresh = [self.queue[index] for index in range(min(len(self.queue), align.micro_batch_pairs))]
+        share = len(fresh) * align.replay_share
+        if not share or not self.replay:
+            return Draw(fresh, [])
+        chance = random.Random(f"{self.name} {self.steps}")
+        # Single pairs would never be accompanied: chance keeps the share.
+        wanted = round(share + 1e-9) or int(chance.random() < share)
+        return Draw(fresh, chance.sample(list(self.replay), min(len(self.replay), wanted)))
+
+    def begin(self, draw: Draw) -> None:
+        """Its next step takes these pairs."""
+        self.taken = [self.queue.popleft() for _ in draw.fresh]
+
+    def put_back(self) -> None:
+        """The step was not taken: its pairs go back to the head of the queue."""
+        self.queue.extendleft(reversed(self.taken))
+        self.step, self.taken = None, []
+
+    def end(self) -> None:
+        """The step ended, with or without success."""
+        self.step, self.taken, self.alone = None, [], False
+        self.steps += 1
+
+    def drop(self, pair_ids: Collection[int]) -> None:
+        """Learn nothing more from these pairs."""
+        for pairs in (self.queue, self.replay):
+            kept = [pair for pair in pairs if pair.pair_id not in pair_ids]
+            pairs.clear()
+            pairs.extend(kept)
+        for pair_id in self.held_out.keys() & set(pair_ids):
+            del self.held_out[pair_id]
+            self.unscored.discard(pair_id)

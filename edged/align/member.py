@@ -1,0 +1,120 @@
+"""One adapter's part in a step: its pairs, their losses and outcomes, its gradient, and its optimizer step.
+
+Owns what must not mix when adapters are stepped together: whatever becomes of one member leaves the others as they
+were. Must not know the order of the work, nor who else is in the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from edged.align.adapter import AdapterState
+from edged.align.decoder import Leaves
+from edged.align.loss import PairLogps, PairLoss, preference_loss
+from edged.align.pair import PairScored, TokenPair
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A member as it was when a group ended; no gradients before the first."""
+
+    gradients: list[torch.Tensor] | None
+    losses: int
+    outcomes: int
+    scores: int
+    trained: int
+
+
+class Member:
+    """An adapter in a step over its `fresh` and `replay` pairs.
+
+    Its gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA.
+    """
+
+    def __init__(self, state: AdapterState, fresh: Sequence[TokenPair], replay: Sequence[TokenPair]) -> None:
+        self.state, self.adapter, self.version = state, state.name, state.version
+        self.fresh, self.replay = list(fresh), list(replay)
+        self.outcomes: list[tuple[TokenPair, float, bool]] = []
+        """(pair with its reference log-probabilities, loss, whether it was trained on) of the fresh pairs."""
+        self.scores: list[PairScored] = []
+        self.loss = float("nan")
+        self.grad_norm = 0.0
+        self.trained = 0
+        self.error = ""
+        """Why its optimizer step was not taken."""
+        gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
+        self.leaves = Leaves(state.weights, state.spec.scaling, gradients)
+        self._losses: list[float] = []
+        self._fresh_ids = {pair.pair_id for pair in self.fresh}
+        self._mark = _Mark(None, 0, 0, 0, 0)
+
+    @property
+    def _totals(self) -> list[torch.Tensor]:
+        return [total for pair in self.leaves.gradients.values() for total in pair]
+
+    def mark(self) -> None:
+        """A group ended and another follows: `restart` comes back to here."""
+        gradients = [total.clone() for total in self._totals]
+        self._mark = _Mark(gradients, len(self._losses), len(self.outcomes), len(self.scores), self.trained)
+
+    def restart(self) -> None:
+        """The present group starts again: back to where the one before it ended."""
+        mark = self._mark
+        del self._losses[mark.losses :], self.outcomes[mark.outcomes :], self.scores[mark.scores :]
+        self.trained = mark.trained
+        if mark.gradients is None:
+            torch._foreach_zero_(self._totals)
+        else:
+            torch._foreach_copy_(self._totals, mark.gradients)
+
+    def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
+        """Take the sums of one of its pairs in; its loss, None when that is under the threshold already."""
+        align = self.state.align
+        loss = preference_loss(logps, align.beta, align.loss)
+        train = loss.loss >= align.loss_threshold
+        self.trained += int(train)
+        self._losses.append(loss.loss)
+        if pair.pair_id in self._fresh_ids:
+            self._record(pair, logps, loss, train)
+        return loss if train else None
+
+    def _record(self, pair: TokenPair, logps: PairLogps, loss: PairLoss, train: bool) -> None:
+        known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
+        self.outcomes.append((known, loss.loss, train))
+        if pair.epochs_done == 0:
+            self.scores.append(
+                PairScored(
+                    pair_id=pair.pair_id,
+                    adapter=self.adapter,
+                    version=self.version,
+                    split="prequential",
+                    chosen_logp=logps.chosen,
+                    rejected_logp=logps.rejected,
+                    ref_chosen_logp=logps.ref_chosen,
+                    ref_rejected_logp=logps.ref_rejected,
+                    reward_margin=loss.reward_margin,
+                    loss=loss.loss,
+                )
+            )
+
+    def holds(self, pair_ids: Collection[int]) -> bool:
+        """Whether any of these pairs is in the step."""
+        return any(pair.pair_id in pair_ids for pair in (*self.fresh, *self.replay))
+
+    def finish(self) -> None:
+        """The optimizer, when there is something to learn and all of it is finite; `error` says why not."""
+        self.loss = sum(self._losses) / len(self._losses)
+        if not math.isfinite(self.loss):
+            self.error = f"loss is {self.loss}"
+        elif self.trained:
+            try:
+                self.grad_norm = self.state.step(self.leaves.gradients, self.trained)
+            except FloatingPointError as error:
+                self.error = str(error)
+            except RuntimeError as error:
+                # Want of memory, say: those who were stepped before it keep their steps.
+                self.error = f"{type(error).__name__}: {error}"
