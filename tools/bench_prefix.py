@@ -19,6 +19,7 @@ printed beside the measured ratios, too. No request is sent before its conversat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -148,8 +149,9 @@ def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str
             found[f"windows of {length}: median"] = windows[len(windows) // 2]
             found[f"windows of {length}: most shared"] = windows[-1]
     for turns in TURNS:
-        found[f"conversations of {turns} and more: all"] = limits.of(whole_conversations(rows, turns, len(rows)))
-        found[f"conversations of {turns} and more: first"] = limits.of(whole_conversations(rows, turns, requests))
+        for label, most in (("all", len(rows)), (f"first {requests}", requests)):
+            with contextlib.suppress(ValueError):  # a short trace may have none
+                found[f"conversations of {turns} and more: {label}"] = limits.of(whole_conversations(rows, turns, most))
     return found
 
 

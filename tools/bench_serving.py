@@ -56,7 +56,8 @@ def main() -> None:
     sides = [EDGED, *([ADAPTED] if options.adapter else []), *choose_peers(options.peer, options.requests)]
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         job = Job(
-            model=str(write_random_llama(Path(folder), SHAPES[size])),
+            model=str(write_random_llama(Path(folder) / "model", SHAPES[size])),
+            adapters=str(Path(folder) / "adapters"),
             gguf=str(Path(folder) / "model.gguf"),
             gguf_half=options.llama_f16,
             device=options.device,
@@ -93,6 +94,7 @@ def choose_peers(wanted: str | None, requests: int) -> list[str]:
 def measure(job: Job, rounds: int, sides: list[str]) -> dict:
     """One round to warm up, then `rounds` that count; greedy answers of all sides are compared with edged's."""
     load_before = os.getloadavg()[0]
+    peers = [name for name in sides if name in PEERS]
     with open_sides([(name, "edged.bench.serving", side_arguments(name, job)) for name in sides]) as running:
         questions = [{"seed": seed} for seed in range(rounds + 1)]
 
@@ -112,12 +114,12 @@ def measure(job: Job, rounds: int, sides: list[str]) -> dict:
         "rounds": rounds,
         "seconds": {name: [answer["seconds"] for answer in found] for name, found in answers.items()},
         "output_tokens_per_s": rates,
-        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in sides if name != EDGED},
-        "equal_answers_share": {name: equal_share(answers[EDGED], answers[name]) for name in sides if name != EDGED},
+        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in peers},
+        "equal_answers_share": {name: equal_share(answers[EDGED], answers[name]) for name in peers},
     }
     if ADAPTED in sides:
         report["ratios_with_adapter"] = {
-            name: paired_ratio(rates[ADAPTED], rates[name]).as_json() for name in sides if name not in (EDGED, ADAPTED)
+            name: paired_ratio(rates[ADAPTED], rates[name]).as_json() for name in [EDGED, *peers]
         }
     if LLAMA_CPP in sides:
         import llama_cpp
@@ -128,7 +130,7 @@ def measure(job: Job, rounds: int, sides: list[str]) -> dict:
 
 
 def equal_share(ours: list[dict], theirs: list[dict]) -> float:
-    """Share of the answers that are the same tokens. An adapter's must differ: so it is seen to be applied."""
+    """Share of the answers that are the same tokens."""
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a["ids"], b["ids"], strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 

@@ -86,12 +86,12 @@ class Bench:
 
 
 def write_adapters(files: AdapterFiles, names: Iterable[str]) -> None:
-    """A random version 1 of each, as if it had been learnt; large enough to change answers."""
+    """A small random version 1 of each, as if it had been learnt."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, (fan_in, fan_out) in files.spec.shapes.items():
         for part, shape in (("A", (files.spec.rank, fan_in)), ("B", (fan_out, files.spec.rank))):
-            weights[f"base_model.model.{name}.lora_{part}.weight"] = 0.05 * torch.randn(shape, generator=generator)
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = 0.01 * torch.randn(shape, generator=generator)
     snapshot = Snapshot("", 1, weights, {})
     for name in names:
         files.save(replace(snapshot, adapter=name))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,9 +32,13 @@ _LONGEST_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every side is told at its start; `gguf` and `gguf_half` (fp16) are for llama.cpp."""
+    """What every side is told at its start.
+
+    `adapters`: a folder for edged's adapter. `gguf` and `gguf_half` (fp16): llama.cpp's file of the model.
+    """
 
     model: str
+    adapters: str
     gguf: str
     gguf_half: bool
     device: str
@@ -68,18 +71,20 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
     def deliver(events: list[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
+                if event.version != bool(adapter):
+                    problems.append(f"a token of version {event.version}, with adapter {adapter}")
                 tokens[event.request_id].append(event.token_id)
             elif isinstance(event, FinishEvent):
                 if event.reason != "length":
                     problems.append(f"{event.reason} {event.error}".strip())
                 done.release()
 
-    folder = tempfile.TemporaryDirectory(prefix="edged-bench-")
+    folder = Path(job.adapters) if adapter else None
     if adapter:
-        blank = Engine.build(settings, Path(job.model), deliver, lambda _records: None, Path(folder.name))
+        blank = Engine.build(settings, Path(job.model), deliver, lambda _records: None, folder)
         write_adapters(blank.adapter_files, [adapter])
         del blank
-    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, Path(folder.name))
+    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, folder)
     engine.start()
     sampling = Sampling(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
 
