@@ -10,6 +10,8 @@ import psutil
 import torch
 from torch import nn
 
+from edged.engine.quantized import is_quantized
+
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -57,5 +59,5 @@ def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and not isinstance(parent, PackedLinear)
+        if type(child) is nn.Linear and not isinstance(parent, PackedLinear) and not is_quantized(child)
     ]

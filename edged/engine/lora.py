@@ -5,6 +5,7 @@ Owns which weights a packed token sees. What the weights are, and their files, i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, name: str, slots: int, rank: int, runs: LoraRuns, dtype: torch.dtype) -> None:
         super().__init__()
         self.base, self.name, self._runs = base, name, runs
-        device = next(base.parameters()).device
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
         self.register_buffer("down", torch.zeros(slots, self.in_features, rank, dtype=dtype, device=device), False)
         self.register_buffer("up", torch.zeros(slots, rank, self.out_features, dtype=dtype, device=device), False)
@@ -104,6 +105,7 @@ class LoraLinear(nn.Module):
             a, b = state.training[self.name]
             return y + (x @ a.t().to(x.dtype)) @ (b.t() * state.scaling).to(x.dtype)
         if state.single or state.together is not None:
+            y = y.contiguous()
             if state.threads:
                 torch.set_num_threads(1)
             try:

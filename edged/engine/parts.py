@@ -68,6 +68,7 @@ class EngineParts:
                 "path": self.path,
                 "architecture": model.shape.architecture,
                 "parameters": model.shape.parameters,
+                "weight_bytes": model.shape.weight_bytes,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),
                 "max_context_tokens": self.max_context_tokens,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer
 
 from edged.align.adapter import AdapterState, LoraSpec
@@ -24,6 +26,7 @@ from tests.models import ARCHITECTURES, byte_tokenizer, tiny_model
 
 CPU = torch.device("cpu")
 BETA = 0.3
+Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def make_pairs(prompt: int, seed: int = 0) -> list[TokenPair]:
@@ -55,21 +58,27 @@ def trained_adapter(model: ServedModel, align: AlignSettings) -> AdapterState:
 
 
 def unit_gradients(
-    kind: str,
+    kind: str, pairs: list[TokenPair], window: int, chunk: int, **options: Any
+) -> tuple[Gradients, DpoStep, AdapterState]:
+    """`base_gradients` on a tiny model of `kind`."""
+    return base_gradients(tiny_model(kind), pairs, window, chunk, **options)
+
+
+def base_gradients(
+    base: PreTrainedModel,
     pairs: list[TokenPair],
     window: int,
     chunk: int,
     loss: str = "sigmoid",
     preempt_at: tuple[int, ...] = (),
     keep_graph: bool = False,
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], DpoStep, AdapterState]:
+) -> tuple[Gradients, DpoStep, AdapterState]:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages.
     """
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
-    base = tiny_model(kind).requires_grad_(False)
-    base.set_attn_implementation(IMPLEMENTATION)
+    base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
     model.attach_lora(align, slots=2)
     kv = model.new_kv(80, 8)
@@ -78,7 +87,7 @@ def unit_gradients(
     model.lora.load(1, state.weights, state.spec.scaling)
     free = list(range(1, 80))
     step = DpoStep(state, pairs, [], decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
-    captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    captured: Gradients = {}
     state.step = lambda gradients, n: captured.update({k: (a / n, b / n) for k, (a, b) in gradients.items()}) or 0.0  # type: ignore[method-assign]
     ran = 0
     while not step.finished:
@@ -102,16 +111,14 @@ def unit_gradients(
 
 
 def trl_gradients(
-    kind: str, pairs: list[TokenPair], state: AdapterState, folder: Path, loss: str = "sigmoid"
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], float]:
+    base: PreTrainedModel, pairs: list[TokenPair], state: AdapterState, folder: Path, loss: str = "sigmoid"
+) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
+    base.set_attn_implementation("eager")
     model = get_peft_model(
-        tiny_model(kind, attn_implementation="eager"),
+        base,
         LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    own = dict(model.named_parameters())
-    for key, value in state.tensors().items():
-        own[key.replace(".weight", ".default.weight")].data.copy_(value)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
@@ -125,6 +132,10 @@ def trl_gradients(
         disable_dropout=True,
     )
     trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
+    own = dict(trainer.model.named_parameters())
+    for key, value in state.tensors().items():
+        # Over a quantized base TRL would have them in bfloat16.
+        own[key.replace(".weight", ".default.weight")].data = value.clone()
     width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
     ids, attention, completion = [], [], []
     for answer in ("chosen", "rejected"):
@@ -141,7 +152,8 @@ def trl_gradients(
         "ref_chosen_logps": torch.tensor([p.ref_chosen_logp for p in pairs]),
         "ref_rejected_logps": torch.tensor([p.ref_rejected_logp for p in pairs]),
     }
-    trainer.model.train()
+    # Not in train mode, which makes bitsandbytes compute 8-bit products in another way.
+    trainer.model.eval()
     trainer.precompute_ref_logps = True
     value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     value.backward()
@@ -156,9 +168,7 @@ def trl_gradients(
     }, float(value)
 
 
-def worst_error(
-    got: dict[str, tuple[torch.Tensor, torch.Tensor]], wanted: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> float:
+def worst_error(got: Gradients, wanted: Gradients) -> float:
     pairs = [(g, w) for name in wanted for g, w in zip(got[name], wanted[name], strict=True)]
     return max(float((g - w).norm() / w.norm()) for g, w in pairs)
 
@@ -172,7 +182,7 @@ def worst_error(
 def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
     got, step, state = unit_gradients(kind, pairs, window, chunk=23, keep_graph=keep_graph)
-    wanted, loss = trl_gradients(kind, pairs, state, tmp_path)
+    wanted, loss = trl_gradients(tiny_model(kind), pairs, state, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
 
@@ -180,7 +190,7 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
 def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     pairs = make_pairs(19)
     got, step, state = unit_gradients("llama", pairs, 16, chunk=500, loss="ipo")
-    wanted, loss = trl_gradients("llama", pairs, state, tmp_path, loss="ipo")
+    wanted, loss = trl_gradients(tiny_model("llama"), pairs, state, tmp_path, loss="ipo")
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
 
