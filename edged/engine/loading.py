@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edged.config import ModelSettings
 from edged.engine import quantized
-from edged.engine.process import give_back_memory
+from edged.engine.process import frugal
 
 
 class ModelRefused(ValueError):
@@ -45,14 +45,16 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         wanted = quantized.make_config(settings.quantize, device, dtype) if settings.quantize else None
         if stored is not None:
             quantized.check_checkpoint(stored, device)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=implementation,
-            device_map={"": device} if device.type == "cuda" else None,
-            **({"quantization_config": wanted} if wanted else {}),
-        )
+        options = {"quantization_config": wanted} if wanted else {}
+        with frugal():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                device_map={"": device} if device.type == "cuda" else None,
+                **options,
+            )
     except Exception as error:
         raise ModelRefused(f'model "{directory}" cannot be loaded: {_reason(error)}') from error
     quantized.settle(model, model.dtype)
@@ -66,8 +68,7 @@ def _reason(error: Exception) -> str:
 
 
 def _clear_up(directory: Path, device: torch.device) -> None:
-    """Give back what loading used beside the weights: heap, unused device memory, and files that are not mapped."""
-    give_back_memory()
+    """Give back what loading used beside the weights: unused device memory, and files that are not mapped."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drop_cached(directory.glob("*.safetensors"))
