@@ -73,12 +73,16 @@ class ServedModel:
         model = load_pretrained(str(directory), settings, IMPLEMENTATION)
         return cls(model, model.device, model.dtype)
 
-    def attach_lora(self, align: AlignSettings, slots: int) -> None:
-        """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
+    def targets(self, align: AlignSettings) -> list[str]:
+        """Names of the linears that LoRA is for. Raises ModelRefused when there are none of the names that are set."""
         try:
-            targets = target_linears(self.model, align.target_modules)
+            return target_linears(self.model, align.target_modules)
         except NoSuchLinears as error:
             raise ModelRefused(str(error)) from None
+
+    def attach_lora(self, align: AlignSettings, slots: int) -> None:
+        """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
+        targets = self.targets(align)
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         give_gradients(self.model)
         self.head = self.model.get_output_embeddings()

@@ -23,7 +23,7 @@ from edged.config import Settings
 from edged.engine.attention import pick_decode_path
 from edged.engine.executor import Executor
 from edged.engine.lora import LoraSlots
-from edged.engine.memory import page_count
+from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.process import thread_count
 from edged.engine.slots import SlotTable
@@ -102,6 +102,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         torch.set_num_threads(thread_count(settings.model.threads, model.shape.parameters))
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
+    settings = bounded(settings, model)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     if settings.model.pack_weights and (reason := model.pack_weights()):
         log.info("weights are not packed: %s", reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,8 +146,9 @@ def _there(module: str) -> bool:
 
 
 def quiet() -> None:
-    """Keep quantization packages from warning about each product (a cast of its input) and each missing kernel."""
-    for name in ("bitsandbytes", "torchao"):
+    """Keep quantization packages from warning about each product (a cast of its input), each kernel that this machine
+    has no use for, and each of their classes that torch knows by now."""
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -234,3 +236,59 @@ def weight_count(model: nn.Module) -> int:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+# -- what they take ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How a linear's weight [out, in] is stored: `bits` a weight, and `scale_bytes` for every `group` of a row (0: the
+    whole row). Kernels may want rows and columns padded."""
+
+    bits: float
+    group: int = 0
+    scale_bytes: float = 0.0
+    pad_in: int = 1
+    pad_out: int = 1
+
+    def bytes_of(self, in_features: int, out_features: int) -> int:
+        """Bytes of one weight with its scales."""
+        columns, rows = (-(-n // pad) * pad for n, pad in ((in_features, self.pad_in), (out_features, self.pad_out)))
+        groups = rows * (-(-columns // self.group) if self.group else 1)
+        return round(rows * columns * self.bits / 8 + groups * self.scale_bytes)
+
+
+_NESTED = 1 + 4 / 256
+"""Bytes of a scale that is itself quantized to 8 bits, in blocks of 256 with an fp32 scale."""
+
+
+def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
+    """The form that `model.quantize` = `kind` makes; "" is plain `dtype`."""
+    padding = {"pad_in": 1024, "pad_out": 8} if cuda else {}
+    return {
+        "": WeightForm(8.0 * dtype.itemsize),
+        "nf4": WeightForm(4, 64, _NESTED),
+        "llm-int8": WeightForm(8, 0, 4),
+        "int8": WeightForm(8, 0, dtype.itemsize),
+        "int4": WeightForm(4, INT4_GROUP, 2 * dtype.itemsize, **padding),
+    }[kind]
+
+
+def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
+    """The form of a checkpoint's `quantization_config`. Raises CannotQuantize for one whose size is not known."""
+    method = stored.get("quant_method")
+    if stored.get("load_in_4bit"):
+        return WeightForm(4, 64, _NESTED if stored.get("bnb_4bit_use_double_quant") else 4)
+    if stored.get("load_in_8bit"):
+        return form_of_setting("llm-int8", dtype, cuda)
+    if method in ("gptq", "awq"):
+        bits = float(stored.get("bits", 4))
+        group = int(stored.get("group_size", 128))
+        return WeightForm(bits, max(group, 0), 2 + bits / 8)
+    kind = str(stored.get("quant_type", {}).get("default", {}).get("_type", "")) if method == "torchao" else ""
+    if "Int8Weight" in kind:
+        return form_of_setting("int8", dtype, cuda)
+    if "Int4Weight" in kind:
+        return form_of_setting("int4", dtype, cuda)
+    raise CannotQuantize(f"how much memory weights of quantization {method} {kind} take is not known")
