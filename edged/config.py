@@ -39,6 +39,9 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
+    quantize: Literal["", "nf4", "llm-int8", "int8", "int4"] = Field(
+        "", description="quantize plain weights while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
+    )
     threads: int = Field(
         0,
         ge=0,

@@ -98,6 +98,95 @@ def replay(
         make_console().print(screen(report))
 
 
+@bench.command()
+@click.option(
+    "--model",
+    "-m",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="DIR_OR_CONFIG",
+    help="A model's directory, or a config.json alone (configs/models has some).",
+)
+@click.option("--quantize", default="", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option(
+    "--device-memory",
+    type=click.FloatRange(0.0, min_open=True),
+    metavar="GIB",
+    help="Memory of the box; default: this one's.",
+)
+@click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of K/V that must fit.")
+@click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
+@json_option
+def memory(
+    model: Path,
+    quantize: str,
+    device: Any,
+    device_memory: float | None,
+    context: int,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Say whether a model fits a box, with K/V pages, adapters and training, from its configuration alone.
+
+    Nothing is loaded or downloaded. Exits with 1 when it does not fit.
+    """
+    import psutil
+
+    from edged.bench.memory import plan_memory
+    from edged.config import ConfigError, load_settings
+    from edged.engine.loading import ModelRefused
+
+    memory_bytes = int(device_memory * 2**30) if device_memory else psutil.virtual_memory().total
+    try:
+        overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
+        plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)
+    except (ConfigError, ModelRefused) as error:
+        raise DaemonError(str(error)) from None
+    if as_json:
+        print_json(plan)
+    else:
+        make_console().print(memory_screen(plan))
+    if not plan["fits"]:
+        sys.exit(1)
+
+
+_PARTS = {
+    "system": "system, Python, libraries (assumed)",
+    "weights": "weights",
+    "packed_copy": "weights packed for oneDNN",
+    "lora_slots": "LoRA slots ({active_adapters} adapters of rank {rank} at once)",
+    "adapters": "adapters in memory ({loaded_adapters}: fp32 masters, AdamW)",
+    "step": "a DPO step",
+    "kept_graph": "its kept graph",
+    "iteration": "an iteration's activations and logits",
+}
+
+
+def memory_screen(plan: dict[str, Any]) -> RenderableType:
+    """The plan as a table in MiB."""
+    from rich.table import Table
+
+    kind = f", {plan['quantization']}" if plan["quantization"] else ""
+    verdict = "fits" if plan["fits"] else "does not fit"
+    table = Table(
+        title=f"{plan['model']} ({plan['parameters'] / 1e9:.2f} G weights{kind}, {plan['dtype']} on {plan['device']}) "
+        f"{verdict} {plan['device_bytes'] / 2**30:.1f} GiB with {plan['context_tokens']:,} tokens of K/V",
+        title_justify="left",
+        caption=f"{plan['kv_tokens']:,} tokens of K/V fit in what is left "
+        f"({plan['kv_bytes_per_1k_tokens'] / 2**20:.0f} MiB for 1,000)",
+        caption_justify="left",
+    )
+    table.add_column("part")
+    table.add_column("MiB", justify="right")
+    for name, size in plan["parts"].items():
+        if size:
+            table.add_row(_PARTS[name].format(**plan["adapter"]), f"{size / 2**20:,.0f}")
+    table.add_row(f"K/V of {plan['context_tokens']:,} tokens", f"{plan['context_bytes'] / 2**20:,.0f}")
+    table.add_row("left", f"{(plan['free_bytes'] - plan['context_bytes']) / 2**20:,.0f}", style="bold")
+    return table
+
+
 def _progress(line: str) -> None:
     """One line on stderr: a terminal's is overwritten by the next."""
     if sys.stderr.isatty():

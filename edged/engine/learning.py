@@ -16,7 +16,7 @@ from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
 from edged.engine.executor import FineTuneJob, Work
-from edged.engine.memory import free_bytes, graph_bytes
+from edged.engine.memory import free_bytes, kept_graph_bytes
 from edged.engine.parts import EngineParts
 from edged.engine.request import EngineStopping
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
@@ -51,7 +51,7 @@ class Learning:
         self.versions: dict[str, int] = self._trainer.versions()
         self.pairs_queued = 0
         self._failed: dict[int, str] = {}
-        self._graph_bytes = graph_bytes(parts.model, parts.settings)
+        self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
         self._graphs_fail = False
         """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains

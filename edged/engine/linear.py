@@ -13,6 +13,8 @@ import psutil
 import torch
 from torch import nn
 
+from edged.engine.quantized import is_quantized
+
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -28,7 +30,8 @@ class _Product:
     """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        weights = [linear.weight.detach() for linear in linears]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
@@ -92,7 +95,7 @@ def _linears(model: nn.Module) -> dict[str, Place]:
         f"{path}.{name}".removesuffix(".base"): (parent, name, child)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and not isinstance(parent, PackedLinear)
+        if type(child) is nn.Linear and not isinstance(parent, PackedLinear) and not is_quantized(child)
     }
 
 

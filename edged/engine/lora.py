@@ -5,6 +5,7 @@ Owns which weights a packed token sees. What the weights are, and their files, i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, name: str, slots: int, rank: int, runs: LoraRuns, dtype: torch.dtype) -> None:
         super().__init__()
         self.base, self.name, self._runs = base, name, runs
-        device = next(base.parameters()).device
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
         self.register_buffer("down", torch.zeros(slots, self.in_features, rank, dtype=dtype, device=device), False)
         self.register_buffer("up", torch.zeros(slots, rank, self.out_features, dtype=dtype, device=device), False)
@@ -127,6 +128,8 @@ class LoraLinear(nn.Module):
             rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
             triton_lora.add_updates(*rows, self.down, self.up, state.tiles)  # type: ignore[arg-type]
         elif state.single or state.together is not None:
+            # Rows may lie apart (one product for several linears), but not a row's features.
+            y = y if y.stride(-1) == 1 else y.contiguous()
             if state.threads:
                 torch.set_num_threads(1)
             try:

@@ -1,16 +1,31 @@
-"""How many K/V pages fit: the arithmetic of free memory at start.
+"""How many K/V pages and adapters fit: the arithmetic of free memory at start.
 
 Owns the budget rule. Must not know who uses the pages.
 """
 
 from __future__ import annotations
 
+import logging
+
 import psutil
 import torch
 
 from edged.config import Settings
-from edged.engine.model import ModelRefused, ServedModel
+from edged.engine.budget import (
+    STATE_BYTES,
+    BaseShape,
+    adapter_weights,
+    adapters_that_fit,
+    graph_bytes,
+    iteration_bytes,
+    largest_weight,
+    linears_of,
+    step_bytes,
+)
+from edged.engine.loading import ModelRefused
+from edged.engine.model import ServedModel
 
+log = logging.getLogger("edged.engine")
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85
 _UNIFIED_SHARE = 0.5
@@ -29,17 +44,48 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
     return int(torch.cuda.mem_get_info(device)[0]), _CUDA_SHARE
 
 
-def finetune_bytes(model: ServedModel, settings: Settings) -> int:
-    """What one fine-tune step keeps beside pages: the layers' inputs of a group, and one layer's graph."""
-    rows = max(2 * settings.align.window_tokens, 2 * settings.align.max_pair_tokens)
-    return (model.shape.layers + 16) * rows * model.shape.hidden_size * model.dtype.itemsize
+def shape_of(model: ServedModel) -> BaseShape:
+    """The sizes of a loaded model."""
+    s, lora = model.shape, model.lora
+    linears = linears_of(model.model, model.head)
+    wrapped = lora.linears.values() if lora is not None else ()
+    return BaseShape(
+        layers=s.layers,
+        hidden_size=s.hidden_size,
+        vocab_size=s.vocab_size,
+        kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_positions=s.max_positions,
+        linears=linears,
+        targets=tuple((linear.in_features, linear.out_features) for linear in wrapped),
+        plain_weights=s.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
+    )
 
 
-def graph_bytes(model: ServedModel, settings: Settings) -> int:
-    """About what a window's kept graph takes: each linear's input and output, and as much again between them."""
-    matrices = (p.shape for layer in model.layers for p in layer.parameters() if p.dim() == 2)
-    width = 2 * sum(rows + columns for rows, columns in matrices)
-    return settings.align.window_tokens * width * model.dtype.itemsize
+def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
+    """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
+    shape = shape_of(model)
+    work = iteration_bytes(shape, settings, model.dtype, free) + step_bytes(shape, settings, model.dtype)
+    if model.quantized:
+        work += largest_weight(shape, model.dtype)
+    return work + settings.align.max_loaded_adapters * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank)
+
+
+def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:
+    """About what a step takes that keeps its graph."""
+    return graph_bytes(shape_of(model).linears, settings, model.dtype)
+
+
+def bounded(settings: Settings, model: ServedModel) -> Settings:
+    """Settings whose numbers of adapters fit the memory that is free beside the loaded base."""
+    align = settings.align
+    targets = [model.model.get_submodule(name) for name in model.targets(align)]
+    weights = adapter_weights(tuple((linear.in_features, linear.out_features) for linear in targets), align.rank)
+    loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
+    if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
+        log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
+    update = {"max_loaded_adapters": loaded, "max_active_adapters": active}
+    return settings.model_copy(update={"align": align.model_copy(update=update)})
 
 
 def page_count(model: ServedModel, settings: Settings) -> int:
@@ -55,7 +101,7 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         budget = settings.cache.memory_mb << 20
     else:
         free, share = free_bytes(model.device)
-        budget = int((free - finetune_bytes(model, settings)) * share)
+        budget = int((free - work_bytes(model, settings, int(free * share))) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:
         raise ModelRefused(

@@ -21,7 +21,7 @@ from edged.config import Settings
 from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
-from edged.engine.memory import page_count
+from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.slots import SlotTable
@@ -72,6 +72,7 @@ class EngineParts:
                 "path": self.path,
                 "architecture": model.shape.architecture,
                 "parameters": model.shape.parameters,
+                "weight_bytes": model.shape.weight_bytes,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),
                 "max_context_tokens": self.max_context_tokens,
@@ -105,6 +106,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
+    settings = bounded(settings, model)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     if settings.model.pack_weights and (reason := model.pack_weights()):
         log.info("weights are not packed: %s", reason)

@@ -102,16 +102,18 @@ def random_ids(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, count).tolist()
 
 
-def random_pairs(count: int, adapter: str = "ann", seed: int = 0, first_id: int = 1) -> list[TokenPair]:
+def random_pairs(
+    count: int, adapter: str = "ann", seed: int = 0, first_id: int = 1, prompt: int = 14, answer: int = 9
+) -> list[TokenPair]:
     """Pairs with a learnable taste: chosen answers use other tokens than rejected ones."""
     rng = np.random.default_rng(seed)
     return [
         TokenPair(
             first_id + i,
             adapter,
-            tuple(rng.integers(3, 250, 14).tolist()),
-            (*rng.integers(3, 120, 9).tolist(), 2),
-            (*rng.integers(130, 250, 9).tolist(), 2),
+            tuple(rng.integers(3, 250, prompt).tolist()),
+            (*rng.integers(3, 120, answer).tolist(), 2),
+            (*rng.integers(130, 250, answer).tolist(), 2),
         )
         for i in range(count)
     ]

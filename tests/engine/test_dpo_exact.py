@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer
 
 from edged.align.adapter import AdapterState, LoraSpec
@@ -76,7 +77,7 @@ class Stepped:
 
 
 def take_step(
-    kind: str,
+    base: PreTrainedModel,
     pairs: dict[str, list[TokenPair]],
     window: int,
     chunk: int,
@@ -90,8 +91,7 @@ def take_step(
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     """
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
-    base = tiny_model(kind).requires_grad_(False)
-    base.set_attn_implementation(IMPLEMENTATION)
+    base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
     model.attach_lora(align, slots=4)
     kv = model.new_kv(80, 8)
@@ -142,24 +142,22 @@ def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
 
 
 def unit_gradients(
-    kind: str, pairs: list[TokenPair], window: int, chunk: int, **how: Any
+    base: PreTrainedModel, pairs: list[TokenPair], window: int, chunk: int, **how: Any
 ) -> tuple[Gradients, Member, dict[str, torch.Tensor]]:
     """Gradient, member and weights (before it) of one adapter's step."""
-    made = take_step(kind, {"ann": pairs}, window, chunk, **how)
+    made = take_step(base, {"ann": pairs}, window, chunk, **how)
     return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
 def trl_gradients(
-    kind: str, pairs: list[TokenPair], weights: dict[str, torch.Tensor], folder: Path, loss: str = "sigmoid"
+    base: PreTrainedModel, pairs: list[TokenPair], weights: dict[str, torch.Tensor], folder: Path, loss: str = "sigmoid"
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
+    base.set_attn_implementation("eager")
     model = get_peft_model(
-        tiny_model(kind, attn_implementation="eager"),
+        base,
         LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    own = dict(model.named_parameters())
-    for key, value in weights.items():
-        own[key.replace(".weight", ".default.weight")].data.copy_(value)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
@@ -173,6 +171,10 @@ def trl_gradients(
         disable_dropout=True,
     )
     trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
+    own = dict(trainer.model.named_parameters())
+    for key, value in weights.items():
+        # Over a quantized base TRL would have them in bfloat16.
+        own[key.replace(".weight", ".default.weight")].data = value.clone()
     width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
     ids, attention, completion = [], [], []
     for answer in ("chosen", "rejected"):
@@ -189,7 +191,8 @@ def trl_gradients(
         "ref_chosen_logps": torch.tensor([p.ref_chosen_logp for p in pairs]),
         "ref_rejected_logps": torch.tensor([p.ref_rejected_logp for p in pairs]),
     }
-    trainer.model.train()
+    # Not in train mode, which makes bitsandbytes compute 8-bit products in another way.
+    trainer.model.eval()
     trainer.precompute_ref_logps = True
     value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     value.backward()
@@ -218,16 +221,16 @@ def worst_error(got: Gradients, wanted: Gradients) -> float:
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
-    got, step, weights = unit_gradients(kind, pairs, window, chunk=23, keep_graph=keep_graph)
-    wanted, loss = trl_gradients(kind, pairs, weights, tmp_path)
+    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep_graph=keep_graph)
+    wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
 
 
 def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     pairs = make_pairs(19)
-    got, step, weights = unit_gradients("llama", pairs, 16, chunk=500, loss="ipo")
-    wanted, loss = trl_gradients("llama", pairs, weights, tmp_path, loss="ipo")
+    got, step, weights = unit_gradients(tiny_model("llama"), pairs, 16, chunk=500, loss="ipo")
+    wanted, loss = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss="ipo")
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
 
@@ -266,10 +269,12 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
 ) -> None:
     pairs = three_users()
-    together = take_step(kind, pairs, window, 50, loss=loss, keep_graph=keep_graph)
+    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, keep_graph=keep_graph)
     for name, own in pairs.items():
-        alone = take_step(kind, {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
-        wanted, value = trl_gradients(kind, scored_by_base(kind, own), together.before[name], tmp_path, loss)
+        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
+        wanted, value = trl_gradients(
+            tiny_model(kind), scored_by_base(kind, own), together.before[name], tmp_path, loss
+        )
         assert worst_error(together.gradients[name], wanted) <= 1e-5
         member, single = together.members[name], alone.members[name]
         assert member.loss == pytest.approx(value, rel=1e-5)
@@ -287,8 +292,8 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
 @WAYS
 def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep_graph: bool) -> None:
     pairs = three_users()
-    whole = take_step("llama", pairs, window, 50, keep_graph=keep_graph)
-    broken = take_step("llama", pairs, window, 50, keep_graph=keep_graph, broken="bob")
+    whole = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph)
+    broken = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph, broken="bob")
     assert broken.members["bob"].error == "loss is nan"
     assert broken.members["bob"].state.version == 1
     for name in ("ann", "cyd"):
@@ -298,9 +303,9 @@ def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window:
 
 def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> None:
     pairs = three_users()
-    whole = take_step("llama", pairs, 500, 50)
+    whole = take_step(tiny_model("llama"), pairs, 500, 50)
     pairs["bob"] = [replace(pairs["bob"][0], weight=float("inf"))]
-    broken = take_step("llama", pairs, 500, 50)
+    broken = take_step(tiny_model("llama"), pairs, 500, 50)
     assert broken.members["bob"].error == "gradient norm is nan"
     assert not broken.moved("bob").any()
     for name in ("ann", "cyd"):
@@ -309,8 +314,10 @@ def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> No
 
 @WAYS
 def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
-    calm = take_step("llama", three_users(), window, 1000, keep_graph=keep_graph)
-    shaken = take_step("llama", three_users(), window, 1000, keep_graph=keep_graph, preempt_at=(2, 9, 20, 33))
+    calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph)
+    shaken = take_step(
+        tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph, preempt_at=(2, 9, 20, 33)
+    )
     for name, member in shaken.members.items():
         assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
         assert worst_error(shaken.gradients[name], calm.gradients[name]) <= 1e-5
@@ -361,10 +368,12 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
 @pytest.mark.parametrize("window", [16, 60, 200], ids=["a group per pair", "groups of a window", "one group"])
 def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
     pairs = make_pairs(12)
-    wanted, calm, _ = unit_gradients("llama", pairs, window, 1000)
+    wanted, calm, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000)
     # In its heads, early and late in its backward pass, and, with two groups, in the second one.
     preempt_at = (2, 9, 20, 33)
-    got, shaken, _ = unit_gradients("llama", pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph)
+    got, shaken, _ = unit_gradients(
+        tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph
+    )
     assert [(pair.pair_id, trained) for pair, _, trained in shaken.outcomes] == [(0, True), (1, True)]
     assert len(shaken.scores) == 2
     assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
@@ -376,7 +385,7 @@ def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
     pairs = make_pairs(19)
-    recomputed, _, _ = unit_gradients(kind, pairs, 16, 1000)
-    kept, step, _ = unit_gradients(kind, pairs, 500, 1000, keep_graph=True)
+    recomputed, _, _ = unit_gradients(tiny_model(kind), pairs, 16, 1000)
+    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep_graph=True)
     assert worst_error(kept, recomputed) <= 1e-5
     assert step.trained == 2

@@ -1,0 +1,195 @@
+"""What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone.
+
+Owns that arithmetic; no weight is read. The page pool takes what it leaves, and `edged bench memory` prints it. Must
+not know how much memory there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from edged.align.group import head_window_size
+from edged.config import Settings
+from edged.engine.lora import target_linears
+from edged.engine.quantized import WeightForm, is_linear, weight_count
+
+Linears = tuple[tuple[int, int], ...]
+"""(in_features, out_features) of some linears."""
+
+STATE_BYTES = 12
+"""Of an adapter's weight in memory: the fp32 master and AdamW's two moments."""
+_STEP_BYTES = 12
+"""Of an adapter's weight in a step: its gradient, that of earlier groups, and the mean that AdamW is given."""
+_ADAPTER_SHARE = 0.25
+"""Of the memory beside the base: what adapters in memory and their slots may take."""
+_FEWEST_ADAPTERS = 2
+_LOGIT_COPIES = 4
+"""Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseShape:
+    """A decoder's sizes, as far as memory depends on them."""
+
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    linears: Linears
+    """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
+    targets: Linears
+    """Those that LoRA is applied to."""
+    plain_weights: int
+    """Embeddings, norms, biases, and the head where it is not tied."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights, packed ones as what they stand for."""
+        return self.plain_weights + sum(fan_in * fan_out for fan_in, fan_out in self.linears)
+
+    def kv_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+    @classmethod
+    def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
+        """From a transformers configuration: the model is built without memory. Raises NoSuchLinears."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        text, head = config.get_text_config(), model.get_output_embeddings()
+        heads = int(text.num_attention_heads)
+        linears = linears_of(model, head)
+        named = dict(model.named_modules())
+        return cls(
+            layers=int(text.num_hidden_layers),
+            hidden_size=int(text.hidden_size),
+            vocab_size=int(text.vocab_size),
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            max_positions=int(text.max_position_embeddings),
+            linears=linears,
+            targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
+            plain_weights=weight_count(model) - sum(rows * columns for rows, columns in linears),
+        )
+
+
+def linears_of(model: torch.nn.Module, head: torch.nn.Module) -> Linears:
+    """All linears but the head, without the wrappers around them."""
+    inside = set(head.modules())
+    return tuple(
+        _sizes(module)
+        for module in model.modules()
+        if is_linear(module) and module not in inside and not any(is_linear(child) for child in module.children())
+    )
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    return int(linear.in_features), int(linear.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes by part."""
+
+    weights: int
+    packed_copy: int
+    """oneDNN's, on the CPU."""
+    lora_slots: int
+    adapters: int
+    """Masters and optimizers of those that stay in memory."""
+    step: int
+    """One DPO step that recomputes its layers."""
+    kept_graph: int
+    """What a step that keeps its graph takes instead of a second forward, where it fits."""
+    iteration: int
+    """Activations, attention and logits of one packed forward."""
+    kv_per_token: int
+    loaded_adapters: int
+    """How many stay in memory."""
+    active_adapters: int
+    """How many have a slot."""
+
+    @property
+    def total(self) -> int:
+        """Everything but K/V pages."""
+        parts = (self.weights, self.packed_copy, self.lora_slots, self.adapters, self.step, self.iteration)
+        return sum(parts) + self.kept_graph
+
+
+def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
+    """What serving and training `shape` takes; adapters take no more than a share of `free` bytes."""
+    align = settings.align
+    plain = form.bits == 8 * dtype.itemsize
+    weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
+    copied = plain and not cuda and dtype == torch.float32 and settings.model.pack_weights
+    linear_weights = sum(rows * columns for rows, columns in shape.linears)
+    one = adapter_weights(shape.targets, align.rank)
+    left = max(0, free - weights)
+    loaded, active = adapters_that_fit(one, settings, dtype, left)
+    return Needs(
+        weights=weights,
+        packed_copy=linear_weights * dtype.itemsize if copied else 0,
+        lora_slots=active * one * dtype.itemsize,
+        adapters=loaded * one * STATE_BYTES,
+        step=step_bytes(shape, settings, dtype) + (0 if plain else largest_weight(shape, dtype)),
+        kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
+        iteration=iteration_bytes(shape, settings, dtype, left) + (0 if plain else largest_weight(shape, dtype)),
+        kv_per_token=shape.kv_per_token(dtype),
+        loaded_adapters=loaded,
+        active_adapters=active,
+    )
+
+
+def adapter_weights(targets: Linears, rank: int) -> int:
+    """Weights of one adapter: A [rank, in] and B [out, rank] of every target."""
+    return rank * sum(fan_in + fan_out for fan_in, fan_out in targets)
+
+
+def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left: int) -> tuple[int, int]:
+    """(adapters in memory, adapters with a slot): as set, but no more than a share of the `left` bytes holds."""
+    align = settings.align
+    each = weights * (STATE_BYTES + dtype.itemsize)
+    fitting = max(_FEWEST_ADAPTERS, int(_ADAPTER_SHARE * left) // each) if each else align.max_loaded_adapters
+    return min(align.max_loaded_adapters, fitting), min(align.max_active_adapters, fitting)
+
+
+def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: torch.dtype) -> int:
+    """About what a window's graph takes: each linear's input and output, and as much again between them."""
+    width = 2 * sum(fan_in + fan_out for fan_in, fan_out in linears)
+    return settings.align.window_tokens * width * dtype.itemsize
+
+
+def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """A DPO step beside its pages: the layers' inputs of a group, one layer's graph, a head unit, its gradients."""
+    align = settings.align
+    rows = 2 * max(align.window_tokens, align.max_pair_tokens)
+    kept = (shape.layers + 16) * rows * shape.hidden_size * dtype.itemsize
+    layer = graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+    head = _LOGIT_COPIES * 4 * shape.vocab_size * head_window_size(align.window_tokens, shape.vocab_size)
+    return kept + layer + head + _STEP_BYTES * adapter_weights(shape.targets, align.rank)
+
+
+def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
+    """One packed forward: some rows of the hidden size, a linear's outputs, a chunk's attention, sampled logits.
+
+    No context is longer than one whose K/V take all of the `left` bytes.
+    """
+    tokens = settings.serving.max_batch_tokens
+    widest = max((fan_out for _, fan_out in shape.linears), default=shape.hidden_size)
+    rows = tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
+    context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
+    attention = context * (tokens + 4 * shape.kv_heads * shape.head_dim) * dtype.itemsize
+    return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
+
+
+def largest_weight(shape: BaseShape, dtype: torch.dtype) -> int:
+    """The one weight that is dequantized at a time."""
+    return max((fan_in * fan_out for fan_in, fan_out in shape.linears), default=0) * dtype.itemsize
