@@ -63,7 +63,7 @@ class Work:
 
 
 class _Clock:
-    """Times a row of units; on CUDA by events, so that the host waits once, after the last."""
+    """Times a row of units, on CUDA by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -79,11 +79,15 @@ class _Clock:
         else:
             self._marks.append(time.perf_counter())
 
+    def wait(self) -> None:
+        """Until the device has come to the end of the latest lap."""
+        if self._cuda:
+            self._marks[-1].synchronize()
+
     def laps(self) -> list[float]:
         """Seconds of each lap."""
         if not self._cuda:
             return [b - a for a, b in itertools.pairwise(self._marks)]
-        self._marks[-1].synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
 
 
@@ -239,6 +243,8 @@ class Executor:
                 work.failed[task_id] = f"{type(error).__name__}: {error}"
                 break
             clock.lap()
+            # A device that had all units queued could not be interrupted.
+            clock.wait()
         work.units += zip(ran, clock.laps(), strict=True)
         work.units_run[task_id] = len(ran)
 
