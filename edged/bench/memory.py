@@ -16,7 +16,7 @@ from edged.config import Settings
 from edged.engine.budget import BaseShape, needs
 from edged.engine.loading import ModelRefused, pick_dtype
 from edged.engine.lora import NoSuchLinears
-from edged.engine.quantized import CannotQuantize, form_of_checkpoint, form_of_setting, method_of, quiet
+from edged.engine.quantized import CannotQuantize, form_of_checkpoint, form_of_setting, method_of
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
 """Kept for the operating system, Python and its libraries, and the context of CUDA: taken to be so, not computed."""
@@ -29,7 +29,6 @@ def plan_memory(
 
     `context` is how many tokens of K/V must fit. Raises ModelRefused.
     """
-    quiet()
     try:
         config = AutoConfig.from_pretrained(str(model))
         shape = BaseShape.of_config(config, settings.align.target_modules)

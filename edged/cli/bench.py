@@ -133,6 +133,9 @@ def memory(
     """
     import psutil
 
+    from edged.engine.process import prepare
+
+    prepare()
     from edged.bench.memory import plan_memory
     from edged.config import ConfigError, load_settings
     from edged.engine.loading import ModelRefused

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edged.config import ModelSettings
 from edged.engine import quantized
-from edged.engine.process import frugal
+from edged.engine.process import frugal, quiet
 
 
 class ModelRefused(ValueError):
@@ -35,7 +35,7 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     path = Path(directory)
     if path.exists() and not (path / "config.json").is_file():
         raise ModelRefused(f'model "{directory}" has no config.json: give a directory that save_pretrained wrote')
-    quantized.quiet()
+    quiet()
     try:
         config = AutoConfig.from_pretrained(directory)
         stored = quantized.method_of(config)

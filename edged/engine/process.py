@@ -1,13 +1,14 @@
 """How this process uses memory and threads on the CPU, next to others that want both.
 
-Owns the C heap's, the garbage collector's and OpenMP's settings. `prepare` must run before numpy and torch are
-imported, and imports neither: the first threads fix both.
+Owns the settings of the C heap, the garbage collector, OpenMP and other packages' loggers. `prepare` must run before
+numpy and torch are imported, and imports neither: the first threads fix both.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -28,11 +29,19 @@ def prepare(keep_freed_memory: bool = True) -> None:
     is nothing to do.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    quiet()
     libc = _glibc()
     if keep_freed_memory and libc is not None:
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def quiet() -> None:
+    """Keep quantization packages from warning about each product (a cast of its input), each kernel that this machine
+    has no use for, and each of their classes that torch knows by now."""
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager

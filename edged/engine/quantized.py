@@ -7,7 +7,6 @@ methods themselves are transformers' and their packages'; none is imported befor
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -143,13 +142,6 @@ def _there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that `module` would be in
         return False
-
-
-def quiet() -> None:
-    """Keep quantization packages from warning about each product (a cast of its input), each kernel that this machine
-    has no use for, and each of their classes that torch knows by now."""
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from edged.align.pair import PairRetired, PairScored
 from edged.config import AlignSettings, ModelSettings
+from edged.engine.attention import IMPLEMENTATION
 from edged.engine.frozen import FrozenLinear
+from edged.engine.loading import load_pretrained
 from edged.engine.model import ModelRefused, ServedModel
 from edged.engine.quantized import make_config, settle
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
@@ -103,7 +105,8 @@ def test_unit_gradients_equal_trls_on_the_same_products(
     kind: str, window: int, keep_graph: bool, tmp_path: Path
 ) -> None:
     pairs = make_pairs(19)
-    got, step, weights = unit_gradients(quantized(tmp_path, kind), pairs, window, chunk=23, keep_graph=keep_graph)
+    base = load_pretrained(str(plain(tmp_path)), ModelSettings(device="cpu", quantize=kind), IMPLEMENTATION)
+    got, step, weights = unit_gradients(base, pairs, window, chunk=23, keep_graph=keep_graph)
     # PEFT differentiates bitsandbytes' products; for torchao's, autograd on the weights that they stand for.
     oracle = quantized(tmp_path, kind) if PACKAGES[kind] == "bitsandbytes" else dequantized(tmp_path, kind)
     wanted, loss = trl_gradients(oracle, pairs, weights, tmp_path)
@@ -139,6 +142,19 @@ def test_a_kept_graph_holds_no_dequantized_weight(kind: str, tmp_path: Path) -> 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         FrozenLinear(model)(x)
     assert sum(saved) <= x.numel()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_wide_weight_that_is_only_known_by_its_products_is_found_part_by_part(bias: bool) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    linear = nn.Linear(1088, 64, bias=bias).requires_grad_(False)
+    quantization.quantize_(linear, make_config("int4", CPU, torch.float32).quant_type)
+    x, upstream = torch.randn(2, 5, 1088, requires_grad=True), torch.randn(2, 5, 64)
+    FrozenLinear(linear)(x).backward(upstream)
+    # The product is linear in its input: unit steps give its derivative.
+    weight = linear(torch.eye(1088)) - linear(torch.zeros(1, 1088))
+    torch.testing.assert_close(x.grad, upstream @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
