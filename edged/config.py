@@ -63,6 +63,9 @@ class ModelSettings(_Section):
     keep_freed_memory: bool = Field(
         True, description="CPU: keep freed memory for the next iteration; given back when idle"
     )
+    huge_pages: bool = Field(
+        True, description="CPU: weights in huge pages; edged serve starts itself again to have them"
+    )
     max_context_tokens: int = Field(0, ge=0, description="longest prompt plus answer; 0: what fits model and cache")
 
 

@@ -17,8 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare
+from edged.engine.process import prepare, restart_in_huge_pages
 
+if __name__ == "__main__":
+    restart_in_huge_pages()
 prepare()
 
 import torch  # noqa: E402

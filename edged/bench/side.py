@@ -9,13 +9,14 @@ from __future__ import annotations
 import runpy
 import sys
 
-from edged.engine.process import prepare
+from edged.engine.process import prepare, restart_in_huge_pages
 
 
 def main() -> None:
     """Become the side."""
     module, name = sys.argv[1:3]
     if name.startswith("edged"):
+        restart_in_huge_pages()
         prepare()
     sys.argv = [module, *sys.argv[2:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

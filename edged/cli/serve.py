@@ -34,8 +34,10 @@ def serve(config: Path | None, model: str | None, socket: str | None, listen: st
         settings = load_settings(config, overrides=flags)
     except ConfigError as error:
         raise DaemonError(str(error)) from None
-    from edged.engine.process import prepare
+    from edged.engine.process import prepare, restart_in_huge_pages
 
+    if settings.model.huge_pages and not settings.model.device.startswith("cuda") and _is_program():
+        restart_in_huge_pages()
     prepare(settings.model.keep_freed_memory)
     from edged.daemon import run_daemon
 
@@ -46,3 +48,9 @@ def serve(config: Path | None, model: str | None, socket: str | None, listen: st
     # Everything is stopped and on disk. Taking the interpreter down as well would cost time, and print what other
     # libraries have to say of their own end.
     os._exit(code)
+
+
+def _is_program() -> bool:
+    """Whether this process was started as `edged` (or `python -m edged.cli`), and is nobody else's."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).name == "edged" or (spec is not None and spec.name.startswith("edged."))

@@ -182,9 +182,6 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
 
     "all-linear" is every linear of the decoder but the language-model head. Raises NoSuchLinears when nothing matches.
     """
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = [
         name
@@ -193,6 +190,10 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     ]
     if targets == "all-linear":
         return linears
+    # Slow to import: it brings whatever quantization packages there are.
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     config = LoraConfig(target_modules=targets)
     found = [name for name in linears if check_target_module_exists(config, name)]
     if not found:

@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_FROM_HEAP = 32 << 20
 """glibc's own upper bound of the threshold above which an allocation is mapped by itself."""
 _LARGEST_FROM_FRUGAL_HEAP = 64 << 10
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Ask for transparent huge pages wherever the heap grows."""
 
 
 def prepare(keep_freed_memory: bool = True) -> None:
@@ -35,6 +38,20 @@ def prepare(keep_freed_memory: bool = True) -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def restart_in_huge_pages() -> None:
+    """Start this program again with the C heap in huge pages, unless it has them or cannot have them.
+
+    A decode step reads every weight once; with 4 KiB pages the processor looks up the place of each anew. glibc is told
+    by the environment that a program starts with, and only there. Nothing may be open or running yet.
+    """
+    tunables, choice = os.environ.get("GLIBC_TUNABLES", ""), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if _HUGE_PAGES.partition("=")[0] in tunables or _glibc() is None:
+        return
+    if "[madvise]" in (choice.read_text() if choice.is_file() else ""):
+        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, _HUGE_PAGES)))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def quiet() -> None:
