@@ -14,6 +14,7 @@ import torch
 
 from edged.align.transfer import upload
 from edged.engine.kv import KvStore
+from edged.engine.lora import LoraTiles, Run
 
 NO_SLOT = -1
 """The LoRA slot of tokens that the base model answers."""
@@ -92,12 +93,16 @@ class PackedBatch:
     prefills: list[Prefill]
     """All other segments, one by one; empty where they are in `tiles`."""
     tiles: PrefillTiles | None
+    lora_tiles: LoraTiles | None
+    """`runs` as `triton_lora` reads them, where that was asked for."""
 
 
-def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens: int = 0) -> PackedBatch:
+def pack(
+    segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens: int = 0, lora: bool = False
+) -> PackedBatch:
     """Pack `segments` (reordered by adapter slot, single tokens first) and move all tables to `device` at once.
 
-    With `tile_tokens` the segments of several tokens become tiles of at most so many.
+    With `tile_tokens` the segments of several tokens become tiles of at most so many; with `lora` so do the runs.
     """
     ordered = sorted(segments, key=lambda s: (s.slot, len(s.tokens) > 1))
     rows, runs = _rows(ordered, kv.page_size)
@@ -106,6 +111,8 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens
     tables = _tables(decodes, kv.page_size)
     tiled = tile_tokens > 0 and len(chunks) > 0
     pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
+    adapted = [run for run in runs if run[2] != NO_SLOT]
+    lora_tiles = _lora_tiles(adapted) if lora and adapted else None
     moved = upload(
         [
             *rows,
@@ -114,6 +121,7 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens
             np.array([s.context for s in decodes], np.int64),
             tables.reshape(-1),
             *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
+            *([] if lora_tiles is None else [lora_tiles[0].reshape(-1)]),
         ],
         device,
     )
@@ -122,14 +130,23 @@ def pack(segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens
         position_ids=moved[1][None],
         write_rows=kv.row_index(moved[2], moved[3]),
         logit_rows=moved[4],
-        runs=[run for run in runs if run[2] != NO_SLOT],
+        runs=adapted,
         decodes=decodes,
         decode_rows=moved[5],
         decode_context=moved[6],
         decode_tables=moved[7].view(tables.shape),
-        prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8:]]),
+        prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8 : 8 + len(pages)]]),
         tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
+        lora_tiles=None if lora_tiles is None else LoraTiles(moved[-1].view(-1, 3), lora_tiles[1]),
     )
+
+
+def _lora_tiles(runs: list[Run]) -> tuple[np.ndarray, int]:
+    """`LoraTiles` on the host: table and rows of a tile."""
+    from edged.engine import triton_lora  # triton is slow to import, and not everywhere
+
+    rows = triton_lora.tile_rows(runs)
+    return triton_lora.tiles_of(runs, rows), rows
 
 
 def _prefills(chunks: list[Segment], blocks: list[torch.Tensor]) -> list[Prefill]:

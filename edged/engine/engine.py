@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from edged.align.adapter import AdapterFiles
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
@@ -190,6 +192,8 @@ class Engine:
     # -- the engine thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._parts.model.device.type == "cuda":
+            torch.cuda.set_device(self._parts.model.device)
         try:
             while not self._done():
                 self._take_inbox()
@@ -259,8 +263,13 @@ class Engine:
 
     def _foresee(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
-        if self._plans_ahead:
+        if not self._plans_ahead:
+            return
+        try:
             self._foresight = self._scheduler.foresee(plan, started, self._resources())
+        except Exception:
+            # The iteration that runs has nothing to do with it.
+            log.exception("the next iteration could not be planned ahead")
 
     def _preempt(self, task_id: int, now: float) -> None:
         if not self._learning.preempt(task_id, now):

@@ -213,11 +213,13 @@ class Executor:
         self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: Work
     ) -> SampledRows | None:
         """A packed forward, kernel by kernel, and the drawing of what was asked for."""
-        batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens)
+        lora = self._lora.runs.kernel == "triton"
+        batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens, lora)
         kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
         self._tap.arm(kept)
         try:
-            with attention_pass(PagedPass(batch, self.kv, self._paths.decode)), self._lora.packed(batch.runs):
+            attention = attention_pass(PagedPass(batch, self.kv, self._paths.decode))
+            with attention, self._lora.packed(batch.runs, batch.lora_tiles):
                 logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         finally:
             self._tap.arm([])

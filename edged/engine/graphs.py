@@ -58,29 +58,38 @@ class CudaRecorder:
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device, self._most_bytes = device, most_bytes
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        self._aside = torch.cuda.Stream(device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
         self.memory_bytes = 0
 
     def record(self, run: Replay) -> Replay:
-        """See `Recorder`. A capture beyond `most_bytes` is given up."""
-        graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.memory_reserved(self._device)
+        """See `Recorder`. A capture with which all would hold more than the limit is given up."""
+        # Also what a capture before this one held, if it was given up.
+        torch.cuda.empty_cache()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             # What is compiled, tuned or allocated at the first run must not be part of the capture.
-            aside = torch.cuda.Stream(self._device)
-            aside.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(aside):
+            self._aside.wait_stream(current)
+            with torch.cuda.stream(self._aside):
                 run()
-            torch.cuda.current_stream(self._device).wait_stream(aside)
-            # The threads that read and write adapters use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            current.wait_stream(self._aside)
+            # The threads that read and write adapters use the device meanwhile. A capture that fails may leave its
+            # stream in place.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
+            ):
                 run()
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfGraphMemory("the GPU's memory is full") from error
-        self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-        if self.memory_bytes > self._most_bytes:
+        held = max(0, torch.cuda.memory_reserved(self._device) - self._before)
+        if held > self._most_bytes:
             raise OutOfGraphMemory(
-                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
+                f"{held >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
             )
+        self.memory_bytes = held
         return graph.replay
 
 
@@ -93,6 +102,7 @@ class _Fixed:
         self.tables = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self.tiles = torch.zeros(rows, 3, dtype=torch.int64, device=device)
         self.parameters = torch.zeros(3, rows, dtype=torch.float64, device=device)
+        """`plain_parameters` of the rows."""
         self.order = torch.arange(rows, device=device)
         self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -114,12 +124,14 @@ class _Fixed:
         if runs:
             used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
             tiles[: len(used)] = used
-        moved = upload([ints.reshape(-1), tiles.reshape(-1), tables.reshape(-1)], self.ints.device)
+        # Doubles travel as the integers that they look like: one transfer.
+        drawn = [] if parameters is None else [parameters.reshape(-1).view(np.int64)]
+        moved = upload([ints.reshape(-1), tiles.reshape(-1), tables.reshape(-1), *drawn], self.ints.device)
         self.ints[:, :rows].copy_(moved[0].view(4, rows))
         self.tiles[:rows].copy_(moved[1].view(rows, 3))
         self.tables[:rows, : tables.shape[1]].copy_(moved[2].view(tables.shape))
-        if parameters is not None:
-            self.parameters[:, :n].copy_(torch.from_numpy(parameters), non_blocking=True)
+        if drawn:
+            self.parameters[:, :n].copy_(moved[3].view(torch.float64).view(3, n))
 
 
 class DecodeGraphs:
@@ -135,21 +147,26 @@ class DecodeGraphs:
         self.replayed = 0
         sizes = [rows for rows in _SIZES if rows < most_rows]
         sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
-        self._fixed = _Fixed(sizes[-1], width, model.shape.vocab_size, model.device)
         started = time.monotonic()
-        for rows in reversed(sizes):
-            try:
-                self._replays[rows] = self._capture(rows)
-            except OutOfGraphMemory as error:
-                log.warning("decode iterations of %d sequences are not captured: %s", rows, error)
-            except Exception as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                log.warning("decode iterations are not captured: %s", reason)
-                self._replays.clear()
-                break
+        try:
+            self._fixed = _Fixed(sizes[-1], width, model.shape.vocab_size, model.device)
+            for rows in reversed(sizes):
+                self._add(rows)
+        except Exception as error:
+            # What was captured and compared before is right.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("no more decode iterations are captured: %s", reason)
         if self._replays:
             seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
-            log.info("decode iterations captured for %s sequences: %.1f s, %d MiB", sizes, seconds, megabytes)
+            captured = ", ".join(map(str, sorted(self._replays)))
+            log.info("decode iterations of %s sequences captured: %.1f s, %d MiB", captured, seconds, megabytes)
+
+    def _add(self, rows: int) -> None:
+        """Capture one size, if there is memory for it."""
+        try:
+            self._replays[rows] = self._capture(rows)
+        except OutOfGraphMemory as error:
+            log.warning("decode iterations of %d sequences are not captured: %s", rows, error)
 
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:
@@ -182,6 +199,7 @@ class DecodeGraphs:
             decode_context=positions,
             prefills=[],
             tiles=None,
+            lora_tiles=None,
         )
         assert lora is not None
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None

@@ -70,12 +70,12 @@ class LoraRuns:
         self.threads = 0
         """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
 
-    def set(self, runs: list[Run], device: torch.device) -> None:
-        """The runs of the coming forward."""
+    def set(self, runs: list[Run], device: torch.device, tiles: LoraTiles | None = None) -> None:
+        """The runs of the coming forward; `tiles` are the same for Triton's kernels, if they are on the device."""
         if self.kernel == "triton":
             from edged.engine import triton_lora  # triton is slow to import, and not everywhere
 
-            self.tiles = triton_lora.cut(runs, device) if runs else None
+            self.tiles = tiles if tiles is not None or not runs else triton_lora.cut(runs, device)
             return
         rows_in_runs = sum(stop - start for start, stop, _ in runs)
         self.threads = torch.get_num_threads() if device.type == "cpu" and rows_in_runs <= _ALONE_ROWS else 0
@@ -224,9 +224,9 @@ class LoraSlots:
             linear.load(slot, a, b, scaling)
 
     @contextmanager
-    def packed(self, runs: list[Run]) -> Iterator[None]:
+    def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
         """Rows of the packed batch see their own slot."""
-        self.runs.set(runs, self.device)
+        self.runs.set(runs, self.device, tiles)
         try:
             yield
         finally:

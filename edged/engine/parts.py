@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
@@ -103,6 +105,9 @@ class EngineParts:
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
     """Load the model and make the parts. Raises ModelRefused with the reason."""
     model = ServedModel.load(model_dir, settings.model)
+    if model.device.type == "cuda":
+        # Triton launches on the thread's current device, whatever its tensors say.
+        torch.cuda.set_device(model.device)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     if model.trainable_error:
         log.warning("%s", model.trainable_error)

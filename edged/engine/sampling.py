@@ -124,7 +124,7 @@ def is_plain(row: Row) -> bool:
 def plain_parameters(rows: Sequence[Row]) -> np.ndarray:
     """What `choose` is given for these rows: [3, rows] of temperature, min-p and uniform number."""
     columns = [(row.sampling.temperature, row.sampling.min_p, uniform(row.seed, row.step)) for row in rows]
-    return np.array(columns, np.float64).T
+    return np.ascontiguousarray(np.array(columns, np.float64).T)
 
 
 def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

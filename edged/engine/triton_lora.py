@@ -121,10 +121,15 @@ def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
 
 def cut(runs: list[Run], device: torch.device) -> LoraTiles:
     """The tiles of an iteration's runs (at least one), in one transfer."""
-    rows = FEW_ROWS if max(stop - start for start, stop, _ in runs) <= FEW_ROWS else _MANY_ROWS
+    rows = tile_rows(runs)
     table = tiles_of(runs, rows)
     (moved,) = upload([table.reshape(-1)], device)
     return LoraTiles(moved.view(table.shape), rows)
+
+
+def tile_rows(runs: list[Run]) -> int:
+    """How large the tiles of `runs` (at least one) should be."""
+    return FEW_ROWS if max(stop - start for start, stop, _ in runs) <= FEW_ROWS else _MANY_ROWS
 
 
 def tiles_of(runs: list[Run], rows: int) -> np.ndarray:

@@ -53,7 +53,8 @@ def advanced(queues: Queues, plan: Plan, page_size: int) -> tuple[Queues, list[T
     decoded: list[Task] = []
     for task_id, task in queues.tasks.items():
         copy = replace(task)
-        tokens = granted.get(task_id, 0)
+        # A prompt whose beginning was found in the cache has less to do than was granted.
+        tokens = min(granted.get(task_id, 0), task.tokens)
         if tokens:
             _advance(copy, tokens, page_size)
             if copy.kind is Kind.DECODE:

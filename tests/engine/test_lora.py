@@ -156,8 +156,8 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Literal["to
                 segments.append(
                     Segment(ids[own], own.start, pages, slot if adapter else NO_SLOT, own.start, samples=True)
                 )
-            batch = pack(segments, kv, DEVICE, paths.tile_tokens)
-            with attention_pass(PagedPass(batch, kv, paths.decode)), model.lora.packed(batch.runs):
+            batch = pack(segments, kv, DEVICE, paths.tile_tokens, lora=kernel == "triton")
+            with attention_pass(PagedPass(batch, kv, paths.decode)), model.lora.packed(batch.runs, batch.lora_tiles):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows).cpu()
             got.update({(adapter, last): row for adapter, row in zip(texts, logits, strict=True)})
         for adapter, ids in texts.items():

@@ -83,3 +83,15 @@ def test_nothing_is_foreseen_while_fine_tuning_has_a_part() -> None:
         plan = world.step()
         assert all(grant.task.kind is Kind.FINETUNE for grant in plan.grants)
         assert world.foresight is None
+
+
+def test_a_prompt_found_in_the_cache_has_less_to_do_than_was_granted() -> None:
+    world = world_of("fcfs", pages=500)
+    task = world.ask(100, 5).task
+    plan = world.scheduler.plan(world.now, world.room())
+    assert plan.grants[0].tokens == 100
+    task.tokens, task.context, task.held_pages, task.capacity = 36, 64, 4, 64
+    foresight = world.scheduler.foresee(plan, world.now, world.room())
+    assert foresight is not None
+    copy = foresight.tasks[task.task_id]
+    assert (copy.kind, copy.tokens, copy.context, copy.capacity) == (Kind.DECODE, 1, 100, 112)
