@@ -1,7 +1,7 @@
 """Run the benchmarks in one go and tell which ratios moved beyond their spread since the committed results.
 
-    tools/bench --pairs hh-harmless.jsonl.gz           under 10 minutes on two CPU cores
-    tools/bench --pairs hh-harmless.jsonl.gz --quick   under 2: small models, no comparison
+    tools/bench --pairs hh-harmless.jsonl.gz --trace mooncake-conversation.jsonl            about 10 minutes
+    tools/bench --pairs hh-harmless.jsonl.gz --trace mooncake-conversation.jsonl --quick    small models, no comparison
 
 Only ratios are compared: both sides of each were measured in one run on one machine. `--save` makes this run the one
 that later runs are compared with (docs/results/bench.json). At last instructions are counted and compared with
@@ -33,12 +33,13 @@ def main() -> None:
     parser.add_argument(
         "--pairs", type=Path, help="preference pairs for the DPO steps; without them these are left out"
     )
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace; without it shared prefixes are left out")
     parser.add_argument("--quick", action="store_true", help="small models: does everything run?")
     parser.add_argument("--save", action="store_true", help=f"write {COMMITTED.relative_to(ROOT)}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    if options.save and (options.quick or not options.pairs):
-        parser.error("--save needs a full run with --pairs: later runs are compared with it")
+    if options.save and (options.quick or not options.pairs or not options.trace):
+        parser.error("--save needs a full run with --pairs and --trace: later runs are compared with it")
     found: Ratios = {}
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         output = Path(folder) / "report.json"
@@ -47,6 +48,11 @@ def main() -> None:
         if options.pairs:
             steps = quick or ["--steps", "3"]
             found |= dpo(run("bench_dpo.py", output, str(options.pairs), "--peer", "TRL", *steps))
+            arrivals = quick or ["--requests", "40", "--gap-s", "0.3"]
+            found |= preemption(run("bench_preemption.py", output, str(options.pairs), *arrivals))
+        if options.trace:
+            requests = quick or ["--requests", "24", "--rounds", "1"]
+            found |= prefix(run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests))
         found |= adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
     committed: Ratios = {} if options.quick or not COMMITTED.is_file() else json.loads(COMMITTED.read_text())["ratios"]
     if options.json:
@@ -97,6 +103,20 @@ def dpo(report: dict[str, Any]) -> Ratios:
         # A peak is one reading; allocation decides about a few percent of it.
         found[f"DPO memory of {name}'s"] = {"median": ratio, "low": 0.95 * ratio, "high": 1.05 * ratio}
     return found
+
+
+def prefix(report: dict[str, Any]) -> Ratios:
+    """Requests/s over those without prefix sharing."""
+    found = report["workloads"]
+    return {f"shared prefixes, {name}": _spread(item["ratios"]["requests_per_s"]) for name, item in found.items()}
+
+
+def preemption(report: dict[str, Any]) -> Ratios:
+    """An arrival's wait in lengths of the piece that ran when it came."""
+    waits = report["all"]["delay_in_pieces"]
+    if waits is None:
+        return {}
+    return {"wait in pieces of fine-tuning": {"median": waits["p50"], "low": waits["p50"], "high": waits["p100"]}}
 
 
 def adapters(report: dict[str, Any]) -> Ratios:
