@@ -52,7 +52,9 @@ def main() -> None:
             found |= preemption(run("bench_preemption.py", output, str(options.pairs), *arrivals))
         if options.trace:
             requests = quick or ["--requests", "24", "--rounds", "1"]
-            found |= prefix(run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests))
+            found |= prefix(
+                run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests)
+            )
         found |= adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
     committed: Ratios = {} if options.quick or not COMMITTED.is_file() else json.loads(COMMITTED.read_text())["ratios"]
     if options.json:

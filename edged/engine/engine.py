@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,10 @@ class Engine:
         `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
         temporary folder.
         """
-        return cls(build_parts(settings, model_dir, data_dir), deliver, journal)
+        # On a thread that ends, and its share of OpenMP's threads with it (see `threads.beside`).
+        with ThreadPoolExecutor(1, thread_name_prefix="edged-builder") as builder:
+            parts = builder.submit(build_parts, settings, model_dir, data_dir).result()
+        return cls(parts, deliver, journal)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -194,6 +197,8 @@ class Engine:
     def _run(self) -> None:
         if self._parts.model.device.type == "cuda":
             torch.cuda.set_device(self._parts.model.device)
+        if self._parts.threads is not None:
+            self._parts.threads.begin()
         try:
             while not self._done():
                 self._take_inbox()

@@ -19,6 +19,7 @@ from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
 from edged.engine.parts import EngineParts
 from edged.engine.request import EngineStopping
+from edged.engine.threads import beside
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 
 log = logging.getLogger("edged.align")
@@ -57,12 +58,12 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = not parts.settings.align.enabled
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="edged-loader")
+        self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
         """A ticket for each adapter that is being read; `forget` takes it away."""
         self._unreadable: set[str] = set()
         """Adapters that no step is opened for: their files could not be read."""
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="edged-saver")
+        self._saver = _beside("edged-saver")
         self._trainer.on_publish(self._published)
         self._problems_told = 0
         self._tell_problems()
@@ -358,3 +359,10 @@ class Learning:
             "adapters_active": self._parts.slots.adapters,
             "adapters_loaded": self._trainer.shelf.count,
         }
+
+
+def _beside(name: str) -> ThreadPoolExecutor:
+    """One thread that leaves the cores to the engine's; it is there at once, so that nothing is set later."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=beside)
+    pool.submit(lambda: None).result()
+    return pool

@@ -13,7 +13,8 @@ import psutil
 import torch
 
 _SMALL_PARAMETERS = 16_000_000
-_EVERY_S = 0.2
+_EVERY_S, _OLD_S = 0.2, 1.0
+"""How often to look; what was seen longer ago says nothing about now."""
 _PART_OF_A_CORE = 0.5
 """How much of a core must be free for a thread of its own."""
 
@@ -28,7 +29,7 @@ class CpuThreads:
     def __init__(self, setting: int, parameters: int, usage: Usage | None = None) -> None:
         """`setting` fixes the number; 0: 1 for models whose operations are shorter than a hand-over, else what is free.
 
-        To be called before the engine thread starts. `usage` reads the box (by default from the system).
+        `usage` reads the box (by default from the system).
         """
         cores = sorted(os.sched_getaffinity(0))
         self._usage = usage or (lambda: _used_and_idle_s(cores))
@@ -38,17 +39,30 @@ class CpuThreads:
         self._before = (0.0, 0.0)
         torch.set_num_threads(self._most)
 
+    def begin(self) -> None:
+        """Let the calling thread compute: the others are to be `beside` it, or to have ended."""
+        torch.set_num_threads(self._most)
+
     def follow(self, now: float) -> None:
         """Look, at most five times a second, what others use; to be called on the thread that computes."""
         if not self._follows or (self._read_s is not None and now - self._read_s < _EVERY_S):
             return
         used_s, idle_s = self._usage()
-        if self._read_s is not None:
+        if self._read_s is not None and now - self._read_s < _OLD_S:
             free = (used_s - self._before[0] + idle_s - self._before[1]) / (now - self._read_s)
             threads = max(1, min(self._most, int(free + 1.0 - _PART_OF_A_CORE)))
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         self._read_s, self._before = now, (used_s, idle_s)
+
+
+def beside() -> None:
+    """For a thread that uses torch beside the one that computes: it works alone.
+
+    OpenMP counts the threads that it keeps for every thread that ever shared an operation. With more of them than cores
+    none waits awake between operations any more, and each operation costs the time it takes to wake up.
+    """
+    torch.set_num_threads(1)
 
 
 def _used_and_idle_s(cores: list[int]) -> tuple[float, float]:
