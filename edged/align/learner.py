@@ -54,7 +54,7 @@ class Learner:
     taken: list[TokenPair] = field(default_factory=list)
     """Of the queue, by the step under way."""
     steps: int = 0
-    """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
+    """How many ended, tests aside: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
     alone: bool = False
     """A step that it shared failed: it shares none before one has ended."""
     tested_version: int = -1
@@ -96,9 +96,12 @@ class Learner:
         self.step, self.taken = None, []
 
     def end(self) -> None:
-        """The step ended, with or without success."""
-        self.step, self.taken, self.alone = None, [], False
-        self.steps += 1
+        """The step or test ended, with or without success."""
+        tested = isinstance(self.step, HeldOutTest)
+        self.step, self.taken = None, []
+        if not tested:
+            self.alone = False
+            self.steps += 1
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs."""
