@@ -146,14 +146,17 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
         run = engine._executor.run
         pieces: list[tuple[int, int]] = []
 
-        def interrupted(plan: Plan, sequences: Any, jobs: Any, _: Any) -> Work:
-            work = run(plan, sequences, jobs, lambda: True)
+        def interrupted(*arguments: Any, **named: Any) -> Work:
+            named["interrupted"] = lambda: True
+            work = run(*arguments, **named)
             pieces.append((len(work.finetuned), len(work.units)))
             return work
 
         engine._executor.run = interrupted  # type: ignore[method-assign]
         engine.submit_pairs(random_pairs(4, "ann") + random_pairs(4, "bob", seed=1, first_id=5))
         client.wait(lambda: len(client.of(PairRetired)) == 8)
+    assert {record.state for record in client.of(PairRetired)} == {"trained"}
+    assert sum(units for _, units in pieces) > 8
     assert any(forwards for forwards, _ in pieces) is not keep_graph
     assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
