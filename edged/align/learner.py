@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,7 @@ class Learner:
     taken: list[TokenPair] = field(default_factory=list)
     """Of the queue, by the step under way."""
     steps: int = 0
-    """How many ended, tests aside: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
+    """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
     alone: bool = False
     """A step that it shared failed: it shares none before one has ended."""
     tested_version: int = -1
@@ -112,3 +112,22 @@ class Learner:
         for pair_id in self.held_out.keys() & set(pair_ids):
             del self.held_out[pair_id]
             self.unscored.discard(pair_id)
+
+
+def joint_draws(
+    first: Learner, others: Iterable[Learner], align: AlignSettings, admit: Callable[[str], bool]
+) -> dict[str, Draw]:
+    """The next pairs of `first`, and of those `others` whose pairs fit beside them into one window."""
+    draws = {first.name: first.draw(align)}
+    most = 1 if first.alone else align.joint_adapters
+    room = align.window_tokens - draws[first.name].tokens
+    for learner in others:
+        if len(draws) == most or room <= 0:
+            break
+        if learner.name in draws or learner.alone:
+            continue
+        draw = learner.draw(align)
+        if draw.tokens <= room and admit(learner.name):
+            draws[learner.name] = draw
+            room -= draw.tokens
+    return draws

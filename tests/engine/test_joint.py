@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from edged.align.dpo import DpoStep
+from edged.align.learner import Learner
 from edged.align.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionSaved
 from edged.engine.engine import Engine
 from edged.scheduler.task import Plan, Unit
@@ -220,3 +221,25 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
     assert watch.steps() == [1, 1]
     assert {r.adapter: r.state for r in second_round(client)} == {"ann": "trained", "bob": "skipped", "cyd": "trained"}
     assert "no room" in client.of(StepSkipped)[0].reason
+
+
+def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: Path) -> None:
+    whole, _ = learn_together(tmp_path, "whole")
+    with three_users(tmp_path, "stranded") as (engine, client, watch):
+        trainer = engine._parts.trainer
+        close_step = trainer._close_step
+
+        def fails_for_the_first(learner: Learner, *rest: Any) -> None:
+            if learner.name == "ann":
+                raise OSError("no disk")
+            close_step(learner, *rest)
+
+        trainer._close_step = fails_for_the_first  # type: ignore[method-assign]
+        engine.pause_finetuning(False)
+        client.wait(lambda: len(second_round(client)) == 3)
+        wait_idle(engine)
+    assert watch.steps() == [3]
+    assert {r.adapter: r.state for r in second_round(client)} == {"ann": "skipped", "bob": "trained", "cyd": "trained"}
+    assert [(s.adapter, s.reason) for s in client.of(StepSkipped)] == [("ann", "OSError: no disk")]
+    for name in ("bob", "cyd"):
+        assert_same_weights(whole, client, name)
