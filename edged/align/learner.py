@@ -57,6 +57,8 @@ class Learner:
     """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
     alone: bool = False
     """A step that it shared failed: it shares none before one has ended."""
+    unreadable: bool = False
+    """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
     best: HeldOutScore | None = None
     best_weights: dict[str, torch.Tensor] | None = None

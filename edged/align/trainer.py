@@ -98,8 +98,13 @@ class Trainer:
     def adopt(self, state: AdapterState, problems: list[str]) -> None:
         """Take in a state that was read from disk; what is due may follow from the version that was found there."""
         self.shelf.adopt(state, problems)
-        if state.name in self._learners:
-            self._note(self._learners[state.name])
+        self.set_unreadable(state.name, False)
+
+    def set_unreadable(self, adapter: str, unreadable: bool = True) -> None:
+        """The adapter's files could not be read: nothing of it is ready until `adopt` has it after all."""
+        if adapter in self._learners:
+            self._learners[adapter].unreadable = unreadable
+            self._note(self._learners[adapter])
 
     def tidy(self, busy: Collection[str]) -> None:
         """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
@@ -139,12 +144,13 @@ class Trainer:
     # -- work out ----------------------------------------------------------------------------------------------------
 
     def ready(self) -> KeysView[str]:
-        """Adapters that have work and no step under way, in the order in which they became so."""
+        """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
         return self._ready.keys()
 
     def _note(self, learner: Learner) -> None:
         """Bring `ready` and `pairs_queued` up to date after anything of a learner changed."""
-        if learner.step is None and (learner.queue or self._test_due(learner)):
+        idle = learner.step is None and not learner.unreadable
+        if idle and (learner.queue or self._test_due(learner)):
             self._ready.setdefault(learner.name)
         else:
             self._ready.pop(learner.name, None)

@@ -127,9 +127,12 @@ def test_pairs_that_are_learnt_already_end_together_without_a_version(tmp_path: 
     assert {(r.state, r.version) for r in second_round(client)} == {("learnt", 0)}
 
 
-def test_a_step_shares_only_slots_that_are_free(tmp_path: Path) -> None:
-    client, watch = learn_together(tmp_path, "two slots", align__max_active_adapters=2)
-    assert sorted(watch.steps()) == [1, 2]
+@pytest.mark.parametrize(("slots", "steps"), [(1, [1, 1, 1]), (2, [1, 1, 1]), (4, [1, 2]), (6, [3])])
+def test_those_who_share_a_step_leave_half_of_the_slots_to_requests(
+    tmp_path: Path, slots: int, steps: list[int]
+) -> None:
+    client, watch = learn_together(tmp_path, "slots", align__max_active_adapters=slots)
+    assert sorted(watch.steps()) == steps
     assert {r.state for r in second_round(client)} == {"trained"}
 
 
