@@ -8,6 +8,7 @@ PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -84,24 +85,36 @@ class AdapterState:
     def step(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]], pairs: int) -> float:
         """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
 
-        Raises FloatingPointError, with nothing changed, when the norm is not finite.
+        Raises FloatingPointError when the norm is not finite, and whatever AdamW raises; nothing has changed then.
         """
-        for name, leaves in self.weights.items():
-            for leaf, gradient in zip(leaves, gradients[name], strict=True):
-                leaf.grad = gradient / pairs
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
         try:
+            for name, leaves in self.weights.items():
+                for leaf, gradient in zip(leaves, gradients[name], strict=True):
+                    leaf.grad = gradient / pairs
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
             # AdamW moves as far for one pair as for many: without this, pairs that trickle in would move the weights
             # micro_batch_pairs times as far as the same pairs that come at once.
             share = min(1.0, pairs / self.align.micro_batch_pairs)
             self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share
-            self._optimizer.step()
+            self._whole_optimizer_step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         self.version = self.newest_number = max(self.version, self.newest_number) + 1
         return norm
+
+    def _whole_optimizer_step(self) -> None:
+        """AdamW, or nothing of it: without memory it fails between its operations on moments and weights."""
+        weights = [parameter.detach().clone() for parameter in self.parameters()]
+        optimizer = copy.deepcopy(self._optimizer.state_dict())
+        try:
+            self._optimizer.step()
+        except Exception:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters(), weights)
+            self._optimizer.load_state_dict(optimizer)
+            raise
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by PEFT's names, copied to the host."""

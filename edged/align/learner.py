@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,8 @@ class Learner:
     """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
     alone: bool = False
     """A step that it shared failed: it shares none before one has ended."""
+    unreadable: bool = False
+    """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
     best: HeldOutScore | None = None
     best_weights: dict[str, torch.Tensor] | None = None
@@ -96,9 +98,12 @@ class Learner:
         self.step, self.taken = None, []
 
     def end(self) -> None:
-        """The step ended, with or without success."""
-        self.step, self.taken, self.alone = None, [], False
-        self.steps += 1
+        """The step or test ended, with or without success."""
+        tested = isinstance(self.step, HeldOutTest)
+        self.step, self.taken = None, []
+        if not tested:
+            self.alone = False
+            self.steps += 1
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs."""
@@ -109,3 +114,22 @@ class Learner:
         for pair_id in self.held_out.keys() & set(pair_ids):
             del self.held_out[pair_id]
             self.unscored.discard(pair_id)
+
+
+def joint_draws(
+    first: Learner, others: Iterable[Learner], align: AlignSettings, admit: Callable[[str], bool]
+) -> dict[str, Draw]:
+    """The next pairs of `first`, and of those `others` whose pairs fit beside them into one window."""
+    draws = {first.name: first.draw(align)}
+    most = 1 if first.alone else align.joint_adapters
+    room = align.window_tokens - draws[first.name].tokens
+    for learner in others:
+        if len(draws) == most or room <= 0:
+            break
+        if learner.name in draws or learner.alone:
+            continue
+        draw = learner.draw(align)
+        if draw.tokens <= room and admit(learner.name):
+            draws[learner.name] = draw
+            room -= draw.tokens
+    return draws

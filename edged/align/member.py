@@ -116,5 +116,5 @@ class Member:
             except FloatingPointError as error:
                 self.error = str(error)
             except RuntimeError as error:
-                # Want of memory, say: those who were stepped before it keep their steps.
+                # Want of memory, say: the state is as before the step, and those who were stepped before keep theirs.
                 self.error = f"{type(error).__name__}: {error}"

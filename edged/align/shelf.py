@@ -66,6 +66,11 @@ class Shelf:
         self._places.move_to_end(adapter)
         return place.state
 
+    def peek(self, adapter: str) -> AdapterState | None:
+        """The state, when it is resident, without counting as a use of it."""
+        place = self._places.get(adapter)
+        return place.state if place is not None else None
+
     def load(self, adapter: str) -> tuple[AdapterState, list[str]]:
         """The newest whole version from disk, or the untrained adapter; and what was wrong with newer ones."""
         state = self._untrained(adapter)

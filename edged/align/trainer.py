@@ -7,6 +7,7 @@ how a version reaches the packed batch (the engine's). Not thread-safe: the engi
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from dataclasses import replace
@@ -20,19 +21,13 @@ from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore, judge
 from edged.align.held_out import HeldOutTest
-from edged.align.learner import FIRST_LOSS, Draw, FineTuneStep, Learner
+from edged.align.learner import FIRST_LOSS, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
-from edged.align.pair import (
-    PairRetired,
-    PairState,
-    Record,
-    StepSkipped,
-    TokenPair,
-    VersionPublished,
-)
+from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.shelf import Shelf
 from edged.config import AlignSettings, GuardSettings
 
+log = logging.getLogger("edged.align")
 _MOST_ASKED = 64
 """Adapters that are asked whether their pairs fit into another's step."""
 
@@ -103,8 +98,13 @@ class Trainer:
     def adopt(self, state: AdapterState, problems: list[str]) -> None:
         """Take in a state that was read from disk; what is due may follow from the version that was found there."""
         self.shelf.adopt(state, problems)
-        if state.name in self._learners:
-            self._note(self._learners[state.name])
+        self.set_unreadable(state.name, False)
+
+    def set_unreadable(self, adapter: str, unreadable: bool = True) -> None:
+        """The adapter's files could not be read: nothing of it is ready until `adopt` has it after all."""
+        if adapter in self._learners:
+            self._learners[adapter].unreadable = unreadable
+            self._note(self._learners[adapter])
 
     def tidy(self, busy: Collection[str]) -> None:
         """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
@@ -144,12 +144,13 @@ class Trainer:
     # -- work out ----------------------------------------------------------------------------------------------------
 
     def ready(self) -> KeysView[str]:
-        """Adapters that have work and no step under way, in the order in which they became so."""
+        """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
         return self._ready.keys()
 
     def _note(self, learner: Learner) -> None:
         """Bring `ready` and `pairs_queued` up to date after anything of a learner changed."""
-        if learner.step is None and (learner.queue or self._test_due(learner)):
+        idle = learner.step is None and not learner.unreadable
+        if idle and (learner.queue or self._test_due(learner)):
             self._ready.setdefault(learner.name)
         else:
             self._ready.pop(learner.name, None)
@@ -171,7 +172,8 @@ class Trainer:
         learner = self._learner(adapter)
         if self._test_due(learner):
             return self._open_test(learner)
-        draws = self._draws(learner, admit)
+        others = (self._learners[name] for name in islice(self._ready, _MOST_ASKED))
+        draws = joint_draws(learner, (x for x in others if not self._test_due(x)), self._align, admit)
         for name, draw in draws.items():
             self._learners[name].begin(draw)
         try:
@@ -184,23 +186,6 @@ class Trainer:
             self._learners[name].step = step
             self._note(self._learners[name])
         return step
-
-    def _draws(self, first: Learner, admit: Callable[[str], bool]) -> dict[str, Draw]:
-        """The next pairs of `first`, and of those behind it whose pairs fit beside them into one window."""
-        draws = {first.name: first.draw(self._align)}
-        most = 1 if first.alone else self._align.joint_adapters
-        room = self._align.window_tokens - draws[first.name].tokens
-        for name in islice(self._ready, _MOST_ASKED):
-            if len(draws) == most or room <= 0:
-                break
-            learner = self._learners[name]
-            if name in draws or learner.alone or self._test_due(learner):
-                continue
-            draw = learner.draw(self._align)
-            if draw.tokens <= room and admit(name):
-                draws[name] = draw
-                room -= draw.tokens
-        return draws
 
     def _open_test(self, learner: Learner) -> HeldOutTest:
         version, pairs = self.version(learner.name), list(learner.held_out.values())
@@ -217,15 +202,30 @@ class Trainer:
         return test
 
     def close(self, step: FineTuneStep, seconds: float) -> None:
-        """Take in a step that finished `seconds` after it was opened: outcomes, new versions, a judgement."""
-        for name in step.adapters:
-            learner = self._learners[name]
+        """Take in a step that finished `seconds` after it was opened: outcomes, new versions, a judgement.
+
+        What fails for one adapter is on record and leaves the others their outcomes.
+        """
+        learners = [self._learners[name] for name in step.adapters]
+        for learner in learners:
             learner.end()
-            if isinstance(step, HeldOutTest):
-                self._close_test(learner, step)
-            else:
-                self._close_step(learner, step.members[name], seconds)
+        for learner in learners:
+            begun = len(self.records)
+            try:
+                if isinstance(step, HeldOutTest):
+                    self._close_test(learner, step)
+                else:
+                    self._close_step(learner, step.members[learner.name], seconds)
+            except Exception as error:
+                log.exception("a step or test of %s ended, and its outcome could not be taken in", learner.name)
+                if isinstance(step, DpoStep):
+                    self._stranded(learner, step.members[learner.name], begun, f"{type(error).__name__}: {error}")
             self._note(learner)
+
+    def _stranded(self, learner: Learner, member: Member, begun: int, reason: str) -> None:
+        """Skip those of a member's pairs that got no outcome among the records since `begun`."""
+        told = {record.pair_id for record in self.records[begun:] if isinstance(record, PairRetired)}
+        self._skipped(learner, [pair for pair in member.fresh if pair.pair_id not in told], reason)
 
     def _close_step(self, learner: Learner, member: Member, seconds: float) -> None:
         state = self.shelf.get(learner.name)
@@ -368,10 +368,10 @@ class Trainer:
             self._note(learner)
 
     def _skipped(self, learner: Learner, fresh: Sequence[TokenPair], reason: str) -> None:
-        state = self.shelf.get(learner.name)
-        self.records.append(StepSkipped(state.name, state.version, tuple(pair.pair_id for pair in fresh), reason))
+        version = self.version(learner.name)
+        self.records.append(StepSkipped(learner.name, version, tuple(pair.pair_id for pair in fresh), reason))
         for pair in fresh:
-            self._retire(pair, "skipped", state.version, pair.epochs_done, reason)
+            self._retire(pair, "skipped", version, pair.epochs_done, reason)
 
     def learners_of(self, pair_ids: Collection[int]) -> list[str]:
         """Adapters whose step under way holds any of these pairs."""

@@ -113,7 +113,7 @@ def replay(
     "--device-memory",
     type=click.FloatRange(0.0, min_open=True),
     metavar="GIB",
-    help="Memory of the box; default: this one's.",
+    help="Memory of the box, or of its GPU where that has its own; default: what is here.",
 )
 @click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of K/V that must fit.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
@@ -131,16 +131,17 @@ def memory(
 
     Nothing is loaded or downloaded. Exits with 1 when it does not fit.
     """
-    import psutil
-
     from edged.engine.process import prepare
 
     prepare()
+    import torch
+
     from edged.bench.memory import plan_memory
     from edged.config import ConfigError, load_settings
     from edged.engine.loading import ModelRefused
+    from edged.engine.memory import total_bytes
 
-    memory_bytes = int(device_memory * 2**30) if device_memory else psutil.virtual_memory().total
+    memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
     try:
         overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
         plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)

@@ -61,8 +61,6 @@ class Learning:
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
         """A ticket for each adapter that is being read; `forget` takes it away."""
-        self._unreadable: set[str] = set()
-        """Adapters that no step is opened for: their files could not be read."""
         self._saver = _beside("edged-saver")
         self._trainer.on_publish(self._published)
         self._problems_told = 0
@@ -86,45 +84,52 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
-        if self._paused:
-            return
         # A request that waits for a slot gets the next one.
-        if slots_wanted or len(self.jobs) >= _MOST_OPEN:
+        if self._paused or slots_wanted:
             return
-        ready = self._trainer.ready()
-        for adapter in list(ready):
-            if len(self.jobs) >= _MOST_OPEN:
+        while len(self.jobs) < _MOST_OPEN:
+            adapter = self._next_ready()
+            if adapter is None or not self._open(adapter, now):
                 return
-            if not self._trainer.shelf.resident(adapter):
-                if adapter not in self._unreadable and len(self._fetching) < _MOST_OPEN:
-                    self.fetch(adapter)
-            elif adapter in ready:
-                self._open(adapter, now)
 
-    def _open(self, adapter: str, now: float) -> None:
-        """Open the adapter's next step or test, if there is a slot for it; others who are in memory may share it."""
+    def _next_ready(self) -> str | None:
+        """The first adapter with work that is in memory; those before it are read, few at once."""
+        for adapter in self._trainer.ready():
+            if self._trainer.shelf.resident(adapter):
+                return adapter
+            if len(self._fetching) < _MOST_OPEN:
+                self.fetch(adapter)
+        return None
+
+    def _open(self, adapter: str, now: float) -> bool:
+        """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
+
+        Those others leave half of the slots to requests: each is held until the step ends.
+        """
         slots: dict[str, int] = {}
 
         def admit(name: str) -> bool:
-            if not self._trainer.shelf.resident(name):
+            state = self._trainer.shelf.peek(name)
+            if state is None:
                 return False
-            slot = self._parts.slots.acquire(self._trainer.state(name))
+            slot = self._parts.slots.acquire(state, self._parts.slots.count // 2 if slots else 0)
             if slot is not None:
                 slots[name] = slot
             return slot is not None
 
         if not admit(adapter):
-            return
+            return False
         try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
         except Exception:
             log.exception("a step of %s could not be opened", ", ".join(slots))
             self._release(slots)
-            return
+            return False
         task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
         self._sync(task)
         self._scheduler.add(task, now)
+        return True
 
     def _release(self, slots: dict[str, int]) -> None:
         for slot in slots.values():
@@ -168,7 +173,7 @@ class Learning:
                     self._tell_problems()
                     self.versions = self._trainer.versions()
                 else:
-                    self._unreadable.add(adapter)
+                    self._trainer.set_unreadable(adapter)
             self._on_fetched(adapter, problem, time.monotonic())
 
         with contextlib.suppress(EngineStopping):
@@ -287,7 +292,6 @@ class Learning:
     def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
         """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
         self._fetching.pop(adapter, None)
-        self._unreadable.discard(adapter)
         for name in self._trainer.learners_of(pair_ids):
             self._abandon(name)
         self._trainer.drop_pairs(pair_ids)

@@ -31,17 +31,27 @@ _CUDA_SHARE = 0.85
 _UNIFIED_SHARE = 0.5
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device is a discrete GPU: an integrated one shares the box's memory, as the CPU does."""
+    return device.type == "cuda" and not getattr(torch.cuda.get_device_properties(device), "is_integrated", False)
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory that the device's work can use; the box's where CUDA is asked for and not there."""
+    if device.type == "cuda" and torch.cuda.is_available() and has_own_memory(device):
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
 def free_bytes(device: torch.device) -> tuple[int, float]:
     """Free memory of the device and the share of it that the cache may take.
 
     On an integrated GPU memory is the box's own: MemAvailable counts what cudaMemGetInfo does not (page cache).
     """
     available = int(psutil.virtual_memory().available)
-    if device.type != "cuda":
-        return available, _CPU_SHARE
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        return available, _UNIFIED_SHARE
-    return int(torch.cuda.mem_get_info(device)[0]), _CUDA_SHARE
+    if has_own_memory(device):
+        return int(torch.cuda.mem_get_info(device)[0]), _CUDA_SHARE
+    return available, _UNIFIED_SHARE if device.type == "cuda" else _CPU_SHARE
 
 
 def shape_of(model: ServedModel) -> BaseShape:

@@ -22,6 +22,9 @@ _LARGEST_FROM_FRUGAL_HEAP = 64 << 10
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """Ask for transparent huge pages wherever the heap grows."""
 
+_keeps_freed_memory = False
+"""As `prepare` was told: the heap is never trimmed by itself."""
+
 
 def prepare(keep_freed_memory: bool = True) -> None:
     """Have OpenMP threads wait briefly between operations and, if asked, keep freed memory for the next iteration.
@@ -31,9 +34,11 @@ def prepare(keep_freed_memory: bool = True) -> None:
     need. Kept memory saves mapping and faulting in every large tensor anew; `give_back_memory` returns it when there
     is nothing to do.
     """
+    global _keeps_freed_memory
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     quiet()
     libc = _glibc()
+    _keeps_freed_memory = keep_freed_memory
     if keep_freed_memory and libc is not None:
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
@@ -81,8 +86,10 @@ def frugal() -> Iterator[None]:
         gc.unfreeze()
         gc.collect()
         if libc is not None:
-            # Of glibc's own two rules this is where its moving threshold ends up.
+            # Where glibc's own moving thresholds end up; setting one of them has stopped both.
             libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+            if not _keeps_freed_memory:
+                libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_FROM_HEAP)
             libc.malloc_trim(0)
 
 

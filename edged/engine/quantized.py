@@ -26,7 +26,7 @@ _PACKAGES: dict[str, dict[str, str]] = {
     "aqlm": {"aqlm": "aqlm"},
 }
 """What transformers imports for a method -> what pip calls it."""
-_MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
+MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 """Values of `model.quantize` -> the method that makes them."""
 INT4_GROUP = 64
 """Weights that share a scale: small enough to divide the hidden size of small models, too."""
@@ -84,7 +84,7 @@ def make_config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
 
     Raises CannotQuantize.
     """
-    method = _MADE_BY[kind]
+    method = MADE_BY[kind]
     _need_packages(method)
     from transformers import BitsAndBytesConfig, TorchAoConfig
 

@@ -23,12 +23,17 @@ class SlotTable:
         self._idle: OrderedDict[int, None] = OrderedDict((slot, None) for slot in range(lora.slots))
 
     @property
+    def count(self) -> int:
+        """All slots, held or idle."""
+        return len(self._holders)
+
+    @property
     def adapters(self) -> int:
         """Adapter versions that are resident."""
         return len(self._where)
 
-    def acquire(self, state: AdapterState) -> int | None:
-        """A slot with the state's current version, held until `release`; None when all slots are held.
+    def acquire(self, state: AdapterState, spare: int = 0) -> int | None:
+        """A slot with the state's current version, held until `release`; None when all are held but `spare` ones.
 
         The untrained version 0 needs none: NO_SLOT.
         """
@@ -36,9 +41,9 @@ class SlotTable:
             return NO_SLOT
         key = (state.name, state.version)
         slot = self._where.get(key)
+        if (slot is None or slot in self._idle) and len(self._idle) <= spare:
+            return None
         if slot is None:
-            if not self._idle:
-                return None
             slot = next(iter(self._idle))
             self._put(slot, state)
         self._idle.pop(slot, None)

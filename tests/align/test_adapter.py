@@ -155,3 +155,26 @@ def test_the_config_is_pefts(tmp_path: Path) -> None:
     config = LoraConfig.from_pretrained(path)
     assert (config.r, config.lora_alpha, sorted(config.target_modules or ())) == (4, 8.0, ["q_proj", "up_proj"])
     assert json.loads((path / "edged.json").read_text())["version"] == 1
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_optimizer_that_fails_half_way_leaves_weights_and_moments_as_they_were(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, twin = stepped(times), stepped(times)
+    gradients = {name: (torch.ones_like(a), torch.ones_like(b)) for name, (a, b) in made.weights.items()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        # The last of AdamW's operations: the moments have moved by then, and so have decayed weights.
+        patch.setattr(torch, "_foreach_addcdiv_", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            made.step(gradients, 2)
+    assert made.version == times
+    for found, wanted in ((made.tensors(), twin.tensors()), (made.optimizer_tensors(), twin.optimizer_tensors())):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert made.step(gradients, 2) == twin.step(gradients, 2)
+    assert all(torch.equal(value, twin.tensors()[key]) for key, value in made.tensors().items())

@@ -20,12 +20,11 @@ from edged.config import ModelSettings, load_settings
 from edged.engine.budget import BaseShape, adapters_that_fit, needs
 from edged.engine.memory import shape_of
 from edged.engine.model import ServedModel
-from edged.engine.quantized import form_of_checkpoint, form_of_setting, method_of
+from edged.engine.quantized import MADE_BY, form_of_checkpoint, form_of_setting, method_of
 from tests.models import save_tiny
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
-PACKAGES = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 
 
 def plan(*arguments: str, model: str = "llama-3.1-8b.json") -> tuple[int, dict]:  # type: ignore[type-arg]
@@ -76,7 +75,7 @@ def test_a_model_that_cannot_be_read_or_a_kind_that_is_not_there_is_refused(tmp_
 
 
 @pytest.mark.parametrize(
-    "kind", ["", *(kind for kind, package in PACKAGES.items() if importlib.util.find_spec(package))]
+    "kind", ["", *(kind for kind, package in MADE_BY.items() if importlib.util.find_spec(package))]
 )
 def test_weights_take_what_the_model_says_to_the_percent(kind: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "plain", hidden_size=512, intermediate_size=1024)
@@ -108,7 +107,7 @@ def test_adapters_take_a_quarter_of_what_the_base_leaves() -> None:
 @pytest.mark.parametrize("quantize", ["", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_an_engine_that_serves_and_learns_takes_what_was_predicted(quantize: str, tmp_path: Path) -> None:
     if quantize:
-        pytest.importorskip(PACKAGES[quantize])
+        pytest.importorskip(MADE_BY[quantize])
     shape = Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=2048, vocab=8192)
     model = AutoModelForCausalLM.from_pretrained(write_random_llama(tmp_path / "float32", shape), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bfloat16")

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from edged.align.dpo import DpoStep
+from edged.align.learner import Learner
 from edged.align.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionSaved
 from edged.engine.engine import Engine
 from edged.scheduler.task import Plan, Unit
@@ -126,9 +127,12 @@ def test_pairs_that_are_learnt_already_end_together_without_a_version(tmp_path: 
     assert {(r.state, r.version) for r in second_round(client)} == {("learnt", 0)}
 
 
-def test_a_step_shares_only_slots_that_are_free(tmp_path: Path) -> None:
-    client, watch = learn_together(tmp_path, "two slots", align__max_active_adapters=2)
-    assert sorted(watch.steps()) == [1, 2]
+@pytest.mark.parametrize(("slots", "steps"), [(1, [1, 1, 1]), (2, [1, 1, 1]), (4, [1, 2]), (6, [3])])
+def test_those_who_share_a_step_leave_half_of_the_slots_to_requests(
+    tmp_path: Path, slots: int, steps: list[int]
+) -> None:
+    client, watch = learn_together(tmp_path, "slots", align__max_active_adapters=slots)
+    assert sorted(watch.steps()) == steps
     assert {r.state for r in second_round(client)} == {"trained"}
 
 
@@ -220,3 +224,25 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
     assert watch.steps() == [1, 1]
     assert {r.adapter: r.state for r in second_round(client)} == {"ann": "trained", "bob": "skipped", "cyd": "trained"}
     assert "no room" in client.of(StepSkipped)[0].reason
+
+
+def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: Path) -> None:
+    whole, _ = learn_together(tmp_path, "whole")
+    with three_users(tmp_path, "stranded") as (engine, client, watch):
+        trainer = engine._parts.trainer
+        close_step = trainer._close_step
+
+        def fails_for_the_first(learner: Learner, *rest: Any) -> None:
+            if learner.name == "ann":
+                raise OSError("no disk")
+            close_step(learner, *rest)
+
+        trainer._close_step = fails_for_the_first  # type: ignore[method-assign]
+        engine.pause_finetuning(False)
+        client.wait(lambda: len(second_round(client)) == 3)
+        wait_idle(engine)
+    assert watch.steps() == [3]
+    assert {r.adapter: r.state for r in second_round(client)} == {"ann": "skipped", "bob": "trained", "cyd": "trained"}
+    assert [(s.adapter, s.reason) for s in client.of(StepSkipped)] == [("ann", "OSError: no disk")]
+    for name in ("bob", "cyd"):
+        assert_same_weights(whole, client, name)

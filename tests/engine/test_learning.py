@@ -146,14 +146,17 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
         run = engine._executor.run
         pieces: list[tuple[int, int]] = []
 
-        def interrupted(plan: Plan, sequences: Any, jobs: Any, _: Any) -> Work:
-            work = run(plan, sequences, jobs, lambda: True)
+        def interrupted(*arguments: Any, **named: Any) -> Work:
+            named["interrupted"] = lambda: True
+            work = run(*arguments, **named)
             pieces.append((len(work.finetuned), len(work.units)))
             return work
 
         engine._executor.run = interrupted  # type: ignore[method-assign]
         engine.submit_pairs(random_pairs(4, "ann") + random_pairs(4, "bob", seed=1, first_id=5))
         client.wait(lambda: len(client.of(PairRetired)) == 8)
+    assert {record.state for record in client.of(PairRetired)} == {"trained"}
+    assert sum(units for _, units in pieces) > 8
     assert any(forwards for forwards, _ in pieces) is not keep_graph
     assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
@@ -236,3 +239,25 @@ def test_idle_adapters_leave_memory_and_come_back_as_they_were(tmp_path: Path) -
         client.wait(lambda: len(client.of(PairRetired)) == 28)
         wait_idle(engine)
         assert engine.adapters()["user0"] == 2
+
+
+def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        trainer = engine._parts.trainer
+        load = trainer.shelf.load
+
+        def damaged(adapter: str) -> Any:
+            if adapter == "ann":
+                raise OSError("no such disk")
+            return load(adapter)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.shelf, "load", damaged)
+            engine.submit_pairs(random_pairs(2, "ann") + random_pairs(2, "bob", first_id=3))
+            client.wait(lambda: len(client.of(PairRetired)) == 2)
+            assert engine._ask(lambda: list(trainer.ready())).result(10) == []
+        engine._ask(lambda: engine._learning.fetch("ann")).result(10)
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+    assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]

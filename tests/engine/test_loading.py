@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from edged.bench.random_llama import Shape, write_random_llama
 from edged.engine.loading import drop_cached
+from edged.engine.quantized import MADE_BY
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=2048, vocab=8192)
@@ -23,8 +24,7 @@ LARGEST = 4 * 8192 * 512
 
 
 Figures = dict[str, dict[str, int]]
-PACKAGES = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
-QUANTIZE = [kind for kind, package in PACKAGES.items() if importlib.util.find_spec(package)]
+QUANTIZE = [kind for kind, package in MADE_BY.items() if importlib.util.find_spec(package)]
 
 
 @pytest.fixture(scope="module")

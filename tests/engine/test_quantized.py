@@ -18,17 +18,16 @@ from edged.engine.attention import IMPLEMENTATION
 from edged.engine.frozen import FrozenLinear
 from edged.engine.loading import load_pretrained
 from edged.engine.model import ModelRefused, ServedModel
-from edged.engine.quantized import make_config, settle
+from edged.engine.quantized import MADE_BY, make_config, settle
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 from tests.engine.test_dpo_exact import make_pairs, trl_gradients, unit_gradients, worst_error
 from tests.engine.test_engine import generated
 from tests.models import byte_tokenizer, save_tiny
 
 CPU = torch.device("cpu")
-PACKAGES = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is missing"))
-    for kind, package in PACKAGES.items()
+    for kind, package in MADE_BY.items()
 ]
 SAVED = [kind for kind in KINDS if kind.values[0] != "int4"]
 """torchao cannot save its int4 layout for CPUs."""
@@ -108,7 +107,7 @@ def test_unit_gradients_equal_trls_on_the_same_products(
     base = load_pretrained(str(plain(tmp_path)), ModelSettings(device="cpu", quantize=kind), IMPLEMENTATION)
     got, step, weights = unit_gradients(base, pairs, window, chunk=23, keep_graph=keep_graph)
     # PEFT differentiates bitsandbytes' products; for torchao's, autograd on the weights that they stand for.
-    oracle = quantized(tmp_path, kind) if PACKAGES[kind] == "bitsandbytes" else dequantized(tmp_path, kind)
+    oracle = quantized(tmp_path, kind) if MADE_BY[kind] == "bitsandbytes" else dequantized(tmp_path, kind)
     wanted, loss = trl_gradients(oracle, pairs, weights, tmp_path)
     # Inputs that round to other 8-bit steps in other batches move single gradients by some percent, as generate's.
     tolerance = 0.1 if kind == "llm-int8" else 1e-4
