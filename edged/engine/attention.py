@@ -166,9 +166,13 @@ class PagedPass:
         batch = self.batch
         self.kv.write(layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
         heads, tokens, _ = query.shape
+        if batch.tiles is None and not batch.prefills:
+            # Single tokens alone lie in order.
+            return self._decode(layer, query.transpose(0, 1), scaling, window, softcap)
         out = query.new_empty(tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
-            out.index_copy_(0, batch.decode_rows, self._decode(layer, query, scaling, window, softcap))
+            rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
+            out.index_copy_(0, batch.decode_rows, self._decode(layer, rows, scaling, window, softcap))
         if batch.tiles is not None:
             from edged.engine import triton_prefill
 
@@ -179,11 +183,11 @@ class PagedPass:
         return out
 
     def _decode(
-        self, layer: int, query: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+        self, layer: int, rows: torch.Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
+        """`rows` [n, heads, d] -> [n, heads, d]."""
         batch = self.batch
-        n = len(batch.decode_rows)
-        rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
+        n, heads, _ = rows.shape
         if self._decode_path == "triton":
             from edged.engine import triton_decode
 
@@ -192,7 +196,7 @@ class PagedPass:
             )
         if self._decode_path == "ragged":
             if window not in self._ragged_decodes:
-                self._ragged_decodes[window] = RaggedDecode(batch.decodes, query.shape[0], self.kv, window)
+                self._ragged_decodes[window] = RaggedDecode(batch.decodes, heads, self.kv, window)
             return self._ragged_decodes[window].attend(layer, rows, scaling, softcap)
         if self._decode_blocks is None:
             self._decode_blocks = self.kv.block_index(batch.decode_tables)
@@ -201,7 +205,7 @@ class PagedPass:
         grouped = rows.reshape(n, self.kv.kv_heads, -1, self.kv.head_dim)
         if window not in self._decode_masks:
             ahead = torch.arange(keys.shape[2], device=keys.device)[None, :] - batch.decode_context[:, None]
-            self._decode_masks[window] = _additive(ahead, window, query.dtype)[:, None, None, :]
+            self._decode_masks[window] = _additive(ahead, window, rows.dtype)[:, None, None, :]
         out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
         return out.reshape(n, -1, self.kv.head_dim)
 

@@ -60,18 +60,21 @@ class RaggedDecode:
         np.cumsum(np.repeat(seen, heads), out=offsets[1:])
         self._offsets = torch.from_numpy(offsets)
         self._weights = torch.empty(len(columns), dtype=kv.keys.dtype)
-        # Zeros, not empty: torch adds them to the scores after a product with beta 0, which a NaN would survive.
-        self._zeros = torch.zeros(len(columns), dtype=kv.keys.dtype)
+        self._pattern = torch.sparse_csr_tensor(
+            self._offsets,
+            self._columns,
+            # Zeros, not empty: torch adds them to the scores after a product with beta 0, which a NaN would survive.
+            torch.zeros(len(columns), dtype=kv.keys.dtype),
+            (self._rows, len(kv.rows(0)[0])),
+            check_invariants=False,
+        )
         self._runs = _runs(seen.tolist(), heads)
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
         """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
         keys, values = self._kv.rows(layer)
-        pattern = torch.sparse_csr_tensor(
-            self._offsets, self._columns, self._zeros, (self._rows, len(keys)), check_invariants=False
-        )
         flat = query.reshape(self._rows, -1)
-        scores = torch.sparse.sampled_addmm(pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
+        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         for start, stop, length in self._runs:
