@@ -203,7 +203,8 @@ class DpoStep:
         return Backward(self.group, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
-        self._backward = self._graph = None
+        # The optimizer's copies take the room of the layers' inputs.
+        self._backward = self._graph = self.group.inputs = None
         self.free()
         if self._batches:
             for member in self.members.values():

@@ -72,11 +72,13 @@ class Group:
                 kept += layout.tokens if keeps else 0
         self.rows, self.kept_rows = row, kept
         self.last = torch.empty(row, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        self.inputs = (
+        self._new_inputs = lambda: (
             LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device)
             if keep == "inputs"
             else None
         )
+        self.inputs = self._new_inputs()
+        """None once the group has ended, too."""
 
     @property
     def tokens_left(self) -> int:
@@ -95,6 +97,7 @@ class Group:
 
     def restart(self, release: Callable[[np.ndarray], None]) -> None:
         """Give the pages back; nothing is computed any more."""
+        self.inputs = self.inputs or self._new_inputs()
         self.free(release)
         for stream in self.streams:
             stream.done = 0

@@ -161,9 +161,10 @@ _PARTS = {
     "packed_copy": "weights packed for oneDNN",
     "lora_slots": "LoRA slots ({active_adapters} adapters of rank {rank} at once)",
     "adapters": "adapters in memory ({loaded_adapters}: fp32 masters, AdamW)",
-    "step": "a DPO step",
+    "step": "open DPO steps",
     "kept_graph": "its kept graph",
     "iteration": "an iteration's activations and logits",
+    "decode_graphs": "captured decode iterations",
 }
 
 

@@ -23,8 +23,9 @@ Linears = tuple[tuple[int, int], ...]
 
 STATE_BYTES = 12
 """Of an adapter's weight in memory: the fp32 master and AdamW's two moments."""
-_STEP_BYTES = 12
-"""Of an adapter's weight in a step: its gradient, that of earlier groups, and the mean that AdamW is given."""
+_GRADIENT_BYTES = 4
+_OPTIMIZER_BYTES = 20
+"""Of an adapter's weight in its optimizer step: the mean gradient, a root, and the masters and moments before it."""
 _ADAPTER_SHARE = 0.25
 """Of the memory beside the base: what adapters in memory and their slots may take."""
 _FEWEST_ADAPTERS = 2
@@ -106,11 +107,13 @@ class Needs:
     adapters: int
     """Masters and optimizers of those that stay in memory."""
     step: int
-    """One DPO step that recomputes its layers."""
+    """The DPO steps that are open at once, one of them in a unit that recomputes a layer."""
     kept_graph: int
     """What a step that keeps its graph takes instead of a second forward, where it fits."""
     iteration: int
     """Activations, attention and logits of one packed forward."""
+    decode_graphs: int
+    """Captured decode iterations, on CUDA."""
     kv_per_token: int
     loaded_adapters: int
     """How many stay in memory."""
@@ -121,7 +124,7 @@ class Needs:
     def total(self) -> int:
         """Everything but K/V pages."""
         parts = (self.weights, self.packed_copy, self.lora_slots, self.adapters, self.step, self.iteration)
-        return sum(parts) + self.kept_graph
+        return sum(parts) + self.kept_graph + self.decode_graphs
 
 
 def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
@@ -139,9 +142,10 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         packed_copy=linear_weights * dtype.itemsize if copied else 0,
         lora_slots=active * one * dtype.itemsize,
         adapters=loaded * one * STATE_BYTES,
-        step=step_bytes(shape, settings, dtype) + (0 if plain else largest_weight(shape, dtype)),
+        step=step_bytes(shape, settings, dtype, loaded) + (0 if plain else largest_weight(shape, dtype)),
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
         iteration=iteration_bytes(shape, settings, dtype, left) + (0 if plain else largest_weight(shape, dtype)),
+        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
         active_adapters=active,
@@ -167,14 +171,27 @@ def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: t
     return settings.align.window_tokens * width * dtype.itemsize
 
 
-def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """A DPO step beside its pages: the layers' inputs of a group, one layer's graph, a head unit, its gradients."""
-    align = settings.align
-    rows = 2 * max(align.window_tokens, align.max_pair_tokens)
-    kept = (shape.layers + 16) * rows * shape.hidden_size * dtype.itemsize
-    layer = graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+def open_steps(loaded: int) -> int:
+    """Steps open at once: one that runs, and one that follows without a gap unless memory is short of adapters."""
+    return 2 if loaded > _FEWEST_ADAPTERS else 1
+
+
+def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int) -> int:
+    """The open DPO steps beside their pages, when `loaded` adapters are in memory.
+
+    Each has its layers' inputs of a group and its gradients. One unit runs at a time: a layer's graph and a head unit
+    at most, or one member's optimizer, and that step has no inputs then.
+    """
+    align, steps = settings.align, open_steps(loaded)
+    row = 2 * max(align.window_tokens, align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
+    kept = (shape.layers + 2) * row
+    layer = 14 * row + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
     head = _LOGIT_COPIES * 4 * shape.vocab_size * head_window_size(align.window_tokens, shape.vocab_size)
-    return kept + layer + head + _STEP_BYTES * adapter_weights(shape.targets, align.rank)
+    one = adapter_weights(shape.targets, align.rank)
+    # An adapter alone may have several groups, and keeps the gradient as it was before the last; those who share a
+    # window have one group, and none is in two steps.
+    gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
+    return gradients + (steps - 1) * kept + max(kept + layer + head, _OPTIMIZER_BYTES * one)
 
 
 def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
@@ -188,6 +205,13 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
     attention = context * (tokens + 4 * shape.kv_heads * shape.head_dim) * dtype.itemsize
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
+
+
+def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
+    """What captured decode iterations may hold, and their logits."""
+    if not settings.model.graph_memory_mb:
+        return 0
+    return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
 
 
 def largest_weight(shape: BaseShape, dtype: torch.dtype) -> int:

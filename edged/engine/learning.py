@@ -15,6 +15,7 @@ from typing import Any
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
 from edged.engine.parts import EngineParts
@@ -25,8 +26,6 @@ from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 log = logging.getLogger("edged.align")
 _GRAPH_SHARE = 0.25
 """Of the free memory: what a step's kept graph may take."""
-_MOST_OPEN = 2
-"""Steps open at once: one that runs, and one that follows without a gap."""
 
 
 class Learning:
@@ -58,6 +57,7 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = not parts.settings.align.enabled
+        self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
         """A ticket for each adapter that is being read; `forget` takes it away."""
@@ -87,7 +87,7 @@ class Learning:
         # A request that waits for a slot gets the next one.
         if self._paused or slots_wanted:
             return
-        while len(self.jobs) < _MOST_OPEN:
+        while len(self.jobs) < self._most_open:
             adapter = self._next_ready()
             if adapter is None or not self._open(adapter, now):
                 return
@@ -97,7 +97,7 @@ class Learning:
         for adapter in self._trainer.ready():
             if self._trainer.shelf.resident(adapter):
                 return adapter
-            if len(self._fetching) < _MOST_OPEN:
+            if len(self._fetching) < self._most_open:
                 self.fetch(adapter)
         return None
 

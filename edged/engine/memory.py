@@ -16,6 +16,7 @@ from edged.engine.budget import (
     BaseShape,
     adapter_weights,
     adapters_that_fit,
+    decode_graph_bytes,
     graph_bytes,
     iteration_bytes,
     largest_weight,
@@ -75,10 +76,13 @@ def shape_of(model: ServedModel) -> BaseShape:
 def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
     """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
     shape = shape_of(model)
-    work = iteration_bytes(shape, settings, model.dtype, free) + step_bytes(shape, settings, model.dtype)
+    loaded = settings.align.max_loaded_adapters
+    work = iteration_bytes(shape, settings, model.dtype, free) + step_bytes(shape, settings, model.dtype, loaded)
+    if model.device.type == "cuda":
+        work += decode_graph_bytes(shape, settings)
     if model.quantized:
         work += largest_weight(shape, model.dtype)
-    return work + settings.align.max_loaded_adapters * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    return work + loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank)
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:

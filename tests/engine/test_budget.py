@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from edged.bench.random_llama import Shape, write_random_llama
 from edged.cli.main import cli
 from edged.config import ModelSettings, load_settings
-from edged.engine.budget import BaseShape, adapters_that_fit, needs
+from edged.engine.budget import BaseShape, adapter_weights, adapters_that_fit, needs, step_bytes
 from edged.engine.memory import shape_of
 from edged.engine.model import ServedModel
 from edged.engine.quantized import MADE_BY, form_of_checkpoint, form_of_setting, method_of
@@ -118,3 +119,21 @@ def test_an_engine_that_serves_and_learns_takes_what_was_predicted(quantize: str
     figures = json.loads(done.stdout.splitlines()[-1])
     # Graphs and activations are estimates, and the heap has holes.
     assert figures["measured"] == pytest.approx(figures["predicted"], rel=0.2)
+
+
+def test_open_steps_hold_a_gradient_for_each_adapter_that_may_share_them() -> None:
+    shape = BaseShape.of_config(AutoConfig.from_pretrained(str(MODELS / "mistral-7b.json")), "all-linear")
+    weights = adapter_weights(shape.targets, load_settings(environ={}).align.rank)
+
+    def step(joint: int, loaded: int) -> int:
+        settings = load_settings(environ={}, overrides={"align.joint_adapters": joint})
+        return step_bytes(shape, settings, torch.bfloat16, loaded)
+
+    # Two steps of four adapters each, instead of two that keep an earlier group's gradient beside their own.
+    assert step(4, 64) - step(1, 64) == 4 * 4 * weights
+    assert step(4, 6) - step(1, 6) == 2 * 4 * weights
+    assert step(4, 2) == step(1, 2) < step(1, 3)
+
+
+def test_the_box_is_this_one_where_none_is_given() -> None:
+    assert plan("--device", "cpu")[1]["device_bytes"] == psutil.virtual_memory().total
