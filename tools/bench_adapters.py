@@ -29,6 +29,7 @@ from edged.bench.adapters import ANSWER_TOKENS, BATCH, PROMPT_TOKENS, batch_cost
 from edged.bench.bounds import Machine, Sizes, decode, measure_machine, prefill  # noqa: E402
 from edged.bench.random_llama import SHAPES, write_random_llama  # noqa: E402
 from edged.config import AlignSettings  # noqa: E402
+from edged.engine.threads import apart  # noqa: E402
 from edged.models import demo_model_dir  # noqa: E402
 
 DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
@@ -45,9 +46,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
     quick = options.quick
-    machine = measure_machine(torch.device(DEVICE), DTYPE)
+    machine = apart(lambda: measure_machine(torch.device(DEVICE), DTYPE))
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
-        model = write_random_llama(Path(folder), SHAPES["4m" if quick else "135m"])
+        model = apart(lambda: write_random_llama(Path(folder), SHAPES["4m" if quick else "135m"]))
         batch = batch_cost(model, options.rounds or (2 if quick else 5))
         batch["floor_ms"] = batch_floors(model, machine, list(batch["gap_ms"]))
     crowd = registered_cost(

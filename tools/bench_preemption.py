@@ -39,6 +39,7 @@ from edged.bench.random_llama import SHAPES, write_random_llama, write_tokenizer
 from edged.bench.replay import load_pairs  # noqa: E402
 from edged.config import Settings  # noqa: E402
 from edged.engine.text import Codec  # noqa: E402
+from edged.engine.threads import apart  # noqa: E402
 
 PERCENTILES = (50, 95, 99, 100)
 CHAT_TEMPLATE = (
@@ -73,7 +74,7 @@ def main() -> None:
 
 def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
     """A random-weight Llama with a tokenizer that was trained on the pairs."""
-    write_random_llama(folder, SHAPES[size])
+    apart(lambda: write_random_llama(folder, SHAPES[size]))
     texts = (pair[key] for _, pair in read_pairs(pairs, format) if isinstance(pair, dict) for key in ("chosen",))
     tokenizer = write_tokenizer(folder, texts, SHAPES[size].vocab)
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.serving import Serving
+from edged.engine.threads import apart, beside
 from edged.scheduler.foresight import Foresight
 from edged.scheduler.task import Kind, Plan, Resources, Result
 
@@ -76,12 +77,10 @@ class Engine:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
         `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
-        temporary folder.
+        temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
-        # On a thread that ends, and its share of OpenMP's threads with it (see `threads.beside`).
-        with ThreadPoolExecutor(1, thread_name_prefix="edged-builder") as builder:
-            parts = builder.submit(build_parts, settings, model_dir, data_dir).result()
-        return cls(parts, deliver, journal)
+        beside()
+        return cls(apart(lambda: build_parts(settings, model_dir, data_dir)), deliver, journal)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 

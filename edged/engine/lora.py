@@ -27,8 +27,8 @@ Run = tuple[int, int, int]
 
 _FEW_ROWS = 16
 """Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
-_ALONE_ROWS = 64
-"""Up to so many rows one CPU core multiplies an update sooner than a second one wakes up (10 against 120 us)."""
+_ALONE_ROWS = 16
+"""Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
 _MOST_SPARE = 2
 """Slots multiplied together lie side by side; at most so many times as many as are used."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import psutil
 import torch
@@ -19,6 +21,7 @@ _PART_OF_A_CORE = 0.5
 """How much of a core must be free for a thread of its own."""
 
 
+T = TypeVar("T")
 Usage = Callable[[], tuple[float, float]]
 """Seconds that this process computed, and that its cores did nothing, since some moment of the past."""
 
@@ -63,6 +66,12 @@ def beside() -> None:
     none waits awake between operations any more, and each operation costs the time it takes to wake up.
     """
     torch.set_num_threads(1)
+
+
+def apart(work: Callable[[], T]) -> T:
+    """What `work` returns, done on a thread that ends, and its share of OpenMP's threads with it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="edged-apart") as pool:
+        return pool.submit(work).result()
 
 
 def _used_and_idle_s(cores: list[int]) -> tuple[float, float]:
