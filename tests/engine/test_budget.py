@@ -60,7 +60,7 @@ def test_an_8b_model_in_four_bits_with_training_and_kv_fits_32_gb() -> None:
 def test_what_does_not_fit_is_said_and_a_graph_is_given_up_first() -> None:
     code, found = plan("--device-memory", "16")
     assert (code, found["fits"], found["parts"]["kept_graph"]) == (1, False, 0)
-    code, found = plan("--device-memory", "12", "--quantize", "nf4", "--context", "8192")
+    code, found = plan("--device-memory", "12.5", "--quantize", "nf4", "--context", "8192")
     assert (code, found["parts"]["kept_graph"]) == (0, 0)
     result = CliRunner().invoke(cli, ["bench", "memory", "-m", str(MODELS / "mistral-7b.json"), "--device-memory", "8"])
     assert result.exit_code == 1
