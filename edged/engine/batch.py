@@ -105,14 +105,13 @@ def pack(
     With `tile_tokens` the segments of several tokens become tiles of at most so many; with `lora` so do the runs.
     """
     ordered = sorted(segments, key=lambda s: (s.slot, len(s.tokens) > 1))
-    rows, runs = _rows(ordered, kv.page_size)
+    rows, runs = packed_rows(ordered, kv.page_size)
     decodes = [s for s in ordered if s.is_decode]
     chunks = [s for s in ordered if not s.is_decode]
-    tables = _tables(decodes, kv.page_size)
+    tables = page_tables(decodes, kv.page_size)
     tiled = tile_tokens > 0 and len(chunks) > 0
     pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
-    adapted = [run for run in runs if run[2] != NO_SLOT]
-    lora_tiles = _lora_tiles(adapted) if lora and adapted else None
+    lora_tiles = _lora_tiles(runs) if lora and runs else None
     moved = upload(
         [
             *rows,
@@ -130,7 +129,7 @@ def pack(
         position_ids=moved[1][None],
         write_rows=kv.row_index(moved[2], moved[3]),
         logit_rows=moved[4],
-        runs=adapted,
+        runs=runs,
         decodes=decodes,
         decode_rows=moved[5],
         decode_context=moved[6],
@@ -175,14 +174,14 @@ def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.nd
     return np.concatenate(tables)
 
 
-def _rows(ordered: list[Segment], page_size: int) -> tuple[list[np.ndarray], list[tuple[int, int, int]]]:
-    """Of every packed token its id, position, page and offset in the page; and the runs under one slot.
+def packed_rows(ordered: Sequence[Segment], page_size: int) -> tuple[list[np.ndarray], list[Run]]:
+    """Of every packed token its id, position, page and offset in the page; and the runs under one adapter.
 
     Sets each segment's `start`.
     """
     total = sum(len(s.tokens) for s in ordered)
     ids, positions, pages, offsets = (np.empty(total, np.int64) for _ in range(4))
-    runs: list[tuple[int, int, int]] = []
+    runs: list[Run] = []
     start = 0
     for segment in ordered:
         n, context = len(segment.tokens), segment.context
@@ -201,10 +200,10 @@ def _rows(ordered: list[Segment], page_size: int) -> tuple[list[np.ndarray], lis
         else:
             runs.append((start, stop, segment.slot))
         start = stop
-    return [ids, positions, pages, offsets], runs
+    return [ids, positions, pages, offsets], [run for run in runs if run[2] != NO_SLOT]
 
 
-def _tables(decodes: list[Segment], page_size: int) -> np.ndarray:
+def page_tables(decodes: Sequence[Segment], page_size: int) -> np.ndarray:
     """The decodes' page tables [n, width], padded with page 0."""
     tables = np.zeros((len(decodes), max((s.context // page_size + 1 for s in decodes), default=0)), np.int64)
     for row, segment in enumerate(decodes):

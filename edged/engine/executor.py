@@ -122,7 +122,7 @@ class Executor:
         sequences: dict[int, Sequence],
         jobs: dict[int, FineTuneJob],
         interrupted: Callable[[], bool],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None],
     ) -> Work:
         """Run a plan. Between units `interrupted` may ask to stop: a request has come.
 

@@ -24,9 +24,9 @@ import torch
 from edged.align.transfer import upload
 from edged.engine import triton_lora
 from edged.engine.attention import PagedPass, attention_pass
-from edged.engine.batch import NO_SLOT, PackedBatch, Segment
+from edged.engine.batch import PackedBatch, Segment, packed_rows, page_tables
 from edged.engine.kv import KvStore
-from edged.engine.lora import LoraTiles, Run
+from edged.engine.lora import LoraTiles
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
 from edged.engine.sampling import Row, SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample
@@ -108,30 +108,25 @@ class _Fixed:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def fill(
-        self, rows: int, segments: Sequence[Segment], runs: list[Run], parameters: np.ndarray | None, page_size: int
-    ) -> None:
-        """This iteration's values; `segments` are single tokens, `runs` those of one adapter, the rest is padding."""
-        n = len(segments)
-        contexts = np.array([segment.context for segment in segments])
-        places = contexts // page_size
+    def fill(self, rows: int, segments: Sequence[Segment], parameters: np.ndarray | None, page_size: int) -> bool:
+        """This iteration's values, and whether any has an adapter; `segments` are single tokens, the rest padding."""
+        values, runs = packed_rows(segments, page_size)
+        tables = page_tables(segments, page_size)
         ints, tiles = np.zeros((4, rows), np.int64), np.zeros((rows, 3), np.int64)
-        tables = np.zeros((rows, int(places.max()) + 1), np.int64)
-        for row, (segment, place) in enumerate(zip(segments, places.tolist(), strict=True)):
-            ints[0, row], ints[2, row] = segment.tokens[0], segment.pages[place]
-            tables[row, : place + 1] = segment.pages[: place + 1]
-        ints[1, :n], ints[3, :n] = contexts, contexts % page_size
+        padded = np.zeros((rows, tables.shape[1]), np.int64)
+        ints[:, : len(segments)], padded[: len(segments)] = values, tables
         if runs:
             used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
             tiles[: len(used)] = used
         # Doubles travel as the integers that they look like: one transfer.
         drawn = [] if parameters is None else [parameters.reshape(-1).view(np.int64)]
-        moved = upload([ints.reshape(-1), tiles.reshape(-1), tables.reshape(-1), *drawn], self.ints.device)
+        moved = upload([ints.reshape(-1), tiles.reshape(-1), padded.reshape(-1), *drawn], self.ints.device)
         self.ints[:, :rows].copy_(moved[0].view(4, rows))
         self.tiles[:rows].copy_(moved[1].view(rows, 3))
-        self.tables[:rows, : tables.shape[1]].copy_(moved[2].view(tables.shape))
+        self.tables[:rows, : padded.shape[1]].copy_(moved[2].view(padded.shape))
         if drawn:
-            self.parameters[:, :n].copy_(moved[3].view(torch.float64).view(3, n))
+            self.parameters[:, : len(segments)].copy_(moved[3].view(torch.float64).view(3, -1))
+        return bool(runs)
 
 
 class DecodeGraphs:
@@ -225,12 +220,12 @@ class DecodeGraphs:
         """The next token of each of `segments`: single tokens, as many as fit, those of one adapter side by side."""
         n, fixed = len(segments), self._fixed
         size = min(size for size in self._replays if size >= n)
-        replays, runs = self._replays[size], _runs(segments)
+        replays = self._replays[size]
         plain = all(map(is_plain, rows))
         greedy = plain and all(row.sampling.temperature == 0 for row in rows)
         parameters = plain_parameters(rows) if plain and not greedy else None
-        fixed.fill(size, segments, runs, parameters, self._kv.page_size)
-        replays["adapted" if runs else "base"]()
+        adapted = fixed.fill(size, segments, parameters, self._kv.page_size)
+        replays["adapted" if adapted else "base"]()
         self.replayed += 1
         if not plain:
             return sample(fixed.logits[:n], rows)
@@ -244,16 +239,3 @@ class DecodeGraphs:
             "memory_mb": self._recorder.memory_bytes / 2**20,
             "replayed": self.replayed,
         }
-
-
-def _runs(segments: Sequence[Segment]) -> list[Run]:
-    """Neighbours under one adapter."""
-    runs: list[Run] = []
-    for row, segment in enumerate(segments):
-        if segment.slot == NO_SLOT:
-            continue
-        if runs and runs[-1][1:] == (row, segment.slot):
-            runs[-1] = (runs[-1][0], row + 1, segment.slot)
-        else:
-            runs.append((row, row + 1, segment.slot))
-    return runs

@@ -40,7 +40,7 @@ class CpuThreads:
         self._most = setting or (len(cores) if self._follows else 1)
         self._read_s: float | None = None
         self._before = (0.0, 0.0)
-        torch.set_num_threads(self._most)
+        self.begin()
 
     def begin(self) -> None:
         """Let the calling thread compute: the others are to be `beside` it, or to have ended."""

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+on_request = pytest.mark.skipif(
+    not CHOICE.is_file() or "[madvise]" not in CHOICE.read_text(), reason="no huge pages on request"
+)
 SCRIPT = """
 import os, sys
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES", ""), flush=True)
@@ -27,7 +30,7 @@ def lines(**environment: str) -> list[str]:
     return out.stdout.splitlines()
 
 
-@pytest.mark.skipif(not CHOICE.is_file() or "[madvise]" not in CHOICE.read_text(), reason="no huge pages on request")
+@on_request
 def test_it_starts_again_once_with_its_arguments() -> None:
     first, second, last = lines()
     assert first.endswith("['--flag'] ")
@@ -35,7 +38,7 @@ def test_it_starts_again_once_with_its_arguments() -> None:
     assert last == "here"
 
 
-@pytest.mark.skipif(not CHOICE.is_file() or "[madvise]" not in CHOICE.read_text(), reason="no huge pages on request")
+@on_request
 def test_other_tunables_stay() -> None:
     assert lines(GLIBC_TUNABLES="glibc.malloc.check=0")[1].endswith("glibc.malloc.check=0:glibc.malloc.hugetlb=1")
 

@@ -17,6 +17,7 @@ from edged.engine.threads import CpuThreads
 
 CORES = len(os.sched_getaffinity(0))
 LARGE = 100_000_000
+several_cores = pytest.mark.skipif(CORES < 2, reason="one core has nothing to share")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ class Box:
         return torch.get_num_threads()
 
 
-@pytest.mark.skipif(CORES < 2, reason="one core has nothing to share")
+@several_cores
 def test_threads_follow_the_cores_that_others_leave() -> None:
     box = Box()
     threads = CpuThreads(0, LARGE, box.usage)
@@ -54,7 +55,7 @@ def test_threads_follow_the_cores_that_others_leave() -> None:
     assert box.passes(threads, 0.3) == CORES
 
 
-@pytest.mark.skipif(CORES < 2, reason="one core has nothing to share")
+@several_cores
 def test_the_box_is_not_looked_at_in_every_iteration() -> None:
     box = Box()
     threads = CpuThreads(0, LARGE, box.usage)
@@ -62,7 +63,7 @@ def test_the_box_is_not_looked_at_in_every_iteration() -> None:
     assert box.passes(threads, float(CORES), seconds=0.01) == CORES
 
 
-@pytest.mark.skipif(CORES < 2, reason="one core has nothing to share")
+@several_cores
 def test_what_happened_during_a_long_rest_says_nothing() -> None:
     box = Box()
     threads = CpuThreads(0, LARGE, box.usage)
@@ -82,7 +83,7 @@ def test_small_models_use_one() -> None:
     assert [box.passes(threads, others) for others in (0.0, float(CORES))] == [1, 1]
 
 
-@pytest.mark.skipif(CORES < 2, reason="one core has nothing to share")
+@several_cores
 def test_busy_neighbours_are_seen() -> None:
     threads = CpuThreads(0, LARGE)
     threads.follow(time.monotonic())
