@@ -30,7 +30,7 @@ from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
-from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.scheduler import POLICIES, Scheduler
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs
@@ -121,7 +121,8 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     # Page tables are padded with page 0: nobody may own it.
     pool.allocate(1)
     usable = pages - 1
-    trie = PrefixTrie(pool) if settings.cache.prefix_sharing else None
+    policy = POLICIES[settings.scheduler.policy]
+    trie = PrefixTrie(pool) if settings.cache.prefix_sharing and policy.shares_prefixes else None
     assert model.lora is not None
     pick_lora_kernel(model.lora, settings.model)
     paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)

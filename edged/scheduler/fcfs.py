@@ -17,6 +17,8 @@ class Fcfs:
 
     name = "fcfs"
     trains = False
+    shares_prefixes = True
+    prunes = False
     order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:

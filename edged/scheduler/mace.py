@@ -50,6 +50,8 @@ class Mace:
 
     name = "mace"
     trains = True
+    shares_prefixes = True
+    prunes = True
     order = staticmethod(by_deadline)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:

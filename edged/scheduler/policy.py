@@ -22,6 +22,10 @@ class Policy(Protocol):
     name: str
     trains: bool
     """Whether it ever gives fine-tune tasks anything."""
+    shares_prefixes: bool
+    """Whether equal beginnings of prompts are computed once, where the settings allow it."""
+    prunes: bool
+    """Whether K/V of uninformative heads and positions may be given up, where the settings allow it."""
     order: Order
     """In which order the queues keep prefills."""
 
