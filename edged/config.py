@@ -104,6 +104,14 @@ class SchedulerSettings(_Section):
     ttft_floor_ms: Positive = Field(200.0, description="TTFT targets are never tighter than this")
     tbt_factor: Positive = Field(2.0, description="TBT target over the decode latency of the batch without fine-tuning")
     tbt_floor_ms: Positive = Field(50.0, description="TBT targets are never tighter than this")
+    batch_ttft_factor: Positive = Field(50.0, description="ttft_factor of requests of the batch class")
+    batch_ttft_floor_ms: Positive = Field(5000.0, description="ttft_floor_ms of requests of the batch class")
+    batch_tbt_factor: Positive = Field(10.0, description="tbt_factor of requests of the batch class")
+    batch_tbt_floor_ms: Positive = Field(500.0, description="tbt_floor_ms of requests of the batch class")
+    tbt_slowdown: Annotated[float, Field(ge=1.0)] = Field(
+        1.05,
+        description="mean time between tokens beside fine-tuning, over that of serving alone, before its min share",
+    )
     lambda_memory: float = Field(1.0, ge=0.0, description="lambda1 of MACE 4.2: weight of unused memory")
     lambda_latency: float = Field(1.0, ge=0.0, description="lambda2 of MACE 4.2: weight of latency mismatch")
     gamma: float = Field(0.1, ge=0.0, description="gamma of MACE 4.1: weight of the DPO loss in a priority")

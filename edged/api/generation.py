@@ -19,6 +19,7 @@ from edged.api.errors import ApiError, unavailable
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
 from edged.engine.text import Codec, Detokenizer, StopMatcher
+from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion
 
@@ -41,6 +42,7 @@ class Ask:
     adapter: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
     prompt: str | None = None
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class Generation:
                 prompt_ids=self.ask.prompt_ids,
                 sampling=_nth(self.ask.sampling, index),
                 adapter=self.ask.adapter,
+                service=self.ask.service,
                 follows=ids[0] if index else None,
             )
             try:

@@ -34,6 +34,8 @@ from edged.scheduler.task import Kind, Plan, Resources, Result
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
 _SAMPLE_EVERY_S = 1.0
+_CALIBRATED_AFTER = 50
+"""Iterations after which the cost model is believed about what this device can do at all."""
 _GIVE_BACK_AFTER_S = 30.0
 """Idle seconds after which free heap memory is returned to the system."""
 
@@ -299,6 +301,9 @@ class Engine:
         predicted = plan.predicted_forward_s + plan.predicted_units_s
         budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
         stats.totals.iterations += 1
+        if stats.totals.iterations == _CALIBRATED_AFTER:
+            for problem in self._scheduler.targets.impossible():
+                log.warning("%s", problem)
         stats.totals.plans_foreseen += plan.foreseen
         stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
         stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()

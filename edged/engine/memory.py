@@ -6,6 +6,7 @@ Owns the budget rule. Must not know who uses the pages.
 from __future__ import annotations
 
 import logging
+import math
 
 import psutil
 import torch
@@ -105,7 +106,7 @@ def bounded(settings: Settings, model: ServedModel) -> Settings:
 def page_count(model: ServedModel, settings: Settings) -> int:
     """Pages of the pool: from `cache.memory_mb`, or from free memory, never more than max_sequences can use.
 
-    Raises ModelRefused, with the arithmetic, when not even a short sequence fits.
+    Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
     """
     size = settings.cache.page_size
     page_bytes = model.page_bytes(size)
@@ -121,5 +122,15 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         raise ModelRefused(
             f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
             f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
+        )
+    asked = min(settings.model.max_context_tokens, model.shape.max_positions)
+    if (pages - 1) * size < asked:
+        needed = -(-asked // size) + 1
+        needed_mb = needed * page_bytes / 2**20
+        raise ModelRefused(
+            f"a context of {asked} tokens (model.max_context_tokens) takes {needed} pages of {size} tokens and "
+            f"{page_bytes} bytes, one of them set aside: {needed_mb:.1f} MiB; the K/V cache has room for {pages} "
+            f"in {budget >> 20} MiB: raise cache.memory_mb to {math.ceil(needed_mb)}, free memory, or lower "
+            "model.max_context_tokens (0: what fits)"
         )
     return pages

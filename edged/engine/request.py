@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from edged.scheduler.task import ServiceClass
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -60,6 +62,7 @@ class Request:
     sampling: Sampling
     adapter: str | None = None
     follows: str | None = None
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
 
 @dataclass(slots=True)

@@ -48,7 +48,9 @@ class Serving:
 
     def add(self, request: Request, submitted_s: float) -> None:
         """Take a request in; another choice of a prompt that is being computed waits for it."""
-        task = Task(next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids))
+        task = Task(
+            next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids), service=request.service
+        )
         most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(

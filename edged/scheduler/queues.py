@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
 
+from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.task import Grant, Kind, Task
 
@@ -28,13 +29,14 @@ class Queues:
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
 
-    __slots__ = ("arrears", "decodes", "finetunes", "order", "started", "tasks", "waiting")
+    __slots__ = ("allowance", "arrears", "decodes", "finetunes", "order", "started", "tasks", "waiting")
 
-    def __init__(self, order: Order, arrears: Arrears) -> None:
+    def __init__(self, order: Order, arrears: Arrears, allowance: Allowance) -> None:
         self.order = order
         self.tasks: dict[int, Task] = {}
         """All of them, by id."""
         self.arrears = arrears
+        self.allowance = allowance
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
         self.waiting: list[Task] = []

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class ServiceClass(StrEnum):
+    """Whose targets a request is held to: somebody waits for every token, or for the whole."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class Kind(StrEnum):
     """MACE's three workloads."""
 
@@ -56,6 +63,7 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
     def pages_for(self, tokens: int, page_size: int) -> int:
         """Pages that it must get to compute `tokens` more."""

@@ -11,7 +11,7 @@ from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel, Load
 from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Outcome, Resources, Result, Task, Unit
+from edged.scheduler.task import Kind, Outcome, Resources, Result, ServiceClass, Task, Unit
 
 AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
 
@@ -43,6 +43,39 @@ def test_no_target_is_tighter_than_its_floor() -> None:
     assert task.deadline_s == 60.0
     scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.1), now=1.0)
     assert task.deadline_s == 8.0
+
+
+def test_requests_of_the_batch_class_are_held_to_their_own_targets() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=100.0, batch_ttft_floor_ms=60_000.0, batch_tbt_floor_ms=7_000.0)
+    batch, interactive = prompt(1), prompt(2)
+    batch.service = ServiceClass.BATCH
+    for task in (batch, interactive):
+        scheduler.add(task, now=0.0)
+    assert batch.deadline_s == 60.0 > interactive.deadline_s
+    outcomes = [Outcome(task, 100, 0, Kind.DECODE) for task in (batch, interactive)]
+    scheduler.complete(Result(outcomes, 0.1), now=1.0)
+    assert batch.deadline_s == 8.0 > interactive.deadline_s
+
+
+def test_interactive_prompts_are_computed_before_those_of_the_batch_class() -> None:
+    scheduler = scheduler_of()
+    batch, interactive = prompt(1, tokens=2000), prompt(2, tokens=1024, arrival_s=0.1)
+    batch.service = ServiceClass.BATCH
+    scheduler.add(batch, now=0.0)
+    scheduler.add(interactive, now=0.1)
+    assert [grant.task for grant in scheduler.plan(0.1, AMPLE).grants] == [interactive]
+
+
+def test_a_target_that_a_lone_request_misses_is_named_with_the_way_out() -> None:
+    cost = scheduler_of().cost
+    alone_ms = cost.forward_s(Load(decodes=1)) * 1e3
+    assert scheduler_of().targets.impossible() == []
+    assert scheduler_of(tbt_factor=0.5, tbt_floor_ms=alone_ms * 1.01).targets.impossible() == []
+    (problem,) = scheduler_of(tbt_factor=0.5, tbt_floor_ms=alone_ms * 0.5).targets.impossible()
+    assert "TBT target of interactive requests" in problem
+    assert "raise scheduler.tbt_factor" in problem
+    (problem,) = scheduler_of(batch_ttft_factor=0.1, batch_ttft_floor_ms=0.001).targets.impossible()
+    assert "scheduler.batch_ttft_floor_ms" in problem
 
 
 def test_a_deadline_that_was_given_is_kept() -> None:
