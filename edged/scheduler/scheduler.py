@@ -13,15 +13,13 @@ from edged.config import SchedulerSettings
 from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.cost import CostModel
-from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.foresight import Foresight, advanced
-from edged.scheduler.mace import Mace
+from edged.scheduler.past import Past
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
 from edged.scheduler.targets import Targets
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
-
-POLICIES: dict[str, type[Policy]] = {"mace": Mace, "fcfs": Fcfs}
 
 
 class Scheduler:
@@ -40,7 +38,7 @@ class Scheduler:
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
-        self._queues = Queues(policy.order, Arrears(settings), Allowance(settings))
+        self._queues = Queues(policy.order, Arrears(settings), Allowance(settings), Past())
         self.targets = Targets(settings, cost)
 
     def add(self, task: Task, now: float) -> None:
@@ -86,10 +84,13 @@ class Scheduler:
 
     def plan(self, now: float, resources: Resources, foresight: Foresight | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
+        past = self._queues.past
+        past.begin(now, bool(self._queues.finetunes))
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
             plan = self.policy.plan(self._queues, now, resources)
         self._prepaid = plan.prepaid
+        past.settle(plan)
         return plan
 
     def foresee(self, plan: Plan, now: float, resources: Resources) -> Foresight | None:
@@ -102,7 +103,8 @@ class Scheduler:
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self._queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        return Foresight(self.policy.plan(queues, end_s, resources), queues.tasks, resources.page_size, now, end_s)
+        ahead = self.policy.plan(queues, end_s, resources)
+        return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
