@@ -192,7 +192,9 @@ class PrefixTrie:
                     assert node in kept, f"page {node.page} of {key} can never be given up"
                     assert node.handle is not None or self._pool.is_adopted(node.page), f"{node.page} is not the trie's"
         assert len(seen) == len(self._recency), f"{len(seen)} pages are reachable, {len(self._recency)} are kept"
-        assert len(handles) == len(self._spilled), f"{len(handles)} handles are reachable, {len(self._spilled)} are kept"
+        assert len(handles) == len(self._spilled), (
+            f"{len(handles)} handles are reachable, {len(self._spilled)} are kept"
+        )
         adopted = sum(self._pool.is_adopted(page) for page in range(self._pool.pages))
         assert adopted == len(seen), f"the pool counts {adopted} pages of the trie, {len(seen)} are reachable"
 
