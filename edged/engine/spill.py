@@ -18,7 +18,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -264,5 +263,5 @@ def _halves(buffer: torch.Tensor) -> Slab:
     return buffer[0], buffer[1]
 
 
-def _bytes(buffer: torch.Tensor) -> np.ndarray:
-    return buffer.view(-1).view(torch.uint8).numpy()
+def _bytes(buffer: torch.Tensor) -> memoryview:
+    return buffer.view(-1).view(torch.uint8).numpy().data

@@ -92,6 +92,21 @@ def test_a_spill_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -
     trie.check()
 
 
+def test_a_page_behind_one_that_does_not_come_back_is_not_kept_for_nobody() -> None:
+    pool, trie, shelf = make()
+    cached(trie, pool, BASE, [1, 1])
+    running = pool.allocate(2)
+    trie.insert(BASE, [1, 1, 2, 2], running)  # adopts only the second page: the first is cached already
+    assert trie.evict(1) == 1
+    shelf.busy = True
+    assert trie.match(BASE, [1, 1, 2, 2, 9]) == []
+    pool.release(running)
+    assert trie.evictable_pages == 1
+    shelf.busy = False
+    assert trie.match(BASE, [1, 1, 2, 2, 9])[1] == running[1]
+    trie.check()
+
+
 def test_a_replaced_version_drops_its_copies() -> None:
     pool, trie, shelf = make()
     cached(trie, pool, ALICE, PROMPT)
@@ -159,6 +174,12 @@ class SpillMachine(RuleBasedStateMachine):
         if shared:
             self.trie.insert(sequence.key, sequence.tokens, sequence.pages)
         self.pool.release(sequence.pages)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        self.trie.insert(sequence.key, sequence.tokens, sequence.pages)
 
     @rule(count=st.integers(0, 8))
     def evict(self, count: int) -> None:
