@@ -81,6 +81,22 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
         assert client.finished["short"].cached_tokens == len(common)
 
 
+def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) -> None:
+    common = random_ids(4 * PAGE, 1)
+    with running_engine(tmp_path, serving__max_batch_tokens=40) as (engine, client):
+        held: list[int] = []
+
+        def come() -> None:
+            engine._serving.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
+            held.append(engine._serving._following.waiting)
+
+        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._inbox.append(come))
+        engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
+        client.wait(lambda: len(client.finished) == 2)
+        assert held == [0]
+        assert client.finished["late"].cached_tokens == len(common)
+
+
 def test_nested_prefixes_are_computed_once_each(tmp_path: Path) -> None:
     root, branch = random_ids(10 * PAGE, 1), random_ids(10 * PAGE, 2)
     prompts = [root + random_ids(12, 3), root + branch + random_ids(5, 4), root + branch + random_ids(6, 5)]
