@@ -94,6 +94,7 @@ class SchedulerSettings(_Section):
     """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
 
     policy: Literal["mace", "fcfs"] = Field("mace", description="fcfs never fine-tunes")
+    profile: str = Field("", description="the device's measured prices, by edged profile; empty: the data folder's own")
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
     )
