@@ -55,9 +55,10 @@ def profile_device(
     beside()
     parts = apart(lambda: build_parts(_for_measuring(settings), model_dir, None))
     try:
-        forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
-        progress(1, 1, "memory")
+        # First, while the heap has no holes that others left.
+        progress(0, 1, "memory")
         memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
+        forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
         progress(1, 1, "the engine's overhead")
         overhead_s = _overhead_s(parts)
     except RuntimeError as error:

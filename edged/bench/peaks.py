@@ -33,8 +33,8 @@ def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     if parts.model.trainable_error:
         return peaks
     window, longest = settings.align.window_tokens, settings.align.max_pair_tokens
-    pair = min(max(window, longest), parts.max_context_tokens // 2)
-    steps = {"step": StepShape(pair, max(1, 2 * max(window, longest) // pair), keep_graph=False)}
+    pairs = 2 if 2 * window > longest else 1
+    steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep_graph=False)}
     if settings.align.keep_graph:
         steps["kept graph"] = StepShape(min(window, longest), 1, keep_graph=True)
     for name, step in steps.items():

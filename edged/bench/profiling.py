@@ -82,17 +82,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One DPO step: `pairs` of `tokens` each, beside `decodes`."""
+    """One DPO step: `pairs` of `tokens` each for every one of `adapters`, beside `decodes`."""
 
     tokens: int
     pairs: int
     keep_graph: bool
     decodes: int = 0
+    adapters: int = 1
 
     @property
     def text(self) -> str:
         """What it is, for people."""
-        return f"a step over {self.pairs} x {self.tokens} tokens"
+        return f"a step of {self.adapters} over {self.pairs} x {self.tokens} tokens"
 
 
 def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
@@ -137,7 +138,8 @@ def step_shapes(parts: EngineParts, quick: bool) -> list[StepShape]:
             found.append(StepShape(tokens, pairs, False, decodes))
             if align.keep_graph and tokens * pairs <= align.window_tokens:
                 found.append(StepShape(tokens, pairs, True))
-    return found
+    joint = [number for number in (2, 4) if number <= align.joint_adapters]
+    return found + [StepShape(max(12, align.window_tokens // 8), 1, False, adapters=number) for number in joint]
 
 
 def measure(
@@ -283,10 +285,12 @@ class Prober:
         return self._run(running, Grant(task, chunk), jobs={task.task_id: job}), chunk
 
     def _open(self, shape: StepShape) -> FineTuneStep:
-        trainer, name = self._parts.trainer, "prober-learner"
-        trainer.submit([self._pair(name, shape.tokens) for _ in range(shape.pairs)])
-        trainer.shelf.get(name)
-        return trainer.open(name, shape.keep_graph, lambda _: False)
+        trainer = self._parts.trainer
+        names = [f"prober-learner-{number}" for number in range(shape.adapters)]
+        for name in names:
+            trainer.submit([self._pair(name, shape.tokens) for _ in range(shape.pairs)])
+            trainer.shelf.get(name)
+        return trainer.open(names[0], shape.keep_graph, lambda name: name in names)
 
     def _pair(self, adapter: str, tokens: int) -> TokenPair:
         """Half prompt, a quarter each answer."""

@@ -237,7 +237,7 @@ def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int
 
 
 def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """Hidden states of a group's tokens."""
+    """Hidden states of a group's tokens by both policies."""
     return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
 
 
