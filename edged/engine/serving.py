@@ -62,7 +62,7 @@ class Serving:
             table=np.zeros(-(-most // self._page_size), np.int64),
         )
         # Known before it is scheduled: who waits for whom depends on who is due first.
-        task.deadline_s = submitted_s + self._scheduler.ttft_target_s(task.tokens)
+        task.deadline_s = submitted_s + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = sequence
         self._stats.totals.requests += 1
         self._enter(sequence)
@@ -137,6 +137,7 @@ class Serving:
         self._executor.begin(sequence, reserve)
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
+        task.adapter = sequence.slot + 1
         self._count_pages(sequence)
         return True
 
@@ -293,6 +294,7 @@ class Serving:
         if new is not None:
             self._parts.slots.release(sequence.slot)
             sequence.slot, sequence.version = new, state.version
+            sequence.task.adapter = new + 1
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
