@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from edged.engine.batch import Segment
+from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 
 # torch calls its CSR tensors a beta feature, once per process.
@@ -33,31 +34,22 @@ def why_not(kv: KvStore) -> str:
 
 
 class RaggedDecode:
-    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
+    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them).
 
-    def __init__(self, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> None:
+    Where sequences were pruned each `layer` has a pattern of its own; no window is shorter than their contexts.
+    """
+
+    def __init__(
+        self, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None, layer: int | None = None
+    ) -> None:
         self._kv, self._heads, self._rows = kv, heads, len(decodes) * heads
-        lengths = np.array([segment.context + 1 for segment in decodes])
-        first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
-        seen = lengths - first
-        ends = np.cumsum(seen * heads)
-        columns = np.empty(int(ends[-1]), np.int32)
-        head_rows = (np.arange(heads) // (heads // kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
-        in_page = np.arange(kv.page_size, dtype=np.int32)
-        start = 0
-        for segment, begin, length, stop in zip(decodes, first.tolist(), lengths.tolist(), ends.tolist(), strict=True):
-            pages = segment.pages[begin // kv.page_size : -(-length // kv.page_size)]
-            skipped = begin % kv.page_size
-            rows = (pages * (kv.kv_heads * kv.page_size)).astype(np.int32)[:, None] + in_page
-            np.add(
-                head_rows,
-                rows.reshape(-1)[skipped : skipped + length - begin],
-                out=columns[start:stop].reshape(heads, -1),
-            )
-            start = stop
+        if layer is None:
+            columns, seen, equal = *_columns(decodes, heads, kv, window), heads
+        else:
+            columns, seen, equal = *_columns_by_head(decodes, heads, kv, layer), heads // kv.kv_heads
         self._columns = torch.from_numpy(columns)
         offsets = np.zeros(self._rows + 1, np.int32)
-        np.cumsum(np.repeat(seen, heads), out=offsets[1:])
+        np.cumsum(np.repeat(seen, equal), out=offsets[1:])
         self._offsets = torch.from_numpy(offsets)
         self._weights = torch.empty(len(columns), dtype=kv.keys.dtype)
         self._pattern = torch.sparse_csr_tensor(
@@ -68,7 +60,7 @@ class RaggedDecode:
             (self._rows, len(kv.rows(0)[0])),
             check_invariants=False,
         )
-        self._runs = _runs(seen.tolist(), heads)
+        self._runs = _runs(seen, equal)
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
         """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
@@ -83,12 +75,62 @@ class RaggedDecode:
         return out.view(query.shape)
 
 
-def _runs(seen: list[int], heads: int) -> list[tuple[int, int, int]]:
-    """(start, stop, row length) of neighbouring sequences of equal length: one softmax each."""
+def _columns(
+    decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None
+) -> tuple[np.ndarray, list[int]]:
+    """The K/V rows that every query head of every sequence sees, one after the other, and how many by sequence."""
+    lengths = np.array([segment.context + 1 for segment in decodes])
+    first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
+    seen = lengths - first
+    ends = np.cumsum(seen * heads)
+    columns = np.empty(int(ends[-1]), np.int32)
+    head_rows = (np.arange(heads) // (heads // kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
+    start = 0
+    for segment, begin, length, stop in zip(decodes, first.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+        rows = _first_heads_rows(segment.pages[begin // kv.page_size : -(-length // kv.page_size)], kv)
+        skipped = begin % kv.page_size
+        np.add(head_rows, rows[skipped : skipped + length - begin], out=columns[start:stop].reshape(heads, -1))
+        start = stop
+    return columns, seen.tolist()
+
+
+def _columns_by_head(
+    decodes: Sequence[Segment], heads: int, kv: KvStore, layer: int
+) -> tuple[np.ndarray, list[int]]:
+    """`_columns` of one layer where sequences were pruned, and how many rows are seen by sequence and KV head."""
+    columns: list[np.ndarray] = []
+    seen: list[int] = []
+    group = heads // kv.kv_heads
+    no_part = Compacted(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
+    for segment in decodes:
+        part = segment.compacted or no_part
+        slabs, counts = part.slabs, part.counts[layer]
+        length = segment.context + 1 - slabs * kv.page_size
+        # A page's blocks lie one after the other, so its rows are all heads' rows of the compacted pages in order.
+        starts = segment.pages[:slabs] * (kv.kv_heads * kv.page_size)
+        kept = (starts.astype(np.int32)[:, None] + np.arange(kv.kv_heads * kv.page_size, dtype=np.int32)).reshape(-1)
+        pages = -(-length // kv.page_size)
+        later = _first_heads_rows(segment.pages[slabs : slabs + pages], kv)[:length]
+        stop = 0
+        for head, rows in enumerate((counts * kv.page_size).tolist()):
+            start, stop = stop, stop + rows
+            columns += [kept[start:stop], later + np.int32(head * kv.page_size)] * group
+            seen.append(rows + length)
+    return np.concatenate(columns), seen
+
+
+def _first_heads_rows(pages: np.ndarray, kv: KvStore) -> np.ndarray:
+    """The rows of KV head 0 in whole `pages`; those of head h lie h * page_size behind them."""
+    first = (pages * (kv.kv_heads * kv.page_size)).astype(np.int32)
+    return (first[:, None] + np.arange(kv.page_size, dtype=np.int32)).reshape(-1)
+
+
+def _runs(seen: list[int], equal: int) -> list[tuple[int, int, int]]:
+    """(start, stop, row length) of neighbouring rows of equal length, one softmax each; `equal` rows see `seen[i]`."""
     runs: list[tuple[int, int, int]] = []
     start = 0
     for length in seen:
-        stop = start + length * heads
+        stop = start + length * equal
         if runs and runs[-1][2] == length:
             runs[-1] = (runs[-1][0], stop, length)
         else:
