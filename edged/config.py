@@ -88,6 +88,17 @@ class CacheSettings(_Section):
     page_size: Count = Field(16, description="tokens of one page")
     memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
     prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+    pruning: Literal["off", "auto", "on"] = Field(
+        "auto", description="of long answers' old K/V: auto only where memory is short, as it costs accuracy"
+    )
+    pruned_tokens: Count = Field(
+        512, description="old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 / KV heads"
+    )
+    prune_recent: Count = Field(128, description="latest tokens, which every head keeps")
+    prune_window: Count = Field(256, description="W of MACE 4.3: tokens unused for so many iterations go first")
+    prune_norm: float = Field(
+        0.0, ge=0.0, description="tau of MACE 4.3: a head whose output's mean L2 norm is below it keeps one page"
+    )
 
 
 class SchedulerSettings(_Section):

@@ -16,7 +16,7 @@ from edged.config import CacheSettings
 SINK_PAGES = 1
 """Pages at a sequence's beginning that every head keeps: attention sinks (Xiao et al. 2024)."""
 _STEP_SHARE = 0.25
-"""A sequence is pruned (again) when its old pages exceed the budget by this share of it: pruning copies what is kept."""
+"""A sequence is pruned when its old pages exceed the budget by this share of it: pruning copies all that is kept."""
 _PRESSED, _RELIEVED, _NEAR = 0.10, 0.20, 0.30
 """Shares of the pages that are free: below the first pruning begins, from the second on it ends, below the third the
 sequences that could be pruned are watched."""
@@ -66,11 +66,14 @@ class Pressure:
         """Whether they are to be watched, because pressure may come."""
         self.urgent = False
         """Whether the next iterations may find no page."""
+        self.wanted_pages = 0
+        """Pages that the next two iterations may want."""
 
     def update(self, free_pages: int, total_pages: int, decoding: int) -> None:
         """Before an iteration: `free_pages` are free or can be evicted, `decoding` sequences may each want one."""
         share = free_pages / total_pages
-        self.urgent = free_pages < 2 * decoding
+        self.wanted_pages = 2 * decoding
+        self.urgent = free_pages < self.wanted_pages
         if self._always:
             return
         self.pressed = self.urgent or share < (_RELIEVED if self.pressed else _PRESSED)
@@ -78,7 +81,7 @@ class Pressure:
 
 
 def head_budgets(norms: np.ndarray, blocks: int, most: np.ndarray, least_norm: float) -> np.ndarray:
-    """Blocks of a page that each KV head keeps: C_h of MACE 4.3, int64 [layers, kv_heads], each layer's sum is `blocks`.
+    """Blocks of a page that each KV head keeps, C_h of MACE 4.3: int64 [layers, kv_heads], `blocks` in each layer.
 
     `norms` [layers, kv_heads] are the means of the attention outputs' L2 norms, a_h; w_h = a_h / sum_j a_j and
     C_h = floor(w_h * blocks), the remainder going to the heads of the largest w_h, a block each in turn. No head gets

@@ -51,6 +51,11 @@ class Segment:
         """Whether it is a single token that sees all rows before it."""
         return len(self.tokens) == 1 and self.hidden is None
 
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether it is a decode over pages as they were written, which nobody observes."""
+        return self.is_decode and self.compacted is None and self.watch is None
+
 
 @dataclass(slots=True)
 class Prefill:
@@ -153,9 +158,7 @@ def pack(
     )
 
 
-def _head_tables(
-    decodes: list[Segment], tables: torch.Tensor, context: torch.Tensor, kv: KvStore
-) -> HeadTables | None:
+def _head_tables(decodes: list[Segment], tables: torch.Tensor, context: torch.Tensor, kv: KvStore) -> HeadTables | None:
     """`PackedBatch.decode_heads`."""
     if all(s.compacted is None and s.watch is None for s in decodes):
         return None

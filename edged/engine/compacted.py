@@ -4,8 +4,8 @@ Owns the layout of compacted pages. Must not know how it was decided what is kep
 
 A pruned sequence's first `slabs` pages hold, in each layer, the kept rows of its KV heads, one head after the other in
 whole blocks of a page's rows: of these pages' `slabs * kv_heads` blocks, in order, head h owns `counts[layer, h]`
-behind those of the heads before it. The pages that follow are laid out as ever, a block for each head. So the usual page
-table and the counts say where every row is. A head's rows are in the order of their tokens.
+behind those of the heads before it. The pages that follow are laid out as ever, a block for each head. So the usual
+page table and the counts say where every row is. A head's rows are in the order of their tokens.
 """
 
 from __future__ import annotations

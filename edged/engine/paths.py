@@ -88,7 +88,7 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
         for batch in (segments, pruned):
             attention = PagedPass(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
             tokens = sum(len(segment.tokens) for segment in batch)
-            new = [part[:, :tokens] for part in (query, key, value)]
+            new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
             cases = ((None, None), (size, 9.0))
             passed += [attention.attend(0, *new, kv.head_dim**-0.5, *case) for case in cases]
         return torch.cat(passed)

@@ -75,9 +75,7 @@ class RaggedDecode:
         return out.view(query.shape)
 
 
-def _columns(
-    decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None
-) -> tuple[np.ndarray, list[int]]:
+def _columns(decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> tuple[np.ndarray, list[int]]:
     """The K/V rows that every query head of every sequence sees, one after the other, and how many by sequence."""
     lengths = np.array([segment.context + 1 for segment in decodes])
     first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
@@ -94,9 +92,7 @@ def _columns(
     return columns, seen.tolist()
 
 
-def _columns_by_head(
-    decodes: Sequence[Segment], heads: int, kv: KvStore, layer: int
-) -> tuple[np.ndarray, list[int]]:
+def _columns_by_head(decodes: Sequence[Segment], heads: int, kv: KvStore, layer: int) -> tuple[np.ndarray, list[int]]:
     """`_columns` of one layer where sequences were pruned, and how many rows are seen by sequence and KV head."""
     columns: list[np.ndarray] = []
     seen: list[int] = []

@@ -35,6 +35,10 @@ class Totals:
     iterations: int = 0
     plans_foreseen: int = 0
     """Iterations whose plan was made while the one before ran."""
+    prunings: int = 0
+    """Times that a sequence's K/V was pruned."""
+    pruned_pages: int = 0
+    """Pages that came back by that."""
 
     def copy(self) -> Totals:
         """A snapshot."""

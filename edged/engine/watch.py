@@ -35,11 +35,15 @@ class Watch:
         """An observation: each layer will be seen once, over at most `rows` rows of a head."""
         self.iteration = iteration
         self.observations += 1
+        self.reserve(rows)
+
+    def reserve(self, rows: int) -> None:
+        """Room for `rows` rows of a head; new ones count as used in the latest iteration that was observed."""
         missing = rows - self.shares.shape[2]
         if missing > 0:
             more = (*self.norms.shape, missing + _GROWTH_ROWS)
             self.shares = torch.cat((self.shares, self.shares.new_zeros(more)), dim=2)
-            self.last_used = torch.cat((self.last_used, self.last_used.new_full(more, iteration)), dim=2)
+            self.last_used = torch.cat((self.last_used, self.last_used.new_full(more, self.iteration)), dim=2)
 
     def see(
         self,
