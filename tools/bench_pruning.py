@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decode latency and teacher-forced quality of a model whose K/V cache is pruned, against C_total (MACE 4.3, Figure 8b).
+"""Decode latency and teacher-forced quality of a model whose K/V is pruned, against C_total (MACE 4.3, Figure 8b).
 
     python tools/bench_pruning.py MODEL hh-harmless.jsonl.gz [--tokens 768,512,256,128,64] [--output FILE]
 

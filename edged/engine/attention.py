@@ -19,7 +19,7 @@ from edged.align.decoder import Branches
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.compacted import HeadTables
 from edged.engine.kv import KvStore
-from edged.engine.ragged import RaggedDecode
+from edged.engine.ragged import RaggedDecode, RowsByHead
 
 IMPLEMENTATION = "edged_paged"
 DecodePath = Literal["padded", "ragged", "triton"]
@@ -149,7 +149,8 @@ class PagedPass:
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
-        self._ragged_decodes: dict[tuple[int | None, int | None], RaggedDecode] = {}
+        self._ragged_decodes: dict[int | None, RaggedDecode] = {}
+        self._rows_by_head: RowsByHead | None = None
         self._decode_masks: dict[int | None, torch.Tensor] = {}
         self._decode_blocks: torch.Tensor | None = None
 
@@ -224,11 +225,7 @@ class PagedPass:
                 layer, rows, batch.decode_tables, batch.decode_context, self.kv, scaling, window, softcap
             )
         if self._decode_path == "ragged":
-            # The rows of pruned sequences lie elsewhere in each layer.
-            case = (window, layer if batch.pruned is not None else None)
-            if case not in self._ragged_decodes:
-                self._ragged_decodes[case] = RaggedDecode(batch.decodes, heads, self.kv, *case)
-            return self._ragged_decodes[case].attend(layer, rows, scaling, softcap)
+            return self._ragged(layer, heads, window).attend(layer, rows, scaling, softcap)
         if batch.pruned is not None:
             return self._decode_by_head(batch.pruned, layer, rows, scaling, softcap)
         if self._decode_blocks is None:
@@ -241,6 +238,16 @@ class PagedPass:
             self._decode_masks[window] = _additive(ahead, window, rows.dtype)[:, None, None, :]
         out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
         return out.reshape(n, -1, self.kv.head_dim)
+
+    def _ragged(self, layer: int, heads: int, window: int | None) -> RaggedDecode:
+        """Made once for all layers, but for pruned sequences, whose rows lie elsewhere in each."""
+        if self.batch.pruned is not None:
+            if self._rows_by_head is None:
+                self._rows_by_head = RowsByHead(self.batch.decodes, heads, self.kv)
+            return self._rows_by_head.layer(layer)
+        if window not in self._ragged_decodes:
+            self._ragged_decodes[window] = RaggedDecode.of(self.batch.decodes, heads, self.kv, window)
+        return self._ragged_decodes[window]
 
     def _decode_by_head(
         self, heads: HeadTables, layer: int, rows: torch.Tensor, scaling: float, softcap: float | None

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from edged.engine.batch import Segment
-from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 
 # torch calls its CSR tensors a beta feature, once per process.
@@ -36,17 +35,12 @@ def why_not(kv: KvStore) -> str:
 class RaggedDecode:
     """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them).
 
-    Where sequences were pruned each `layer` has a pattern of its own; no window is shorter than their contexts.
+    Where sequences were pruned this is one layer of them: see `RowsByHead`.
     """
 
-    def __init__(
-        self, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None, layer: int | None = None
-    ) -> None:
-        self._kv, self._heads, self._rows = kv, heads, len(decodes) * heads
-        if layer is None:
-            columns, seen, equal = *_columns(decodes, heads, kv, window), heads
-        else:
-            columns, seen, equal = *_columns_by_head(decodes, heads, kv, layer), heads // kv.kv_heads
+    def __init__(self, kv: KvStore, columns: np.ndarray, seen: list[int], equal: int) -> None:
+        """`columns` are the rows that the query heads see, one after the other; `equal` heads at a time `seen[i]`."""
+        self._kv, self._rows = kv, len(seen) * equal
         self._columns = torch.from_numpy(columns)
         offsets = np.zeros(self._rows + 1, np.int32)
         np.cumsum(np.repeat(seen, equal), out=offsets[1:])
@@ -61,6 +55,11 @@ class RaggedDecode:
             check_invariants=False,
         )
         self._runs = _runs(seen, equal)
+
+    @classmethod
+    def of(cls, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> RaggedDecode:
+        """Sequences that were not pruned: the same in all layers with this window."""
+        return cls(kv, *_columns(decodes, heads, kv, window), heads)
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
         """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
@@ -92,27 +91,36 @@ def _columns(decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | 
     return columns, seen.tolist()
 
 
-def _columns_by_head(decodes: Sequence[Segment], heads: int, kv: KvStore, layer: int) -> tuple[np.ndarray, list[int]]:
-    """`_columns` of one layer where sequences were pruned, and how many rows are seen by sequence and KV head."""
-    columns: list[np.ndarray] = []
-    seen: list[int] = []
-    group = heads // kv.kv_heads
-    no_part = Compacted(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
-    for segment in decodes:
-        part = segment.compacted or no_part
-        slabs, counts = part.slabs, part.counts[layer]
-        length = segment.context + 1 - slabs * kv.page_size
-        # A page's blocks lie one after the other, so its rows are all heads' rows of the compacted pages in order.
-        starts = segment.pages[:slabs] * (kv.kv_heads * kv.page_size)
-        kept = (starts.astype(np.int32)[:, None] + np.arange(kv.kv_heads * kv.page_size, dtype=np.int32)).reshape(-1)
-        pages = -(-length // kv.page_size)
-        later = _first_heads_rows(segment.pages[slabs : slabs + pages], kv)[:length]
-        stop = 0
-        for head, rows in enumerate((counts * kv.page_size).tolist()):
-            start, stop = stop, stop + rows
-            columns += [kept[start:stop], later + np.int32(head * kv.page_size)] * group
-            seen.append(rows + length)
-    return np.concatenate(columns), seen
+class RowsByHead:
+    """The rows of one iteration's decodes where sequences were pruned: heads see different ones, and not as many."""
+
+    def __init__(self, decodes: Sequence[Segment], heads: int, kv: KvStore) -> None:
+        self._kv, self._group = kv, heads // kv.kv_heads
+        none = np.zeros((kv.layers, kv.kv_heads), np.int64)
+        head_rows = (np.arange(kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
+        self._sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        """Of each: the rows of all heads in its compacted pages, in order; the later ones by head; the counts."""
+        for segment in decodes:
+            slabs = segment.compacted.slabs if segment.compacted else 0
+            counts = segment.compacted.counts if segment.compacted else none
+            length = segment.context + 1 - slabs * kv.page_size
+            later = _first_heads_rows(segment.pages[slabs : slabs - (-length // kv.page_size)], kv)[:length]
+            # A page's blocks lie one after the other.
+            starts = (segment.pages[:slabs] * (kv.kv_heads * kv.page_size)).astype(np.int32)
+            kept = starts[:, None] + np.arange(kv.kv_heads * kv.page_size, dtype=np.int32)
+            self._sequences.append((kept.reshape(-1), later + head_rows, counts * kv.page_size))
+
+    def layer(self, layer: int) -> RaggedDecode:
+        """How the decodes attend in `layer`."""
+        columns: list[np.ndarray] = []
+        seen: list[int] = []
+        for kept, later, counts in self._sequences:
+            stop = 0
+            for rows, own in zip(counts[layer].tolist(), later, strict=True):
+                start, stop = stop, stop + rows
+                columns += [kept[start:stop], own] * self._group
+                seen.append(rows + len(own))
+        return RaggedDecode(self._kv, np.concatenate(columns), seen, self._group)
 
 
 def _first_heads_rows(pages: np.ndarray, kv: KvStore) -> np.ndarray:
