@@ -119,6 +119,37 @@ def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_wh
     assert (torch.stack(got)[20:] - plain[20:]).abs().max() > 0.1, "what went makes a difference"
 
 
+@pytest.mark.slow
+def test_captured_iterations_are_left_to_those_that_are_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from edged.engine.graphs import DecodeGraphs
+    from tests.engine.test_graphs import recorder
+
+    kept = Kept(monkeypatch)
+    driver = forced(tmp_path)
+    executor = driver.parts.executor
+    paths = executor._paths = Paths("triton")
+    assert executor.model.lora is not None
+    executor.model.lora.runs.kernel = "triton"
+    executor.graphs = DecodeGraphs(executor.model, executor.kv, paths, recorder(), 1, 20)
+    ids = random_ids(90, 1)
+    oracle = Masked(len(ids))
+    sequence = driver.begin(ids[:60], room=30)
+    got, replayed = [], []
+    for token in ids[60:]:
+        before = sequence.computed
+        got.append(driver.step([sequence], [token])[0].clone())
+        kept.follow(oracle, sequence, before)
+        replayed.append(executor.graphs.replayed)
+    # From 64 rows on it is observed, at first in each iteration; from 80 on it is pruned.
+    assert replayed[3] == replayed[7] == 4
+    assert replayed[19] == replayed[-1]
+    assert sequence.compacted is not None
+    torch.testing.assert_close(torch.stack(got), oracle.logits(ids)[60:], atol=2e-4, rtol=0)
+
+
 def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(monkeypatch)
     driver = forced(tmp_path)
@@ -246,10 +277,12 @@ def test_pages_of_the_trie_stay_as_they_were(tmp_path: Path) -> None:
         engine.submit(request("pruned", prompt, 80))
         client.wait(lambda: "pruned" in client.finished)
         assert engine.status()["totals"]["prunings"] > 0
-        engine.submit(request("again", prompt, 2, logprobs=0))
+        # The conversation goes on: of what was computed only the prompt is as it would be again.
+        longer = prompt + client.ids("pruned")
+        engine.submit(request("again", longer, 2, logprobs=0))
         client.wait(lambda: "again" in client.finished)
-        assert client.finished["again"].cached_tokens == 192
-    logits = tiny_model()(torch.tensor([prompt + client.ids("again")])).logits[0, 199:201]
+        assert client.finished["again"].cached_tokens == 200
+    logits = tiny_model()(torch.tensor([longer + client.ids("again")])).logits[0, 279:281]
     assert logits.argmax(-1).tolist() == client.ids("again")
     got = torch.tensor([event.logprob for event in client.tokens["again"]])
     torch.testing.assert_close(got, logits.log_softmax(-1).max(-1).values, atol=1e-4, rtol=0)
