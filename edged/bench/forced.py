@@ -51,8 +51,8 @@ class ForcedDecoding:
         Sequences are pruned before, as the engine prunes them.
         """
         if self._executor.pruner is not None:
-            for _ in self._executor.pruner.relieve(sequences):
-                pass
+            for sequence in self._executor.pruner.due(sequences):
+                self._executor.pruner.prune(sequence)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(token)
         return self._run(sequences, 1)

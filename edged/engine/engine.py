@@ -202,7 +202,7 @@ class Engine:
             while not self._done():
                 self._take_inbox()
                 self._learning.feed(time.monotonic(), self._serving.refused)
-                self._serving.prune()
+                self._serving.prune(time.monotonic())
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:

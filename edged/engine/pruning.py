@@ -46,8 +46,8 @@ class Pruner:
 
     # -- when --------------------------------------------------------------------------------------------------------
 
-    def relieve(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Before an iteration: prune those of the decoding `sequences` whose turn it is, and yield each.
+    def due(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Before an iteration: those of the decoding `sequences` that are to be pruned, each before the next is asked.
 
         The longest comes first. One is enough for an iteration, unless the next ones may find no page.
         """
@@ -58,7 +58,6 @@ class Pruner:
             return
         for sequence in sorted(decoding, key=lambda sequence: -sequence.rows):
             if self._worth(sequence):
-                self._prune(sequence)
                 yield sequence
                 pressure.update(self._free_pages, self._pool.pages, len(decoding))
                 if not (pressure.pressed and pressure.urgent):
@@ -101,8 +100,9 @@ class Pruner:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _prune(self, sequence: Sequence) -> None:
-        """Compact the sequence's old pages."""
+    def prune(self, sequence: Sequence) -> None:
+        """Compact the old pages of a sequence that is `due`. Whatever it raises, the sequence's pages are in order,
+        but perhaps not what is in them."""
         kv, slabs, watch = self._kv, self._rule.budget_pages, sequence.watch
         assert watch is not None
         old, free = self._rule.old_pages(sequence.rows), self._free_pages
@@ -115,29 +115,29 @@ class Pruner:
         keep = rows_to_keep(watch, torch.from_numpy(have), torch.from_numpy(counts), kv.page_size, stale_before)
         # What others hold, the trie included, stays as it is. The rows of what nobody holds can still be read below,
         # for nothing else runs meanwhile: so the pages for what is kept may be some of those that were given up.
-        self._pool.release(sequence.pages[:old])
+        pages = list(sequence.pages)
+        self._pool.release(pages[:old])
         own = self._allocate(slabs)
-        self._move(sequence, before, keep, own, slabs * kv.kv_heads * kv.page_size)
-        _rearrange(watch, keep, have * kv.page_size, recent)
         sequence.compact(own, old, Compacted(slabs, counts, before.removed + (old - slabs) * kv.page_size))
         self._count(before, self._free_pages - free)
+        self._move(pages[:old], before, keep, own)
+        _rearrange(watch, keep, have * kv.page_size, recent)
 
-    def _move(self, sequence: Sequence, before: Compacted, keep: torch.Tensor, own: list[int], total: int) -> None:
-        """Copy the `total` kept rows of each layer over the pages `own`, head by head."""
+    def _move(self, old: list[int], before: Compacted, keep: torch.Tensor, own: list[int]) -> None:
+        """Copy the rows to `keep` of each layer over the pages `own`, head by head."""
         kv, device = self._kv, self._kv.keys.device
-        context = sequence.rows - 1
-        tables = torch.tensor([sequence.pages], device=device)
+        context = len(old) * kv.page_size - 1
+        tables = torch.tensor([old], device=device)
         shape = (kv.layers, kv.kv_heads, kv.page_size)
         heads = HeadTables.of([before], [context], tables, torch.tensor([context], device=device), shape)
-        # Stable: the rows of a head after those of the one before it, in their order.
-        kept = (~keep).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, :total]
         in_page = torch.arange(kv.page_size, device=device)
         blocks = kv.block_index(torch.tensor([own], device=device).T)
         to = (blocks[:, None] * kv.page_size + in_page).flatten()
+        # Stable: the rows of a head after those of the one before it, in their order.
+        kept = (~keep).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, : len(to)]
         for layer in range(kv.layers):
             rows = (heads.blocks(layer)[0][..., None] * kv.page_size + in_page).flatten(1)
-            head, row = kept[layer] // keep.shape[2], kept[layer] % keep.shape[2]
-            kv.move(layer, rows[head, row], to)
+            kv.move(layer, rows[kept[layer] // keep.shape[2], kept[layer] % keep.shape[2]], to)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

@@ -270,6 +270,27 @@ def test_a_pruned_sequence_that_is_preempted_is_computed_again(tmp_path: Path) -
     assert status["pages"]["free"] + status["pages"]["cached"] == status["pages"]["total"]
 
 
+def test_a_pruning_that_fails_costs_the_sequence_its_pages_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move, calls = KvStore.move, [0]
+
+    def fails_once(self: KvStore, layer: int, *rows: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise RuntimeError("no memory")
+        move(self, layer, *rows)
+
+    monkeypatch.setattr(KvStore, "move", fails_once)
+    settings: dict[str, Any] = {"cache__pruned_tokens": 32, "cache__prune_recent": 16}
+    client, status = serve(tmp_path, 1, 100, 80, cache__pruning="on", **settings)
+    plain, _ = serve(tmp_path, 1, 100, 80, cache__pruning="off", **settings)
+    assert status["totals"]["preemptions"] == 1
+    assert status["totals"]["prunings"] > 1
+    assert client.ids("r0")[:5] == plain.ids("r0")[:5]
+    assert status["pages"]["free"] + status["pages"]["cached"] == status["pages"]["total"]
+
+
 def test_pages_of_the_trie_stay_as_they_were(tmp_path: Path) -> None:
     prompt = random_ids(200, 3)
     settings: dict[str, Any] = {"cache__pruning": "on", "cache__pruned_tokens": 32, "cache__prune_recent": 16}
