@@ -309,6 +309,18 @@ def test_pages_of_the_trie_stay_as_they_were(tmp_path: Path) -> None:
     torch.testing.assert_close(got, logits.log_softmax(-1).max(-1).values, atol=1e-4, rtol=0)
 
 
+def test_what_was_pruned_is_not_shared(tmp_path: Path) -> None:
+    driver = forced(tmp_path, cache__prefix_sharing=True)
+    executor = driver.parts.executor
+    sequence = driver.begin(random_ids(120, 4), room=20)
+    for token in random_ids(10, 5):
+        driver.step([sequence], [token])
+    assert sequence.compacted is not None
+    executor.share(sequence)
+    assert executor.trie is not None
+    assert len(executor.trie) == 0
+
+
 def test_models_with_short_windows_and_policies_that_do_not_prune_are_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
