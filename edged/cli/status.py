@@ -100,7 +100,8 @@ def facts(data: dict[str, Any]) -> RenderableType:
     )
     table.add_row(
         "pages",
-        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes",
+        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
+        + (f", {number(totals['pruned_pages'])} returned by pruning" if totals["pruned_pages"] else ""),
         "prefix hits",
         f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens",
     )

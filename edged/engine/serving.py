@@ -5,6 +5,7 @@ Owns the running sequences and their events. Must not know how an iteration is p
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable
 
@@ -19,6 +20,8 @@ from edged.engine.request import Event, FinishReason, Request, TokenEvent
 from edged.engine.sampling import NOT_A_TOKEN
 from edged.engine.sequence import NOT_SHARED, Sequence
 from edged.scheduler.task import Kind, Outcome, Plan, Task
+
+log = logging.getLogger("edged.engine")
 
 
 class Serving:
@@ -143,7 +146,21 @@ class Serving:
 
     def _count_pages(self, sequence: Sequence) -> None:
         sequence.task.held_pages = len(sequence.pages)
-        sequence.task.capacity = len(sequence.pages) * self._page_size
+        sequence.task.capacity = len(sequence.pages) * self._page_size + sequence.computed - sequence.rows
+
+    def prune(self, now: float) -> None:
+        """Make room in the cache before an iteration, where the settings and the policy allow it."""
+        pruner = self._executor.pruner
+        if pruner is None or not self._decoding:
+            return
+        for sequence in pruner.due(self.running.values()):
+            try:
+                pruner.prune(sequence)
+                self._count_pages(sequence)
+            except Exception:
+                log.exception("a sequence could not be pruned: it is computed again")
+                self.preempt(sequence.task.task_id, now)
+                self._stats.totals.preemptions += 1
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import pytest
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
 from edged.scheduler.policies import POLICIES
+from tests.models import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -150,6 +151,21 @@ def test_many_adapters_share_a_batch_and_come_from_disk(tmp_path: Path) -> None:
     assert report["crowd"]["registered"] == 12
     assert report["crowd"]["loaded"] <= 4
     assert all(report["crowd"][kind]["ttft_ms_p50"] > 0 for kind in ("cold", "warm"))
+
+
+@pytest.mark.slow
+def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 30)
+    arguments = (str(model), str(pairs), "--first", "25", "--recent", "32")
+    report = run_tool("bench_pruning.py", *arguments, report=tmp_path / "report.json")
+    assert set(report["tbt"]["1"]) == set(report["quality"]) == {"off", "128", "32"}
+    pages = [report["tbt"]["2"][name]["pages"] for name in ("off", "128", "32")]
+    assert pages == sorted(pages, reverse=True)
+    assert pages[0] > 1.5 * pages[1]
+    assert report["quality"]["off"]["greedy_agreement"] == 1.0
+    assert report["quality"]["off"]["pairs"] == 4
+    assert report["quality"]["32"]["greedy_agreement"] < 1.0
 
 
 @pytest.fixture
