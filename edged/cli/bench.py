@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.client import DaemonError
+from edged.cli.compare import compare
 from edged.cli.options import json_option
-from edged.cli.output import make_console, number, percent, print_json
+from edged.cli.output import make_console, number, percent, print_json, show_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,7 +90,7 @@ def replay(
             seconds=seconds,
             seed=seed,
         )
-        report = run(plan, _progress)
+        report = run(plan, show_progress)
     except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
@@ -192,14 +193,6 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-    else:
-        click.echo(line, err=True)
-
-
 def screen(report: dict[str, Any]) -> RenderableType:
     """The report as one table of what was measured."""
     from rich.table import Table
@@ -260,3 +253,6 @@ def screen(report: dict[str, Any]) -> RenderableType:
     ):
         table.add_row(label, value)
     return table
+
+
+bench.add_command(compare)
