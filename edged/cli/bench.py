@@ -44,6 +44,9 @@ def bench() -> None:
 )
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
+)
 @json_option
 def replay(
     trace: str,
@@ -56,6 +59,7 @@ def replay(
     retrain_rate: float,
     seconds: float,
     seed: int,
+    score_arrivals: bool,
     as_json: bool,
 ) -> None:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
@@ -89,6 +93,7 @@ def replay(
             retrain_rate=retrain_rate,
             seconds=seconds,
             seed=seed,
+            score_arrivals=score_arrivals,
         )
         report = run(plan, show_progress)
     except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:

@@ -69,6 +69,7 @@ class Values(click.ParamType):
 )
 @click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", show_default=True, metavar="NUMBERS")
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long each sends.")
+@click.option("--score-arrivals", is_flag=True, help="As for edged bench replay.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulations at once.")
 @json_option
 def compare(
@@ -85,6 +86,7 @@ def compare(
     loads: Floats,
     seeds: tuple[int, ...],
     seconds: float,
+    score_arrivals: bool,
     jobs: int,
     as_json: bool,
 ) -> None:
@@ -103,7 +105,7 @@ def compare(
         raise DaemonError(f'unknown policy "{unknown[0]}": known are {", ".join(POLICIES)}')
     if jobs > 1 and not device:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
-    workload = Workload(trace, pairs, model, seconds, pair_format, config, device)
+    workload = Workload(trace, pairs, model, seconds, pair_format, config, device, score_arrivals)
     axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
     try:
         manifest = run(workload, axes, folder, show_progress, jobs)
