@@ -42,9 +42,10 @@ class Workload:
     """What all runs of a comparison have in common; `device` names a simulated one, None measures this machine."""
 
     trace: str
-    pairs: str
     model: str
     seconds: float
+    pairs: str | None = None
+    """Only measured runs have them: simulated pairs have lengths alone."""
     pair_format: str = "hh"
     config: str | None = None
     device: str | None = None
@@ -52,11 +53,11 @@ class Workload:
 
     def command(self, policy: str, retrain_rate: float, rate_per_s: float | None, seed: int) -> list[str]:
         """Arguments of `edged` that do one run; without a rate the machine's capacity is measured first."""
-        kind = ["simulate", "--device", self.device] if self.device else ["replay"]
+        learnt = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
         options = {
+            "--device": self.device,
             "--trace": self.trace,
-            "--pairs": self.pairs,
-            "--format": self.pair_format,
+            **learnt,
             "--model": self.model,
             "--config": self.config,
             "--policy": policy,
@@ -66,7 +67,8 @@ class Workload:
             "--seed": seed,
         }
         given = [text for name, value in options.items() if value is not None for text in (name, f"{value}")]
-        return ["bench", *kind, *given, *(["--score-arrivals"] if self.score_arrivals else []), "--json"]
+        flags = ["--score-arrivals"] if self.score_arrivals else []
+        return ["bench", "simulate" if self.device else "replay", *given, *flags, "--json"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ class Values(click.ParamType):
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
-@click.option("--pairs", required=True, type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay.")
+@click.option(
+    "--pairs", type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay; not for simulations."
+)
 @click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True)
 @click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(exists=True, dir_okay=False), help="TOML file with further settings.")
@@ -75,7 +77,7 @@ class Values(click.ParamType):
 def compare(
     folder: Path,
     trace: str,
-    pairs: str,
+    pairs: str | None,
     pair_format: str,
     model: str,
     config: str | None,
@@ -98,19 +100,22 @@ def compare(
     from edged.bench.compare import Axes, CompareError, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
-    from edged.scheduler.scheduler import POLICIES
+    from edged.config import ConfigError, load_settings
 
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise DaemonError(f'unknown policy "{unknown[0]}": known are {", ".join(POLICIES)}')
+    if bool(pairs) == bool(device):
+        raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
+    if score_arrivals and device:
+        raise DaemonError("--score-arrivals needs real pairs: not with --device")
     if jobs > 1 and not device:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
-    workload = Workload(trace, pairs, model, seconds, pair_format, config, device, score_arrivals)
+    workload = Workload(trace, model, seconds, pairs, pair_format, config, device, score_arrivals)
     axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
     try:
+        for policy in policies:
+            load_settings(Path(config) if config else None, overrides={"scheduler.policy": policy})
         manifest = run(workload, axes, folder, show_progress, jobs)
         runs = Runs.read(folder)
-    except (CompareError, OSError) as error:
+    except (CompareError, ConfigError, OSError) as error:
         raise DaemonError(str(error)) from None
     rows = summarise(runs)
     if as_json:
