@@ -12,6 +12,7 @@ from edged.cli.client import DaemonError
 from edged.cli.compare import compare
 from edged.cli.options import json_option, policy_option
 from edged.cli.output import make_console, number, percent, print_json, show_progress
+from edged.cli.report import report as draw_report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -261,3 +262,4 @@ def screen(report: dict[str, Any]) -> RenderableType:
 
 
 bench.add_command(compare)
+bench.add_command(draw_report)
