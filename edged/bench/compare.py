@@ -23,6 +23,8 @@ from typing import Any
 MANIFEST = "manifest.json"
 CAPACITY_POLICY = "fcfs"
 """Serves without training: what it finishes of a burst is the machine's capacity."""
+_OWN = "edged: "
+"""What edged's own errors begin with."""
 _SLOWEST, _START_S = 10.0, 600.0
 """A run may take so many times its window, and that long to load and to warm up, before it is ended."""
 
@@ -188,12 +190,14 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
         )
         timer = threading.Timer(limit_s, child.kill)
         timer.start()
-        last = ""
+        last, said = "", ""
         try:
             assert child.stderr is not None
             for line in child.stderr:
                 if line.strip():
                     last = line.strip()
+                    # Libraries may still complain when the process ends.
+                    said = last if last.startswith(_OWN) else said
                     progress(last)
             code = child.wait()
         finally:
@@ -204,7 +208,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
         if late:
             raise RunFailed(f"no report within {limit_s:.0f} s")
         if code:
-            raise RunFailed(last.removeprefix("edged: ") or f"ended with exit code {code}")
+            raise RunFailed(said.removeprefix(_OWN) or f"ended with exit code {code}: {last}")
         output.seek(0)
         try:
             report: dict[str, Any] = json.load(output)

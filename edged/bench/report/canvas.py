@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 from edged.bench.report.panels import Figure, Panel
 
 _WIDTH_IN, _HEIGHT_IN = 4.2, 3.0
+_LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
 _COLOURS = {
     "mace": "#1b6ca8",
     "adainf": "#d1495b",
@@ -48,6 +51,7 @@ class Canvas:
 
         sheet = Sheet(figsize=(_WIDTH_IN * len(figure.panels), _HEIGHT_IN), layout="constrained")
         FigureCanvasSVG(sheet)
+        named: tuple[str, ...] = ()
         for axes, panel in zip(sheet.subplots(1, len(figure.panels), squeeze=False)[0], figure.panels, strict=True):
             (_bars if panel.kind == "bar" else _lines)(axes, panel)
             axes.set_title(panel.title)
@@ -55,10 +59,14 @@ class Canvas:
             axes.set_ylabel(panel.y_label)
             axes.grid(axis="y", linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)
-            if len(panel.curves) > 1:
+            if len(panel.curves) > 1 and tuple(panel.curves) != named:
                 axes.legend(fontsize=7, frameon=False)
+                named = tuple(panel.curves)
         path = self._folder / f"{name}.svg"
-        sheet.savefig(path, metadata={"Date": None})
+        text = io.StringIO()
+        sheet.savefig(text, format="svg", metadata={"Date": None})
+        # A hundredth of a point is more than any screen shows; the rest would be half of the file.
+        path.write_text(_LONG_NUMBER.sub(r"\1", text.getvalue()))
         return path
 
 

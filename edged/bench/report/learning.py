@@ -17,6 +17,8 @@ PERIODIC = ("ekya", "periodic-async")
 CONTINUOUS = ("mace", "sync", "adainf")
 UNTRAINED = "no retraining"
 
+Value = Callable[[dict[str, Any]], float]
+"""What a scored pair is worth."""
 Pair = tuple[float, float]
 """When it was scored, in seconds, and what came of it."""
 
@@ -30,19 +32,19 @@ def over_time(setting: Setting) -> Figure | None:
         return None
     seconds = float(setting.runs.manifest["workload"]["seconds"])
     panels = []
-    for title, value, base in (
-        ("win rate", lambda row: float(row["win"]), lambda row: float(row["base_clpd_nats"] > 0.0)),
-        ("CLPD, nats", lambda row: row["clpd_nats"], lambda row: row["base_clpd_nats"]),
-    ):
-        curves = {policy: smooth(pairs(done, scored, value), seconds) for policy, done in runs.items()}
-        untrained = [one for done in runs.values() for one in done]
-        curves[UNTRAINED] = smooth(pairs(untrained, trained, base), seconds)
+    for title, value, base in (("win rate", win, base_win), ("CLPD, nats", clpd, base_clpd)):
+        curves = {
+            policy: smooth(pairs(done, scored, value), seconds) for policy, done in runs.items() if policy != "fcfs"
+        }
+        curves[UNTRAINED] = smooth(untrained(runs, value, base), seconds)
         panels.append(Panel(title, "seconds", title, curves))
     accuracy = {
-        p: smooth(pairs(done, trained, lambda row: float(row["reward_margin"] > 0)), seconds)
-        for p, done in runs.items()
+        policy: smooth(points, seconds)
+        for policy, done in runs.items()
+        if (points := pairs(done, trained, lambda row: float(row["reward_margin"] > 0)))
     }
-    panels.append(Panel("reward accuracy, as trained", "seconds", "reward accuracy", accuracy))
+    if accuracy:
+        panels.append(Panel("reward accuracy, as trained", "seconds", "reward accuracy", accuracy))
     judged = any("arrivals" in one.report for done in runs.values() for one in done)
     return Figure(
         "fig2",
@@ -70,7 +72,7 @@ def trained(report: dict[str, Any]) -> list[dict[str, Any]]:
 def pairs(
     done: Sequence[Done],
     rows: Callable[[dict[str, Any]], list[dict[str, Any]]],
-    value: Callable[[dict[str, Any]], float],
+    value: Value,
 ) -> list[Pair]:
     """A value of each pair of several runs, in the order of their moments."""
     return sorted((row["at_s"], value(row)) for one in done for row in rows(one.report))
@@ -90,30 +92,46 @@ def mean(points: Sequence[Pair]) -> float | None:
     return sum(value for _, value in points) / len(points) if points else None
 
 
+def untrained(runs: dict[str, list[Done]], value: Value, base: Value) -> list[Pair]:
+    """What the base model thinks: of each pair as it came where fcfs ran, else of those that were trained on."""
+    alone = pairs(runs.get("fcfs", ()), scored, value)
+    return alone or pairs([one for done in runs.values() for one in done], trained, base)
+
+
+def win(row: dict[str, Any]) -> float:
+    """Whether the preferred answer was the likelier one."""
+    return float(row["win"])
+
+
+def base_win(row: dict[str, Any]) -> float:
+    """The same of the base model."""
+    return float(row["base_clpd_nats"] > 0.0)
+
+
+def clpd(row: dict[str, Any]) -> float:
+    """Contrastive log-probability difference (section 3.1 of the paper)."""
+    return float(row["clpd_nats"])
+
+
+def base_clpd(row: dict[str, Any]) -> float:
+    """The same of the base model."""
+    return float(row["base_clpd_nats"])
+
+
 def _gains(runs: dict[str, list[Done]]) -> tuple[Row, ...]:
     """Means of the strategies over the base model's on the same stream of pairs."""
-    untrained = [one for done in runs.values() for one in done]
     rows = []
-    for title, value, base_value, told_by in (
-        (
-            "win rate",
-            lambda row: float(row["win"]),
-            lambda row: float(row["base_clpd_nats"] > 0.0),
-            (paper.PERIODIC_WIN_RATE, paper.CONTINUOUS_WIN_RATE),
-        ),
-        (
-            "CLPD",
-            lambda row: row["clpd_nats"],
-            lambda row: row["base_clpd_nats"],
-            (paper.PERIODIC_CLPD, paper.CONTINUOUS_CLPD),
-        ),
+    for title, value, base, periodic, continuous in (
+        ("win rate", win, base_win, paper.PERIODIC_WIN_RATE, paper.CONTINUOUS_WIN_RATE),
+        ("CLPD", clpd, base_clpd, paper.PERIODIC_CLPD, paper.CONTINUOUS_CLPD),
     ):
-        base = mean(pairs(untrained, trained, base_value))
-        for policies, number in ((PERIODIC, told_by[0]), (CONTINUOUS, told_by[1])):
-            for policy in policies:
-                if policy in runs:
-                    ours = mean(pairs(runs[policy], scored, value))
-                    rows.append(Row(f"{title}, {policy}", against(ours, base), number))
+        without = mean(untrained(runs, value, base))
+        for policy in (*PERIODIC, *CONTINUOUS):
+            if policy in runs:
+                ours = mean(pairs(runs[policy], scored, value))
+                rows.append(
+                    Row(f"{title}, {policy}", against(ours, without), periodic if policy in PERIODIC else continuous)
+                )
     return tuple(rows)
 
 

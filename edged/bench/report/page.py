@@ -120,8 +120,9 @@ def _about(setting: Setting) -> str:
     burst = f" A burst reached {capacity:.2f} requests/s." if capacity else ""
     return (
         f"{model['name']} ({model['dtype']} on {model['device']}), trace {first['load']['trace']}: "
-        f"prompts of {prompt:.0f} and answers of {answer:.0f} tokens, {workload['seconds']:.0f} s each, {len(seeds)} seeds, "
-        f"{len(setting.runs.done)} runs.{burst} Figures at one point are taken at {setting.point()}.\n"
+        f"prompts of {prompt:.0f} and answers of {answer:.0f} tokens, {workload['seconds']:.0f} s each, "
+        f"seeds {', '.join(map(str, seeds))}, {len(setting.runs.done)} runs.{burst} "
+        f"Figures at one point are taken at {setting.point()}.\n"
     )
 
 

@@ -113,6 +113,8 @@ def ablations(setting: Setting) -> Figure | None:
             panels.append(Panel(f"{label} at {setting.load(highest)}", "", label, bars, "bar"))
     rows = []
     for policy, number in (("mace-bin", paper.BIN_ATTAINMENT), ("mace-prefix", paper.PREFIX_ATTAINMENT)):
+        if policy not in variants:
+            continue
         ours = setting.mean(ATTAINMENT, policy, rate_per_s=highest)
         whole = setting.mean(ATTAINMENT, "mace", rate_per_s=highest)
         rows.append(Row(f"attainment, {policy} (mace)", f"{told(ours, 3)} ({told(whole, 3)})", number))
@@ -121,6 +123,8 @@ def ablations(setting: Setting) -> Figure | None:
         ("mace-prefix", paper.PREFIX_CLPD, paper.PREFIX_THROUGHPUT),
         ("mace-prune", paper.PRUNE_CLPD, paper.PRUNE_THROUGHPUT),
     ):
+        if policy not in variants:
+            continue
         for name, metric, number in (("CLPD", CLPD, clpd), ("throughput", THROUGHPUT, tokens)):
             ours = setting.mean(metric, policy, rate_per_s=highest)
             whole = setting.mean(metric, "mace", rate_per_s=highest)
