@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from edged.bench.compare import Axes, Workload
+from edged.bench.compare import Axes, Workload, compare
 from tests.models import save_tiny
 
 
@@ -41,11 +40,10 @@ def tiny_workload(files: Path, **changes: object) -> Workload:
     return Workload(**{**values, **changes})  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """What a comparison was of, and where it lies."""
-
-    workload: Workload
-    axes: Axes
-    folder: Path
-    lines: list[str]
+@pytest.fixture(scope="session")
+def compared(workload_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one real comparison: fcfs and mace at one point."""
+    folder = tmp_path_factory.mktemp("compared") / "tiny"
+    axes = Axes(("fcfs", "mace"), retrain_rates=(1.0,), seeds=(0,), rates_per_s=(3.0,))
+    compare(tiny_workload(workload_files, score_arrivals=True), axes, folder)
+    return folder

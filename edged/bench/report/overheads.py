@@ -15,6 +15,8 @@ from edged.bench.report import paper
 from edged.bench.report.panels import Curve, Figure, Panel, Row, told
 from edged.bench.report.setting import Setting
 
+_WHOLE, _BUDGET = "off", "tokens kept by a head"
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CompareError when it is no JSON object."""
@@ -54,31 +56,31 @@ def _mean_share(setting: Setting) -> float | None:
 
 
 def pruning(measured: dict[str, Any]) -> Figure | None:
-    """Figure 8b: time between tokens against C_total, of tools/bench_pruning.py; None where it has no such rows.
+    """Figure 8b: time between tokens, and quality, against C_total, of tools/bench_pruning.py; None without it.
 
-    Its rows have "c_total_tokens" (None: not pruned) and "tbt_ms", and maybe "clpd_nats".
+    It names budgets by the tokens that a KV head keeps on the mean of the heads, and "off" what is not pruned.
     """
-    rows = [row for row in measured.get("rows", ()) if "c_total_tokens" in row and "tbt_ms" in row]
-    pruned = sorted((row for row in rows if row["c_total_tokens"]), key=lambda row: row["c_total_tokens"])
-    if not pruned:
+    latencies, quality = measured.get("tbt"), measured.get("quality")
+    if not latencies or not quality:
         return None
-    x = [row["c_total_tokens"] for row in pruned]
-    tbt = {"pruned": Curve(x, [row["tbt_ms"] for row in pruned])}
-    whole = next((row for row in rows if not row["c_total_tokens"]), None)
-    if whole is not None:
-        tbt["not pruned"] = Curve(x, [whole["tbt_ms"]] * len(x))
-    panels = [Panel("time between tokens", "C_total, tokens", "ms", tbt)]
-    if all("clpd_nats" in row for row in pruned):
-        clpd = {"pruned": Curve(x, [row["clpd_nats"] for row in pruned])}
-        panels.append(Panel("CLPD", "C_total, tokens", "nats", clpd))
-    text = ", ".join(f"{row['tbt_ms']:.2f} ms at {row['c_total_tokens']}" for row in pruned)
-    base = f"; {whole['tbt_ms']:.2f} ms not pruned" if whole is not None else ""
-    return Figure(
-        "fig8b",
-        "Figure 8b: time between tokens against C_total",
-        (Row("TBT", text + base, paper.PRUNED_TBT),),
-        tuple(panels),
-    )
+    budgets = sorted(int(name) for name in quality if name != _WHOLE)
+    panels = []
+    rows = []
+    for batch, found in latencies.items():
+        middles = {name: one["ms"] for name, one in found.items()}
+        columns = ([middles[str(budget)][key] for budget in budgets] for key in ("median", "low", "high"))
+        whole = [middles[_WHOLE]["median"]] * len(budgets)
+        curves = {"pruned": Curve(budgets, *columns), "not pruned": Curve(budgets, whole)}
+        panels.append(Panel(f"time between tokens, {batch} sequences", _BUDGET, "ms", curves))
+        each = ", ".join(f"{told(middles[str(budget)]['median'])} ms at {budget}" for budget in budgets)
+        rows.append(Row(f"TBT, {batch} sequences", f"{each}; {told(whole[0])} ms not pruned", paper.PRUNED_TBT))
+    for key, label in (("clpd_nats", "CLPD, nats"), ("greedy_agreement", "greedy agreement")):
+        pruned = Curve(budgets, [quality[str(budget)][key] for budget in budgets])
+        whole = [quality[_WHOLE][key]] * len(budgets)
+        panels.append(Panel(label, _BUDGET, label, {"pruned": pruned, "not pruned": Curve(budgets, whole)}))
+    title = "Figure 8b: time between tokens against C_total"
+    note = f"{measured['model']}, contexts of {measured['context_tokens']} tokens, on {measured['device']}."
+    return Figure("fig8b", title, tuple(rows), tuple(panels), note)
 
 
 def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:

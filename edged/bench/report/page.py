@@ -67,7 +67,7 @@ by hand but the paper's numbers (`edged/bench/report/paper.py`). Values are medi
 The numbers of each figure are in the JSON file of its name.
 """
 _OTHERS = {
-    "fig8b": "python tools/bench_pruning.py --output pruning.json",
+    "fig8b": "python tools/bench_pruning.py MODEL PAIRS --output pruning.json",
     "table1": "python tools/bench_scheduler.py --policy mace --json > scheduler-mace.json",
 }
 
