@@ -30,6 +30,16 @@ def test_loads_are_shares_of_the_capacity() -> None:
     assert [(run.rate_per_s, run.load) for run in axes.runs(10.0)] == [(3.0, None), (5.0, 0.5), (12.0, 1.2)]
 
 
+def test_a_simulated_run_has_a_device_and_no_pairs(workload_files: Path) -> None:
+    measured = tiny_workload(workload_files, score_arrivals=True).command("mace", 0.1, 2.5, 7)
+    assert measured[:2] == ["bench", "replay"]
+    assert {"--pairs", "--format", "--score-arrivals"} < set(measured)
+    assert "--device" not in measured
+    simulated = tiny_workload(workload_files, pairs=None, device="orin").command("mace", 0.1, None, 7)
+    assert simulated[:4] == ["bench", "simulate", "--device", "orin"]
+    assert not {"--pairs", "--format", "--rate"} & set(simulated)
+
+
 def test_a_failed_run_is_kept_with_its_error_and_tried_again_until_it_is_there(
     workload_files: Path, tmp_path: Path
 ) -> None:
