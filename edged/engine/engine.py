@@ -164,6 +164,15 @@ class Engine:
         """Current version by adapter name."""
         return self._learning.versions
 
+    def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
+        """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
+
+        def copy() -> tuple[int, dict[str, torch.Tensor]]:
+            state = self._parts.trainer.shelf.peek(adapter)
+            return (state.version, state.tensors()) if state is not None else (0, {})
+
+        return self._ask(copy)
+
     def status(self) -> dict[str, Any]:
         """What `GET /v1/status` shows of the engine."""
         return {
@@ -172,6 +181,10 @@ class Engine:
             "queue": {**self._serving.queue_report(), "finetune": self._learning.pairs_queued},
             "finetune": self._learning.report(),
         }
+
+    def busy(self) -> dict[str, Any]:
+        """The status' sums of where the time went, alone."""
+        return self._stats.busy.report()
 
     def _post(self, command: Callable[[], None]) -> None:
         """Have the engine thread run a command. Raises EngineStopping when it has ended."""
@@ -302,6 +315,7 @@ class Engine:
             tokens[outcome.task.kind] += outcome.tokens
         predicted = plan.predicted_forward_s + plan.predicted_units_s
         budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
+        stats.busy.add(self._parts.cost, result, elapsed_s)
         stats.totals.iterations += 1
         if stats.totals.iterations == _CALIBRATED_AFTER:
             for problem in self._scheduler.targets.impossible():
