@@ -23,23 +23,24 @@ from edged.bench.recorder import (
     Answer,
     alignment_figures,
     attainment,
-    percentiles_ms,
+    iteration_figures,
+    learning_latency,
+    prefix_shares,
     request_counts,
     serving_figures,
 )
 from edged.bench.replay import LOAD_SHARE, SLO_FACTOR
 from edged.bench.roofline import Model, Pass, RooflineDevice, Room, room_for
+from edged.bench.timeline import EVERY_S, PARTS, Look, shares
 from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
 from edged.bench.virtual_engine import ADAPTER, Coming, Device, VirtualEngine
 from edged.config import Settings
 from edged.engine.request import Request, Sampling
-from edged.scheduler.scheduler import POLICIES
+from edged.scheduler.policies import POLICIES
 
 PAIR_TOKENS = (100, 60, 60)
 """Mean (prompt, chosen, rejected) tokens of a preference pair, where none are given."""
 _LINE_EVERY_S = 2.0
-_SLICE_S = 1.0
-"""Virtual seconds between two looks at the real clock."""
 _LONGEST_BURST_S = 86_400.0
 
 Progress = Callable[[str], None]
@@ -126,7 +127,8 @@ class Simulation:
         """Send the load, let its answers end, report."""
         plan, engine = self._plan, self._engine
         context = engine.max_context_tokens
-        rate = plan.rate_per_s or self._capacity(trace) * LOAD_SHARE
+        capacity = None if plan.rate_per_s else self._capacity(trace)
+        rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
         load = scale_trace(
             trace,
             rate_per_s=rate,
@@ -138,7 +140,7 @@ class Simulation:
         start_s, before = engine.now, self._status()
         measured_from = len(engine.answers)
         engine.schedule(self._coming(load, start_s))
-        self._run(start_s + plan.seconds, start_s)
+        looks = self._run(start_s + plan.seconds, start_s)
         after = self._status()
         # As in a replay: a quarter of the window for what is under way.
         engine.run(start_s + plan.seconds + max(10.0, plan.seconds / 4), drained=True)
@@ -148,15 +150,17 @@ class Simulation:
             "model": self._bench.model.report(self._bench.device.name, context),
             "policy": plan.settings.scheduler.policy,
             "seed": plan.seed,
-            "load": self._describe(trace, load, rate),
+            "load": {**self._describe(trace, load, rate), "capacity_per_s": capacity},
             "requests": request_counts(answers),
             **serving_figures(answers, start_s, plan.seconds),
             "slo": self._slo(answers, load),
             "finetune": self._finetuning(before, after),
             "alignment": alignment_figures([]),
-            "prefix": _prefix(before, after),
-            "scheduler": self._scheduling(before, after),
             "series": [],
+            "timeline": shares(looks),
+            "prefix": {**_prefix(before, after), "requests_by_tenth": prefix_shares(answers)},
+            "iterations": iteration_figures(before["busy"], after["busy"]),
+            "scheduler": self._scheduling(before, after),
         }
 
     def _capacity(self, trace: Trace) -> float:
@@ -202,11 +206,13 @@ class Simulation:
             prompt, chosen, rejected = ((0,) * size for size in sizes)
             yield TokenPair(number, ADAPTER, prompt, chosen, rejected)
 
-    def _run(self, until_s: float, start_s: float) -> None:
-        """Let time pass, with a line on the progress now and then."""
+    def _run(self, until_s: float, start_s: float) -> list[Look]:
+        """Let time pass, with a look at what it went to each second, and a line on the progress now and then."""
         engine = self._engine
+        looks = [self._look()]
         while engine.now < until_s:
-            engine.run(min(until_s, engine.now + _SLICE_S))
+            engine.run(min(until_s, engine.now + EVERY_S))
+            looks.append(self._look())
             now = time.monotonic()
             if now >= self._next_line_s:
                 self._next_line_s = now + _LINE_EVERY_S
@@ -215,9 +221,15 @@ class Simulation:
                     f"requests open, {engine.learning.pairs_trained} of {self._pairs_sent} pairs learnt"
                 )
 
+        return looks
+
     # -- the report --------------------------------------------------------------------------------------------------
 
-    def _status(self) -> dict[str, int]:
+    def _look(self) -> Look:
+        busy = self._engine.busy.report()
+        return Look(self._engine.now, tuple(busy[f"{part}_s"] for part in PARTS))
+
+    def _status(self) -> dict[str, Any]:
         engine, totals = self._engine, self._engine.totals
         stats = engine.trie.stats if engine.trie else None
         return {
@@ -228,6 +240,7 @@ class Simulation:
             "pairs_trained": engine.learning.pairs_trained,
             "prompt_tokens": stats.prompt_tokens if stats else 0,
             "hit_tokens": stats.hit_tokens if stats else 0,
+            "busy": engine.busy.report(),
         }
 
     def _describe(self, trace: Trace, load: list[Arrival], rate: float) -> dict[str, Any]:
@@ -253,8 +266,9 @@ class Simulation:
             "forward_ms_of_mean_prompt": alone_s(round(_mean([len(a.prompt_ids) for a in load]))) * 1e3,
         }
 
-    def _finetuning(self, before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    def _finetuning(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         tokens = after["finetune_tokens"] - before["finetune_tokens"]
+        pairs = list(self._engine.learning.pairs.values())
         return {
             "pairs_sent": self._pairs_sent,
             "pairs_trained": after["pairs_trained"] - before["pairs_trained"],
@@ -262,10 +276,11 @@ class Simulation:
             "skipped_steps": 0,
             "tokens": tokens,
             "tokens_per_s": tokens / self._plan.seconds,
-            "latency_ms": percentiles_ms(self._engine.learning.latencies_s),
+            "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
+            "latency_ms": learning_latency(pairs),
         }
 
-    def _scheduling(self, before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    def _scheduling(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         engine = self._engine
         return {
             "decision_ms_p50": float(np.median(engine.decision_ms)),
@@ -300,7 +315,7 @@ def _lengths(means: tuple[int, int, int], seed: int) -> Iterator[tuple[int, int,
         yield prompt, chosen, rejected
 
 
-def _prefix(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+def _prefix(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
     return {"prompt_tokens": prompt, "hit_tokens": hit, "hit_share": hit / prompt if prompt else 0.0}
 

@@ -21,6 +21,7 @@ from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
 from edged.config import Settings
 from edged.engine.batch import NO_SLOT
+from edged.engine.busy import Busy
 from edged.engine.executor import Executor, Work
 from edged.engine.parts import EngineParts
 from edged.engine.request import Request, TokenEvent
@@ -34,6 +35,7 @@ from edged.scheduler.task import Kind, Plan, Resources, Result, Unit
 
 ADAPTER = "replay"
 _SLOT = 0
+_SHORTEST_REST_S = 1e-3
 _PLACEHOLDER = 1 << 32
 """Beyond any vocabulary: what the answers of a request are made of, with its task's id."""
 
@@ -97,7 +99,6 @@ class Totals:
     iterations: int = 0
     preemptions: int = 0
     finetune_tokens: int = 0
-    units: int = 0
 
 
 @dataclass(order=True, slots=True)
@@ -128,8 +129,7 @@ class VirtualEngine:
         self.answers: dict[str, Answer] = {}
         self.totals = Totals()
         self.decision_ms: deque[float] = deque(maxlen=1000)
-        self.on_result: Callable[[Result, float], None] = lambda _result, _elapsed_s: None
-        """Told of each iteration before its tasks advance."""
+        self.busy = Busy()
         self.cost = device.guess()
         self.scheduler = Scheduler(settings.scheduler, self.cost)
         self.pool = PagePool(pages, settings.cache.page_size)
@@ -229,7 +229,8 @@ class VirtualEngine:
             if plan.grants or plan.preempt:
                 self._iterate(plan)
             else:
-                self.now = min(until_s, self._coming[0].at_s if self._coming else until_s)
+                next_s = self._coming[0].at_s if self._coming else until_s
+                self.now = min(until_s, next_s, max(plan.resume_s, self.now + _SHORTEST_REST_S))
 
     def _next_task_id(self) -> int:
         return next(self._task_ids)
@@ -270,8 +271,7 @@ class VirtualEngine:
         result = Result(outcomes, work.forward_s, work.units)
         self.totals.iterations += 1
         self.totals.finetune_tokens += sum(tuned.values())
-        self.totals.units += len(work.units)
-        self.on_result(result, self.now - started_s)
+        self.busy.add(self.cost, result, self.now - started_s)
         self.scheduler.complete(result, self.now)
         self.learning.close_finished(self.now)
         self._deliver()

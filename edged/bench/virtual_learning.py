@@ -15,6 +15,7 @@ from edged.align.group import Work as UnitWork
 from edged.align.group import head_window_size
 from edged.align.learner import FIRST_LOSS, Draw, Learner
 from edged.align.pair import TokenPair
+from edged.bench.recorder import SentPair
 from edged.config import AlignSettings
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
@@ -155,17 +156,16 @@ class VirtualLearning:
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
         self.state = Version(adapter, 0)
         self._learner = Learner(adapter)
-        self._submitted_s: dict[int, float] = {}
+        self.pairs: dict[int, SentPair] = {}
+        """By pair id."""
         self.jobs: dict[int, VirtualJob] = {}
         self.pairs_trained = self.steps = 0
-        self.latencies_s: list[float] = []
-        """From a pair's submission until a version has learnt it."""
 
     def submit(self, pair: TokenPair, now: float) -> None:
         """Queue a pair; one that the K/V cache has no room for, or that the policy never trains on, is dropped."""
+        self.pairs[pair.pair_id] = SentPair(now)
         if self._scheduler.policy.trains and self._align.enabled and pair.tokens <= self._most_tokens:
             self._learner.queue.append(pair)
-            self._submitted_s[pair.pair_id] = now
 
     def feed(self, task_id: Callable[[], int], now: float) -> None:
         """Open the next step where none is under way."""
@@ -253,12 +253,13 @@ class VirtualLearning:
         learner.end()
         for pair in draw.fresh:
             known = replace(pair, epochs_done=pair.epochs_done + 1, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
+            sent = self.pairs[pair.pair_id]
+            sent.learnt_s = sent.learnt_s or now
             if known.epochs_done < self._align.epochs:
                 learner.queue.append(known)
                 continue
             learner.replay.append(known)
             self.pairs_trained += 1
-            self.latencies_s.append(now - self._submitted_s.pop(pair.pair_id))
         self.steps += 1
         previous = self.state.version
         self.state = replace(self.state, version=previous + 1)

@@ -171,6 +171,10 @@ class Engine:
             "finetune": self._learning.report(),
         }
 
+    def busy(self) -> dict[str, Any]:
+        """The status' sums of where the time went, alone."""
+        return self._stats.busy.report()
+
     def _post(self, command: Callable[[], None]) -> None:
         """Have the engine thread run a command. Raises EngineStopping when it has ended."""
         with self._wake:
@@ -298,6 +302,7 @@ class Engine:
             tokens[outcome.task.kind] += outcome.tokens
         predicted = plan.predicted_forward_s + plan.predicted_units_s
         budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
+        stats.busy.add(self._parts.cost, result, elapsed_s)
         stats.totals.iterations += 1
         stats.totals.plans_foreseen += plan.foreseen
         stats.totals.finetune_tokens += tokens[Kind.FINETUNE]

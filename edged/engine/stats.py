@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from edged.engine.busy import Busy
+
 _RATE_SPAN_S = 10.0
 
 
@@ -46,6 +48,7 @@ class Stats:
     """All counters of one engine; latencies in milliseconds."""
 
     totals: Totals = field(default_factory=Totals)
+    busy: Busy = field(default_factory=Busy)
     ttft_ms: deque[float] = field(default_factory=_latencies)
     tbt_ms: deque[float] = field(default_factory=_latencies)
     iteration_ms: deque[float] = field(default_factory=_latencies)
@@ -98,5 +101,6 @@ class Stats:
             },
             "bins": list(self.bins),
             "totals": totals,
+            "busy": self.busy.report(),
             "slo": {"ttft_attainment": share(self.ttft_met), "tbt_attainment": share(self.tbt_met)},
         }

@@ -62,6 +62,22 @@ def test_every_request_is_answered_and_every_pair_learnt_meanwhile(model_dir: Pa
     json.dumps(report)
 
 
+def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Path, trace: Path, pairs: Path) -> None:
+    report = replay(plan(model_dir, trace, pairs))
+    assert len(report["series"]) == report["alignment"]["pairs"]
+    wins = [row["win"] for row in report["series"]]
+    assert sum(wins) / len(wins) == pytest.approx(report["alignment"]["win_rate"])
+    assert [row["at_s"] for row in report["series"]] == sorted(row["at_s"] for row in report["series"])
+    assert 0.0 < report["finetune"]["latency_ms"]["p50"] <= report["finetune"]["latency_ms"]["p99"]
+    assert report["finetune"]["pairs_waiting"] < report["finetune"]["pairs_sent"]
+    assert [round(row["at_s"]) for row in report["timeline"]] == [1, 2]
+    for part in ("prefill_share", "decode_share", "finetune_share", "busy_share"):
+        assert 0.0 < sum(row[part] for row in report["timeline"]) <= 2.0
+    mixes = report["iterations"]["by_mix"].values()
+    assert sum(mix["count"] for mix in mixes) == report["iterations"]["count"] == report["scheduler"]["iterations"]
+    assert sum(report["prefix"]["requests_by_tenth"]) == report["requests"]["finished"]
+
+
 def test_shared_prefixes_of_the_trace_hit_the_cache(model_dir: Path, trace: Path, pairs: Path) -> None:
     report = replay(plan(model_dir, trace, pairs, retrain_rate=0.0))
     # Half of the prompts start with a block (of 222 tokens after scaling) that an earlier one had.
