@@ -11,6 +11,7 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option, policy_option
 from edged.cli.output import make_console, number, percent, print_json
+from edged.cli.simulate import simulate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine with recorded loads."""
+    """Measure this machine with recorded loads, or simulate another."""
+
+
+bench.add_command(simulate)
 
 
 @bench.command()
@@ -75,7 +79,7 @@ def replay(
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disableprogress_bar()
     try:
         settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
         plan = ReplayPlan(
@@ -89,7 +93,7 @@ def replay(
             seconds=seconds,
             seed=seed,
         )
-        report = run(plan, _progress)
+        report = run(plan, progress)
     except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
@@ -192,7 +196,7 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _progress(line: str) -> None:
+def progress(line: str) -> None:
     """One line on stderr: a terminal's is overwritten by the next."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
