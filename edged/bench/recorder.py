@@ -177,6 +177,8 @@ def score_series(scores: Sequence[PairScored], moments_s: Sequence[float], start
     return [
         {
             "at_s": round(moment_s - start_s, 3),
+            "pair_id": score.pair_id,
+            "version": score.version,
             "win": score.chosen_logp > score.rejected_logp,
             "clpd_nats": score.chosen_logp - score.rejected_logp,
             "reward_margin": score.reward_margin,

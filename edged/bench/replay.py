@@ -20,6 +20,7 @@ import numpy as np
 from edged.align.formats import Format, read_pairs
 from edged.align.pair import TokenPair
 from edged.align.tokens import tokenize_pair
+from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import (
     Recorder,
     alignment_figures,
@@ -66,6 +67,8 @@ class ReplayPlan:
     retrain_rate: float = 0.1
     seconds: float = 60.0
     seed: int = 0
+    score_arrivals: bool = False
+    """Whether each pair is also judged by the version that was served when it came, after the replay."""
 
 
 Progress = Callable[[str], None]
@@ -92,6 +95,8 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
         report = player.play(trace, pairs)
     finally:
         engine.stop(0.0)
+    if player.arrivals is not None:
+        report["arrivals"] = player.arrivals.series(plan.model_dir, report["model"]["device"])
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,
@@ -138,6 +143,7 @@ class _Player:
             self._token_ids = range(codec.vocab_size)
         self._numbers = count()
         self._pairs_sent = 0
+        self.arrivals = Arrivals(engine, ADAPTER) if plan.score_arrivals else None
         self._next_line_s = _LINE_EVERY_S
 
     def play(self, trace: Trace, pairs: list[TokenPair]) -> dict[str, Any]:
@@ -254,6 +260,8 @@ class _Player:
             self._wait_until(start_s + arrival.at_s, start_s)
             self._submit(arrival, start_s + arrival.at_s)
             if chance.random() < plan.retrain_rate and (pair := next(waiting, None)) is not None:
+                if self.arrivals is not None:
+                    self.arrivals.meet(pair, time.monotonic() - start_s)
                 self._recorder.expect_pair(pair.pair_id)
                 self._engine.submit_pairs([pair])
                 self._pairs_sent += 1

@@ -29,7 +29,7 @@ LAYER_KERNELS = {"forward": 45, "layer": 150, "graph": 60, "grad": 90}
 _HEAD_KERNELS = 30
 _STEP_KERNELS_PER_MATRIX = 2
 _STEP_BYTES = 28
-"""Moved per adapter weight by an optimizer step: gradient, both moments and master read, all but the gradient written."""
+"""Moved per adapter weight by an optimizer step: gradient, moments and master read, all but the gradient written."""
 _LOGIT_PASSES = 6
 """Times that a head unit's fp32 logits are read or written."""
 _ATTENTION_BACKWARD = 2.5

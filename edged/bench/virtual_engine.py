@@ -1,4 +1,4 @@
-"""The engine in virtual time: its scheduler, its lives of requests, its page pool and prefix trie, over a device's times.
+"""The engine in virtual time: its scheduler, lives of requests, page pool and prefix trie, over a device's times.
 
 Owns the virtual clock and what one iteration comes to. Must not know traces or reports. Where the real engine computes,
 this one asks the device how long that takes; tokens are placeholders that no two requests share.
@@ -184,7 +184,7 @@ class VirtualEngine:
         )
 
     def _may_keep_graph(self) -> bool:
-        """Where the weights are read for serving anyway, packed tokens are nearly free (see the engine's `Learning`)."""
+        """Not where the weights are read for serving anyway: see the engine's `Learning`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         return self._keeps_graph and not (serving and self.device.cuda)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.client import DaemonError
+from edged.cli.compare import compare
 from edged.cli.options import json_option, policy_option
-from edged.cli.output import make_console, number, percent, print_json
+from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.simulate import simulate
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ bench.add_command(simulate)
 )
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
+)
 @json_option
 def replay(
     trace: str,
@@ -59,6 +63,7 @@ def replay(
     retrain_rate: float,
     seconds: float,
     seed: int,
+    score_arrivals: bool,
     as_json: bool,
 ) -> None:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
@@ -92,8 +97,9 @@ def replay(
             retrain_rate=retrain_rate,
             seconds=seconds,
             seed=seed,
+            score_arrivals=score_arrivals,
         )
-        report = run(plan, progress)
+        report = run(plan, show_progress)
     except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
@@ -196,14 +202,6 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     return table
 
 
-def progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-    else:
-        click.echo(line, err=True)
-
-
 def screen(report: dict[str, Any]) -> RenderableType:
     """The report as one table of what was measured."""
     from rich.table import Table
@@ -264,3 +262,6 @@ def screen(report: dict[str, Any]) -> RenderableType:
     ):
         table.add_row(label, value)
     return table
+
+
+bench.add_command(compare)

@@ -74,8 +74,8 @@ def simulate(
     from edged.bench.simulation import SimulationPlan
     from edged.bench.simulation import simulate as run
     from edged.bench.traces import TraceError
-    from edged.cli.bench import progress, screen
-    from edged.cli.output import make_console, print_json
+    from edged.cli.bench import screen
+    from edged.cli.output import make_console, print_json, show_progress
     from edged.config import ConfigError, load_settings
     from edged.engine.model import ModelRefused
 
@@ -92,7 +92,7 @@ def simulate(
             seed=seed,
             pair_tokens=pair_tokens,
         )
-        report = run(plan, progress)
+        report = run(plan, show_progress)
     except (ConfigError, DeviceError, ModelRefused, TraceError) as error:
         raise DaemonError(str(error)) from None
     if as_json:

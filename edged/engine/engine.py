@@ -162,6 +162,15 @@ class Engine:
         """Current version by adapter name."""
         return self._learning.versions
 
+    def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
+        """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
+
+        def copy() -> tuple[int, dict[str, torch.Tensor]]:
+            state = self._parts.trainer.shelf.peek(adapter)
+            return (state.version, state.tensors()) if state is not None else (0, {})
+
+        return self._ask(copy)
+
     def status(self) -> dict[str, Any]:
         """What `GET /v1/status` shows of the engine."""
         return {

@@ -121,7 +121,15 @@ def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
 def test_the_series_tells_each_pair_with_the_base_models_opinion() -> None:
     score = PairScored(1, "replay", 1, "prequential", -3.0, -5.0, -4.0, -3.5, 0.25, 0.5)
     (row,) = score_series([score], [12.5], start_s=10.0)
-    assert row == {"at_s": 2.5, "win": True, "clpd_nats": 2.0, "reward_margin": 0.25, "base_clpd_nats": -0.5}
+    assert row == {
+        "at_s": 2.5,
+        "pair_id": 1,
+        "version": 1,
+        "win": True,
+        "clpd_nats": 2.0,
+        "reward_margin": 0.25,
+        "base_clpd_nats": -0.5,
+    }
 
 
 def test_requests_are_counted_by_the_share_of_their_prompt_that_was_there() -> None:
