@@ -82,7 +82,7 @@ class EngineParts:
                 "vocab_size": model.shape.vocab_size,
                 "fingerprint": self.trainer.shelf.spec.fingerprint,
             },
-            "cost_model": {"mape_percent": self.cost.mape * 100.0},
+            "cost_model": self.cost.report(),
             "scheduler": {
                 "policy": self.settings.scheduler.policy,
                 "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),

@@ -142,6 +142,7 @@ class Serving:
         self._executor.begin(sequence)
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
+        task.adapter = sequence.slot + 1
         self._count_pages(sequence)
         return True
 
@@ -294,6 +295,7 @@ class Serving:
         if new is not None:
             self._parts.slots.release(sequence.slot)
             sequence.slot, sequence.version = new, state.version
+            sequence.task.adapter = new + 1
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class Draft:
     """
 
     __slots__ = (
+        "_adapters",
         "_page_size",
         "_queues",
         "free_pages",
@@ -45,6 +46,7 @@ class Draft:
         self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
         self.preempted: set[Task] = set()
         self.load = Load()
+        self._adapters: set[int] = {0}
         self.plan = Plan()
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
@@ -86,6 +88,9 @@ class Draft:
         self.plan.pages += pages
         self.tokens_left -= tokens
         self.load.add_chunk(tokens, task.context, finetune)
+        if task.adapter not in self._adapters:
+            self._adapters.add(task.adapter)
+            self.load.adapters += 1
 
     def grant(self, task: Task, tokens: int) -> None:
         """Let a prefill, which has entered, compute `tokens` of its prompt."""
@@ -115,11 +120,12 @@ class Draft:
         decodes = self._queues.decodes
         first = self._oldest_prefill()
         need = min(1, self.pages(first, first.tokens)) if first is not None else 0
-        earliest, context = math.inf, 0
+        earliest, context, adapters = math.inf, 0, self._adapters
         for grant in decodes:
             task = grant.task
             held = task.context
             context += held
+            adapters.add(task.adapter)
             if held >= task.capacity:
                 need += self.pages(task, 1)
             if task.deadline_s < earliest:
@@ -136,6 +142,7 @@ class Draft:
         self.tokens_left -= count
         self.load.decodes = count
         self.load.context = context
+        self.load.adapters = len(adapters) - 1
         self.slack_s = earliest - now
 
     def _add_some_decodes(self, need: int, now: float) -> None:
@@ -146,6 +153,7 @@ class Draft:
         chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
         if len(chosen) > self.tokens_left:
             chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
+        self._adapters.intersection_update((0,))
         for grant in chosen:
             task = grant.task
             pages = self.pages(task, 1)
@@ -154,6 +162,8 @@ class Draft:
                 self.tokens_left -= 1
                 self.load.decodes += 1
                 self.load.context += task.context
+                self._adapters.add(task.adapter)
+                self.load.adapters = len(self._adapters) - 1
                 self.slack_s = min(self.slack_s, task.deadline_s - now)
                 self.plan.pages += pages
                 self.plan.grants.append(grant)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost import CostModel, Fit, Load, load_of
+from edged.scheduler.cost import CostModel, Load, load_of
+from edged.scheduler.fit import Fit
 from edged.scheduler.task import Kind, Outcome, Result, Task, Unit
 from tests.scheduler.world import Device
 
@@ -117,10 +118,10 @@ def test_before_any_measurement_it_admits_that_it_may_be_wrong() -> None:
 
 def test_a_unit_of_an_unknown_kind_starts_like_a_layer_and_is_learned() -> None:
     cost = guessed()
-    assert cost.unit_s(Unit("score", 64)) == cost.unit_s(Unit("layer", 64))
+    assert cost.unit_s(Unit("other", 64)) == cost.unit_s(Unit("layer", 64))
     for _ in range(30):
-        cost.observe(Result(units=[(Unit("score", 64), 0.5)]))
-    assert cost.unit_s(Unit("score", 64)) == pytest.approx(0.5, rel=0.05)
+        cost.observe(Result(units=[(Unit("other", 64), 0.5)]))
+    assert cost.unit_s(Unit("other", 64)) == pytest.approx(0.5, rel=0.05)
 
 
 def test_the_part_of_an_iteration_that_was_fine_tuning_is_told() -> None:
