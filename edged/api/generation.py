@@ -172,7 +172,7 @@ class Generation:
         return max(answer.version for answer in self.answers)
 
     def start(self) -> None:
-        """Submit one engine request per choice; the first one's prompt is shared. Raises EngineBusy, RequestRefused."""
+        """Submit one engine request per choice; their prompt is computed once. Raises EngineBusy, RequestRefused."""
         ids = [answer.request_id for answer in self.answers]
         self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._services.hub.expect(ids, self._queue)
@@ -182,7 +182,6 @@ class Generation:
                 prompt_ids=self.ask.prompt_ids,
                 sampling=_nth(self.ask.sampling, index),
                 adapter=self.ask.adapter,
-                follows=ids[0] if index else None,
             )
             try:
                 self._services.engine.submit(request)

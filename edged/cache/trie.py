@@ -83,6 +83,16 @@ class PrefixTrie:
         self.stats.hit_tokens += len(pages) * size
         return pages
 
+    def covered(self, key: Key, tokens: Sequence[int]) -> int:
+        """How many of `tokens` are cached, in whole pages; a question only, which counts as no use."""
+        size = self._pool.page_size
+        node = self._roots.get(key)
+        for start in range(0, len(tokens) - size + 1, size):
+            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
+            if node is None:
+                return start
+        return len(tokens) // size * size
+
     def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make a sequence's full pages findable: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
 

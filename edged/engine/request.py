@@ -49,17 +49,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion asked for. `adapter` None is the base model.
-
-    `follows` names a request with the same prompt (another choice of the same `n`): this one starts when that
-    one's prompt is computed, so that they share its pages.
-    """
+    """One completion asked for. `adapter` None is the base model."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     adapter: str | None = None
-    follows: str | None = None
 
 
 @dataclass(slots=True)

@@ -46,7 +46,6 @@ class Sequence:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     ttft_due_s: float = 0.0
-    released_followers: bool = False
 
     @property
     def prompt_tokens(self) -> int:

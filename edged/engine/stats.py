@@ -37,6 +37,8 @@ class Totals:
     iterations: int = 0
     plans_foreseen: int = 0
     """Iterations whose plan was made while the one before ran."""
+    followers: int = 0
+    """Times that a request waited for another to compute what their prompts share."""
 
     def copy(self) -> Totals:
         """A snapshot."""
