@@ -21,17 +21,19 @@ from edged.engine.budget import BaseShape, Needs, adapter_weights, graph_bytes, 
 from edged.engine.loading import ModelRefused, pick_dtype
 from edged.engine.memory import CACHE_SHARES
 from edged.engine.quantized import WeightForm, form_of_setting
-from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.cost import CostModel, Load, roofline
 from edged.scheduler.task import Unit
 
 LAYER_KERNELS = {"forward": 45, "layer": 150, "graph": 60, "grad": 90}
 """Kernels of one layer by what is done with it, as transformers' modules launch them one by one: an estimate."""
 _HEAD_KERNELS = 30
+_HEAD_PASSES = {"score": 1, "head": 2}
+"""Products with the head: its derivative is a second one."""
 _STEP_KERNELS_PER_MATRIX = 2
 _STEP_BYTES = 28
 """Moved per adapter weight by an optimizer step: gradient, moments and master read, all but the gradient written."""
-_LOGIT_PASSES = 6
-"""Times that a head unit's fp32 logits are read or written."""
+_LOGIT_PASSES = 3
+"""Times that fp32 logits are read or written for a product with the head."""
 _ATTENTION_BACKWARD = 2.5
 """Operations of attention's derivative over those of its forward (Dao et al. 2022)."""
 
@@ -42,10 +44,19 @@ class Pass(Load):
 
     chunk_context: int = 0
     """Keys that chunks read of what was computed before, summed over them."""
+    tuned_pairs: float = 0.0
+    """Query-key pairs of preference pairs' chunks."""
     sampled: int = 0
     """Tokens that are drawn."""
     adapted: int = 0
     """Tokens that see a LoRA adapter."""
+
+    def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
+        """Count a chunk that follows `context` tokens of its own."""
+        Load.add_chunk(self, tokens, context, finetune)
+        self.chunk_context += context
+        if finetune:
+            self.tuned_pairs += tokens * (context + 0.5 * tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +144,8 @@ class RooflineDevice:
 
     def guess(self) -> CostModel:
         """The cost model that knows the data sheet alone."""
-        return CostModel.guess(
-            parameters=self._parameters,
-            flops_per_s=self._flops_per_s,
-            bytes_per_s=self._bytes_per_s,
-            layers=self._layers,
-            bytes_per_parameter=self._item,
-        )
+        prices = roofline(self._parameters, self._flops_per_s, self._bytes_per_s, self._layers, self._item)
+        return CostModel(prices)
 
     def forward_s(self, load: Pass) -> float:
         """Seconds of one packed forward with sampling; 0 when there is nothing in it."""
@@ -151,7 +157,9 @@ class RooflineDevice:
         device_s = (
             self._part_s(self._weight_bytes + unpacked, 2.0 * self._weights * tokens)
             + self._part_s(self._kv_bytes * load.context, self._pair_flops * load.context)
-            + self._part_s(self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * load.pairs)
+            + self._part_s(
+                self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * (load.pairs + load.tuned_pairs)
+            )
         )
         if load.adapted:
             device_s += self._part_s(self._item * self._lora_weights, 2.0 * self._lora_weights * load.adapted)
@@ -167,9 +175,10 @@ class RooflineDevice:
     def unit_s(self, unit: Unit) -> float:
         """Seconds of one fine-tune unit."""
         n = unit.tokens
-        if unit.kind == "head":
-            moved = 2 * self._item * self._head_weights + _LOGIT_PASSES * 4 * self._vocab * n
-            return self._launched_s(self._part_s(moved, 4.0 * self._head_weights * n), _HEAD_KERNELS)
+        if unit.kind in _HEAD_PASSES:
+            passes = _HEAD_PASSES[unit.kind]
+            moved = passes * (self._item * self._head_weights + _LOGIT_PASSES * 4 * self._vocab * n)
+            return self._launched_s(self._part_s(moved, 2.0 * passes * self._head_weights * n), _HEAD_KERNELS)
         if unit.kind == "step":
             kernels = _STEP_KERNELS_PER_MATRIX * self._matrices
             return self._launched_s(self._part_s(_STEP_BYTES * self._lora_weights * n, 0.0), kernels)
@@ -191,6 +200,20 @@ class RooflineDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What there is of it: `kind` as in a device's file."""
+
+    name: str
+    kind: str
+    available_bytes: int
+
+    @classmethod
+    def of(cls, file: DeviceFile) -> Memory:
+        """A device file's."""
+        return cls(file.name, file.kind, int(file.available_gib * 2**30))
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """What the device's memory has room for beside the weights and the work."""
 
@@ -200,16 +223,15 @@ class Room:
     parts: Needs
 
 
-def room_for(file: DeviceFile, model: Model, settings: Settings) -> Room:
+def room_for(device: Memory, model: Model, settings: Settings) -> Room:
     """The engine's own arithmetic (`edged.engine.memory`) for memory that is not here.
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits.
     """
     shape, size = model.shape, settings.cache.page_size
-    available = int(file.available_gib * 2**30)
-    parts = needs(shape, settings, model.form, model.dtype, file.cuda, available)
-    free = available - (parts.total - parts.kept_graph)
-    budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[file.kind])
+    parts = needs(shape, settings, model.form, model.dtype, device.kind != "cpu", device.available_bytes)
+    free = device.available_bytes - (parts.total - parts.kept_graph)
+    budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
     wanted = settings.model.max_context_tokens or shape.max_positions
     useful = settings.serving.max_sequences * -(-wanted // size) + 1
     page_bytes = size * parts.kv_per_token
@@ -217,7 +239,7 @@ def room_for(file: DeviceFile, model: Model, settings: Settings) -> Room:
     if pages < 4:
         raise ModelRefused(
             f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
-            f"{file.name} has {file.available_gib:.1f} GiB for edged: quantize it, or take a larger device"
+            f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
         )
     left = free - pages * page_bytes
     return Room(pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from edged.align.pair import TokenPair
-from edged.bench.device import DeviceError, DeviceFile, find_device, find_model_shape, read_device
+from edged.bench.device import DeviceError, find_device, find_model_shape, read_device
+from edged.bench.profiled import profiled
 from edged.bench.recorder import (
     Answer,
     alignment_figures,
@@ -29,7 +30,7 @@ from edged.bench.recorder import (
     serving_figures,
 )
 from edged.bench.replay import LOAD_SHARE, SLO_FACTOR
-from edged.bench.roofline import Model, Pass, RooflineDevice, Room, room_for
+from edged.bench.roofline import Memory, Model, Pass, RooflineDevice, Room, room_for
 from edged.bench.timeline import EVERY_S, PARTS, Look, shares
 from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
 from edged.bench.virtual_engine import ADAPTER, Coming, Device, VirtualEngine
@@ -49,7 +50,8 @@ Progress = Callable[[str], None]
 class SimulationPlan:
     """What to simulate. `rate_per_s` None: 70 % of the requests per second that a burst reaches.
 
-    `device` and `model` are names of configs/devices and configs/models, or files. `pair_lengths`: tokens of (prompt,
+    `device` and `model` are names of configs/devices and configs/models, or files; a .json file is a device's profile
+    (`edged profile`). `pair_lengths`: tokens of (prompt,
     chosen, rejected) of the pairs as they come; None draws them without end, uniformly within half of `pair_tokens`.
     """
 
@@ -81,9 +83,13 @@ class Bench:
     @classmethod
     def of(cls, plan: SimulationPlan) -> Bench:
         """Read the files. Raises DeviceError, ModelRefused."""
-        file: DeviceFile = read_device(find_device(plan.device))
-        model = Model.read(find_model_shape(plan.model), plan.settings, file.cuda)
-        return cls(RooflineDevice(file, model, plan.settings), model, room_for(file, model, plan.settings))
+        path, shape, settings = find_device(plan.device), find_model_shape(plan.model), plan.settings
+        if path.suffix == ".json":
+            device, model, memory = profiled(path, shape, settings)
+            return cls(device, model, room_for(memory, model, settings))
+        file = read_device(path)
+        model = Model.read(shape, settings, file.cuda)
+        return cls(RooflineDevice(file, model, settings), model, room_for(Memory.of(file), model, settings))
 
 
 def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:

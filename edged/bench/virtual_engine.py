@@ -164,24 +164,19 @@ class VirtualEngine:
             state=lambda _adapter: learning.state,
             shelf=SimpleNamespace(resident=lambda _adapter: True),
         )
-        return EngineParts(
+        parts = SimpleNamespace(
             settings=self.settings,
-            name="",
-            path="",
-            model=cast(Any, None),
             executor=self._executor,
             scheduler=self.scheduler,
-            cost=self.cost,
-            slots=cast(Any, _Slots()),
-            trainer=cast(Any, trainer),
+            slots=_Slots(),
+            trainer=trainer,
             stats=Stats(),
-            threads=None,
             pages=pages,
             max_context_tokens=self.max_context_tokens,
             end_ids=frozenset(),
             task_ids=self._task_ids,
-            temporary=None,
         )
+        return cast(EngineParts, parts)
 
     def _may_keep_graph(self) -> bool:
         """Not where the weights are read for serving anyway: see the engine's `Learning`."""
@@ -310,9 +305,9 @@ class VirtualEngine:
             load.context += task.context
         else:
             load.add_chunk(tokens, sequence.computed, finetune=False)
-            load.chunk_context += sequence.computed
         if sequence.slot != NO_SLOT:
             load.adapted += tokens
+            load.adapters = 1
         work.prefilled.append((sequence, tokens))
         if sequence.computed + tokens == len(sequence.tokens):
             work.sampled.append(sequence)
@@ -328,10 +323,8 @@ class VirtualEngine:
                 needed += max(0, -(-(stream.done + piece) // self.pool.page_size) - stream.pages)
                 left -= piece
         job.pages += self._executor.allocate(needed)
-        # The scheduler counts all streams' tokens as one context; the device sees each stream's own.
         for stream, piece in taken:
             load.add_chunk(piece, stream.done, finetune=True)
-            load.chunk_context += stream.done
             load.adapted += 0 if stream.reference else piece
             stream.done += piece
             stream.pages = max(stream.pages, -(-stream.done // self.pool.page_size))

@@ -85,9 +85,9 @@ class VirtualStep:
     def _all_units(self) -> list[UnitWork]:
         rows = sum(stream.tokens for stream in self.streams if not stream.reference)
         units: list[UnitWork] = [("graph", rows)] * (self._layers if self._graphed else 0)
-        for reference in (True, False):
+        for kind, reference in (("score", True), ("head", False)):
             scored = sum(stream.scored for stream in self.streams if stream.reference == reference)
-            units += [("head", min(self._head_size, scored - at)) for at in range(0, scored, self._head_size)]
+            units += [(kind, min(self._head_size, scored - at)) for at in range(0, scored, self._head_size)]
         windows = windows_of([(0, rows)], rows if self._graphed else self._align.window_tokens)
         units += [("grad" if self._graphed else "layer", stop - start) for start, stop in windows] * self._layers
         return units if self._batches else [*units, ("step", 1)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edged.bench.device import DeviceError, find_device, find_model_shape, read_device
-from edged.bench.roofline import LAYER_KERNELS, Model, Pass, RooflineDevice, room_for
+from edged.bench.roofline import LAYER_KERNELS, Memory, Model, Pass, RooflineDevice, room_for
 from edged.config import Settings
 from edged.engine.loading import ModelRefused
 from edged.scheduler.task import Unit
@@ -49,7 +49,7 @@ def on(tmp_path: Path, text: str = PLAIN, **model: object) -> tuple[RooflineDevi
 @pytest.mark.parametrize("shape", sorted((CONFIGS / "models").glob("*.json")), ids=lambda path: path.stem)
 def test_every_device_has_room_for_every_model_in_4_bits(path: Path, shape: Path) -> None:
     settings = Settings.model_validate({"model": {"quantize": "nf4"}})
-    assert room_for(read_device(path), Model.read(shape, settings, cuda=True), settings).pages > 1000
+    assert room_for(Memory.of(read_device(path)), Model.read(shape, settings, cuda=True), settings).pages > 1000
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     settings = Settings()
     small = read_device(find_device("agx-orin-32gb-30w")).model_copy(update={"available_gib": 12.0})
     with pytest.raises(ModelRefused, match=r"needs 1\d\.\d GiB without K/V pages, and .* has 12\.0 GiB"):
-        room_for(small, Model.read(find_model_shape("mistral-7b"), settings, cuda=True), settings)
+        room_for(Memory.of(small), Model.read(find_model_shape("mistral-7b"), settings, cuda=True), settings)
 
 
 def test_a_lone_decode_takes_the_time_to_read_the_weights_and_a_long_prompt_that_of_its_products(
