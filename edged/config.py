@@ -108,6 +108,7 @@ class SchedulerSettings(_Section):
         "mace-prune",
         "mace-priority",
     ] = Field("mace", description="mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
+    profile: str = Field("", description="the device's measured prices, by edged profile; empty: the data folder's own")
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
     )

@@ -174,6 +174,7 @@ _PARTS = {
     "step": "open DPO steps",
     "kept_graph": "its kept graph",
     "iteration": "an iteration's activations and logits",
+    "dequantized": "the one weight that is dequantized at a time",
     "decode_graphs": "captured decode iterations",
 }
 

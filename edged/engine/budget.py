@@ -7,7 +7,7 @@ not know how much memory there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -112,6 +112,8 @@ class Needs:
     """What a step that keeps its graph takes instead of a second forward, where it fits."""
     iteration: int
     """Activations, attention and logits of one packed forward."""
+    dequantized: int
+    """The one weight of a quantized base that is dequantized at a time."""
     decode_graphs: int
     """Captured decode iterations, on CUDA."""
     kv_per_token: int
@@ -123,8 +125,24 @@ class Needs:
     @property
     def total(self) -> int:
         """Everything but K/V pages."""
-        parts = (self.weights, self.packed_copy, self.lora_slots, self.adapters, self.step, self.iteration)
-        return sum(parts) + self.kept_graph + self.decode_graphs
+        fixed = self.weights + self.packed_copy + self.lora_slots + self.kept_graph
+        return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that running takes beside weights, slots, pages and a kept graph: the parts of `Needs` of these names."""
+
+    adapters: int
+    step: int
+    iteration: int
+    dequantized: int
+    decode_graphs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
 def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
@@ -141,14 +159,24 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weights=weights,
         packed_copy=linear_weights * dtype.itemsize if copied else 0,
         lora_slots=active * one * dtype.itemsize,
-        adapters=loaded * one * STATE_BYTES,
-        step=step_bytes(shape, settings, dtype, loaded) + (0 if plain else largest_weight(shape, dtype)),
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
-        iteration=iteration_bytes(shape, settings, dtype, left) + (0 if plain else largest_weight(shape, dtype)),
-        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
+        **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
         active_adapters=active,
+    )
+
+
+def work_of(
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, left: int, quantized: bool, cuda: bool
+) -> Work:
+    """What running takes with `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    return Work(
+        adapters=loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
+        step=step_bytes(shape, settings, dtype, loaded),
+        iteration=iteration_bytes(shape, settings, dtype, left),
+        dequantized=largest_weight(shape, dtype) if quantized else 0,
+        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
     )
 
 

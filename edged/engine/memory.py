@@ -16,12 +16,9 @@ from edged.engine.budget import (
     BaseShape,
     adapter_weights,
     adapters_that_fit,
-    decode_graph_bytes,
     graph_bytes,
-    iteration_bytes,
-    largest_weight,
     linears_of,
-    step_bytes,
+    work_of,
 )
 from edged.engine.loading import ModelRefused
 from edged.engine.model import ServedModel
@@ -74,14 +71,8 @@ def shape_of(model: ServedModel) -> BaseShape:
 
 def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
     """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
-    shape = shape_of(model)
-    loaded = settings.align.max_loaded_adapters
-    work = iteration_bytes(shape, settings, model.dtype, free) + step_bytes(shape, settings, model.dtype, loaded)
-    if model.device.type == "cuda":
-        work += decode_graph_bytes(shape, settings)
-    if model.quantized:
-        work += largest_weight(shape, model.dtype)
-    return work + loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    shape, loaded, cuda = shape_of(model), settings.align.max_loaded_adapters, model.device.type == "cuda"
+    return work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).total
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:

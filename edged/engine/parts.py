@@ -26,19 +26,19 @@ from edged.engine.lora import LoraSlots
 from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
+from edged.engine.prices import first_cost_model, subject_of
 from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
 from edged.scheduler.policies import POLICIES
+from edged.scheduler.profile import Subject
 from edged.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs
 
 log = logging.getLogger("edged.engine")
-_GUESSED_RATES = {"cpu": (4e10, 8e9), "cuda": (2e13, 2e11)}
-"""Operations per second and bytes per second that the cost model starts from; measured iterations correct them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class EngineParts:
     executor: Executor
     scheduler: Scheduler
     cost: CostModel
+    subject: Subject
+    """What a profile must be of to be used here."""
     slots: SlotTable
     trainer: Trainer
     stats: Stats
@@ -137,14 +139,8 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
     folder = Path(temporary.name) if temporary else Path(data_dir or "")
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
-    flops, bandwidth = _GUESSED_RATES[model.device.type]
-    cost = CostModel.guess(
-        parameters=model.shape.parameters,
-        flops_per_s=flops,
-        bytes_per_s=bandwidth,
-        layers=model.shape.layers,
-        bytes_per_parameter=model.dtype.itemsize,
-    )
+    subject = subject_of(model, name, settings.model, threads)
+    cost = first_cost_model(model, subject, settings.scheduler.profile, data_dir)
     return EngineParts(
         settings=settings,
         name=name,
@@ -153,6 +149,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         executor=executor,
         scheduler=Scheduler(settings.scheduler, cost),
         cost=cost,
+        subject=subject,
         slots=SlotTable(model.lora),
         trainer=Trainer(
             Shelf(spec, settings.align, model.device, files),
