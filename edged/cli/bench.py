@@ -84,7 +84,7 @@ def replay(
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
 
-    transformers_logging.disableprogress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
         plan = ReplayPlan(
