@@ -197,6 +197,7 @@ class _Player:
                 "iterations": after["totals"]["iterations"] - before["totals"]["iterations"],
                 "preemptions": after["totals"]["preemptions"] - before["totals"]["preemptions"],
                 "cost_model_mape_percent": after["cost_model"]["mape_percent"],
+                "cost_model": after["cost_model"],
             },
         }
 

@@ -29,6 +29,8 @@ _OPTIMIZER_BYTES = 20
 _ADAPTER_SHARE = 0.25
 """Of the memory beside the base: what adapters in memory and their slots may take."""
 _FEWEST_ADAPTERS = 2
+_MASK_BYTES = 9
+"""Of a query and a key while a chunk's mask is made, beside the mask: their distance, and whether it is hidden."""
 _LOGIT_COPIES = 4
 """Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
 
@@ -211,15 +213,42 @@ def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded:
     at most, or one member's optimizer, and that step has no inputs then.
     """
     align, steps = settings.align, open_steps(loaded)
-    row = 2 * max(align.window_tokens, align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
-    kept = (shape.layers + 2) * row
-    layer = 14 * row + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
-    head = _LOGIT_COPIES * 4 * shape.vocab_size * head_window_size(align.window_tokens, shape.vocab_size)
     one = adapter_weights(shape.targets, align.rank)
     # An adapter alone may have several groups, and keeps the gradient as it was before the last; those who share a
     # window have one group, and none is in two steps.
     gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
-    return gradients + (steps - 1) * kept + max(kept + layer + head, _OPTIMIZER_BYTES * one)
+    return gradients + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
+
+
+def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
+    """One adapter's step of one group, beside its pages: of two windows, or of one window that keeps its graph."""
+    one = adapter_weights(shape.targets, settings.align.rank)
+    if not keeps_graph:
+        return _GRADIENT_BYTES * one + _units_peak(shape, settings, dtype)
+    graph = graph_bytes(shape.linears, settings, dtype) + _head_unit(shape, settings)
+    return _GRADIENT_BYTES * one + max(graph, _OPTIMIZER_BYTES * one)
+
+
+def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """What a step's units take with the layers' inputs: a layer's graph and a head unit, or the optimizer without."""
+    layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+    optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
+
+
+def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Hidden states of a group's tokens."""
+    return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
+
+
+def _kept_inputs(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Each layer's inputs of a group's tokens, the last hidden states and their gradient."""
+    return (shape.layers + 2) * _row(shape, settings, dtype)
+
+
+def _head_unit(shape: BaseShape, settings: Settings) -> int:
+    rows = head_window_size(settings.align.window_tokens, shape.vocab_size)
+    return _LOGIT_COPIES * 4 * shape.vocab_size * rows
 
 
 def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
@@ -231,7 +260,8 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     widest = max((fan_out for _, fan_out in shape.linears), default=shape.hidden_size)
     rows = tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
     context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
-    attention = context * (tokens + 4 * shape.kv_heads * shape.head_dim) * dtype.itemsize
+    mask = context * tokens * (dtype.itemsize + _MASK_BYTES)
+    attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
 
 

@@ -21,8 +21,8 @@ from edged.scheduler.profile import ProfileError, Subject, find_profile
 log = logging.getLogger("edged.engine")
 
 _CPU_RATES = (4e10, 8e9)
-"""Operations and bytes per second. Constants: the first eight iterations set the level of all prices whatever they were,
-and measuring would cost every start what they cost once."""
+"""Operations and bytes per second. Constants: the first eight iterations set the level of all prices whatever they
+were, and measuring would cost every start what they cost once."""
 _UNKNOWN_CUDA_RATES = (2e13, 2e11)
 _REACHED_OPERATIONS, _REACHED_BYTES = 0.5, 0.8
 """Of a GPU's peaks: what large products and copies come to."""
