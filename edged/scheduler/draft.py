@@ -7,7 +7,7 @@ decides who enters and how much each may do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from edged.scheduler.cost import Load
 from edged.scheduler.queues import Queues, by_arrival
@@ -97,6 +97,10 @@ class Draft:
         self.take(task, tokens, finetune=False)
         self.plan.grants.append(Grant(task, tokens))
 
+    def make_room(self, task: Task) -> None:
+        """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
+        self._preempt(self.pages(task, task.tokens), self._victims(spared=task))
+
     def rescue(self) -> None:
         """Last resort when nothing could be granted: preempt for the oldest task that waits for pages, and grant it.
 
@@ -110,7 +114,7 @@ class Draft:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
             return
-        self._preempt(self.pages(stuck, stuck.tokens), self._victims(spared=stuck))
+        self.make_room(stuck)
         tokens = self.room(stuck)
         if tokens > 0:
             self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
@@ -149,7 +153,8 @@ class Draft:
         """The decodes that pages and tokens suffice for, those that are due first before the others."""
         if need > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)))
+            decoding = {grant.task for grant in self._queues.decodes}
+            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
         chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
         if len(chosen) > self.tokens_left:
             chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
@@ -189,9 +194,9 @@ class Draft:
         sequences = [grant.task for grant in queues.decodes] + queues.started + queues.waiting
         return sorted([task for task in sequences if task.held_pages], key=by_arrival)
 
-    def _preempt(self, need: int, victims: Iterable[Task]) -> None:
-        """Preempt until `need` pages are free; a victim's own need of a page for its next token falls away."""
-        decoding = {grant.task for grant in self._queues.decodes}
+    def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
+        """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away
+        with a victim."""
         for victim in victims:
             if need <= self.free_pages:
                 break

@@ -104,7 +104,8 @@ class Scheduler:
         due_s = end_s + self._tbt_target_s(queues.decodes)
         for task in decoded:
             task.deadline_s = due_s
-        return Foresight(self.policy.plan(queues, end_s, resources), queues.tasks, resources.page_size, now, end_s)
+        ahead = self.policy.plan(queues, end_s, resources)
+        return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""

@@ -14,6 +14,7 @@ import pytest
 
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
+from edged.scheduler.policies import POLICIES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -87,6 +88,17 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
     assert report["all"]["arrivals"] == 5
     assert sum(found["arrivals"] for found in report["by_kind"].values()) == 5
     assert report["all"]["delay_ms"]["p100"] > 0
+
+
+def test_every_policys_decisions_are_timed() -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench_scheduler.py"), "--policy", "all", "--json"]
+    command += ["--rounds", "2", "--tasks", "8", "--queued", "20"]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(done.stdout)
+    assert [cost["policy"] for cost in costs] == list(POLICIES)
+    assert all("queued" in cost["mixes"] and 0 < cost["memory_mb"] < cost["memory_queued_mb"] for cost in costs)
 
 
 @pytest.mark.slow

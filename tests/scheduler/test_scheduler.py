@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+import sys
 
 import pytest
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel, Load
 from edged.scheduler.fcfs import Fcfs
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Outcome, Resources, Result, Task, Unit
 
@@ -145,7 +146,7 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
 
 
 def test_every_policy_of_the_settings_exists_and_can_be_replaced_by_ones_own() -> None:
-    for name in get_args(SchedulerSettings.model_fields["policy"].annotation):
+    for name in POLICIES:
         assert scheduler_of(policy=name).policy.name == name
     cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
     own = Fcfs(SchedulerSettings(), cost)
@@ -158,3 +159,26 @@ def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
     plan = scheduler.plan(0.0, AMPLE)
     assert plan.predicted_forward_s == pytest.approx(scheduler.cost.prompt_s(100))
     assert math.isfinite(plan.budget_s)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -> None:
+    def calls(queued: int) -> int:
+        """Function calls of a decision, its completion and the plan made ahead."""
+        scheduler = scheduler_of(policy=policy)
+        for task_id in range(queued):
+            scheduler.add(prompt(task_id, tokens=600), now=0.0)
+        counted = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        plan = scheduler.plan(0.0, AMPLE)
+        scheduler.foresee(plan, 0.0, AMPLE)
+        scheduler.complete(Result([Outcome(grant.task, grant.tokens, 0, None) for grant in plan.grants], 0.1), 0.1)
+        sys.setprofile(None)
+        return counted
+
+    assert calls(4096) <= calls(512) + 20

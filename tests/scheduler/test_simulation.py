@@ -182,6 +182,17 @@ def test_under_overload_fine_tuning_never_starves_and_keeps_its_share(
     assert tuning.work_s / (world.now - started_s) >= 0.8 * share
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.5])
+def test_over_minutes_of_overload_fine_tuning_gets_its_minimum_share_and_hardly_more(share: float) -> None:
+    world = world_of(pages=4000, finetune_min_share=share, device=Device(noise=0.1))
+    profile(world)
+    started_s = world.now
+    tuning = overload(world, seconds=started_s + 300.0)
+    got = tuning.work_s / (world.now - started_s)
+    assert 0.95 * share <= got <= share + 0.05
+    assert tuning.taken > 0
+
+
 def test_overload_leaves_serving_what_the_share_does_not_take() -> None:
     # Everybody is late, so fine-tuning gets no more than it is owed.
     world = world_of(pages=4000, finetune_min_share=0.1)
