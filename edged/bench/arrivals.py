@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from edged.align.pair import TokenPair
 from edged.engine.engine import Engine
 
+_MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
 Weights = tuple[int, dict[str, torch.Tensor]]
 
 
@@ -46,8 +48,14 @@ class Arrivals:
             weights = self._arrivals[-1].weights
         self._arrivals.append(_Arrival(at_s, pair, weights))
 
-    def series(self, model_dir: Path, device: str) -> list[dict[str, Any]]:
-        """{"at_s", "version", "win", "clpd_nats", "pair_id"} of each. It loads the model anew: end the engine before.
+    def judge(self, model_dir: Path, device: str) -> dict[str, Any]:
+        """Means over the pairs, and the series of them. Loads the model anew: end the engine before."""
+        series = self._series(model_dir, device)
+        means = {name: float(np.mean([row[key] for row in series])) for name, key in _MEANS.items()} if series else {}
+        return {"pairs": len(series), **means, "series": series}
+
+    def _series(self, model_dir: Path, device: str) -> list[dict[str, Any]]:
+        """{"at_s", "version", "win", "clpd_nats", "pair_id"} of each.
 
         Log-probabilities of answers are sums in nats, of the unquantized model in float32.
         """

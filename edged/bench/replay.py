@@ -96,7 +96,7 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     finally:
         engine.stop(0.0)
     if player.arrivals is not None:
-        report["arrivals"] = player.arrivals.series(plan.model_dir, report["model"]["device"])
+        report["arrivals"] = player.arrivals.judge(plan.model_dir, report["model"]["device"])
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,

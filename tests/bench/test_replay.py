@@ -85,7 +85,8 @@ def test_each_pair_is_judged_by_the_version_that_was_served_when_it_came(
         {"cache": {"memory_mb": 8}, "guard": {"held_out_share": 0.0}, "align": {"learning_rate": 0.01}}
     )
     report = replay(plan(model_dir, trace, pairs, score_arrivals=True, settings=settings, rate_per_s=3.0, seconds=4.0))
-    arrivals = report["arrivals"]
+    arrivals = report["arrivals"]["series"]
+    assert report["arrivals"]["clpd_nats"] == pytest.approx(sum(row["clpd_nats"] for row in arrivals) / len(arrivals))
     assert [row["version"] for row in arrivals] == sorted(row["version"] for row in arrivals)
     assert arrivals[0]["version"] == 0 < arrivals[-1]["version"]
     # Scored by the engine's own packed forward; some pairs are trained on before another version comes.
