@@ -91,6 +91,10 @@ class CacheSettings(_Section):
     page_size: Count = Field(16, description="tokens of one page")
     memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
     prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+    spill: Literal["auto", "off", "host", "disk"] = Field(
+        "auto", description="where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
+    )
+    spill_mb: Count = Field(2048, description="most memory or disk of spilled prefixes / 2^20")
 
 
 class SchedulerSettings(_Section):

@@ -2,6 +2,7 @@
 
 from edged.cache.pending import Pending
 from edged.cache.pool import OutOfPages, PagePool
+from edged.cache.spill import Spill
 from edged.cache.trie import Key, PrefixTrie, TrieStats
 
-__all__ = ["Key", "OutOfPages", "PagePool", "Pending", "PrefixTrie", "TrieStats"]
+__all__ = ["Key", "OutOfPages", "PagePool", "Pending", "PrefixTrie", "Spill", "TrieStats"]

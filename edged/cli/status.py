@@ -104,6 +104,7 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "prefix hits",
         f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens",
     )
+    table.add_row("prefixes", f"{number(prefix['hit_tokens'])} tokens saved", "spilled", _spilled(prefix))
     table.add_row(
         "scheduler",
         f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision",
@@ -126,6 +127,17 @@ def facts(data: dict[str, Any]) -> RenderableType:
         f"{_gib(device['memory_total_bytes'])} free",
     )
     return table
+
+
+def _spilled(prefix: dict[str, Any]) -> str:
+    """What became of the prefixes for which there was no memory."""
+    spill = prefix["spill"]
+    if spill["kind"] == "off":
+        return f"nothing, {number(prefix['evicted_pages'])} pages dropped"
+    return (
+        f"{number(spill['pages'])} of {number(spill['capacity'])} pages ({spill['kind']}), "
+        f"{number(prefix['restored_tokens'])} tokens restored"
+    )
 
 
 def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:

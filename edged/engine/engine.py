@@ -237,6 +237,7 @@ class Engine:
                 self._serving.cancel_all(time.monotonic())
             self._learning.close()
             self._flush()
+            self._executor.close()
 
     def _plan(self) -> Plan:
         started = time.perf_counter()

@@ -27,6 +27,7 @@ from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
 from edged.engine.sampling import Drawn, Row, SampledRows, sample
 from edged.engine.sequence import Sequence
+from edged.engine.spill import PageSpill
 from edged.scheduler.task import Plan, Unit
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Executor:
         self._end_ids: frozenset[int] = frozenset()
         self.graphs: DecodeGraphs | None = None
         """Where iterations of decodes alone are replayed."""
+        self.spill: PageSpill | None = None
+        """Where the trie's evicted pages go."""
 
     def set_end_ids(self, end_ids: frozenset[int]) -> None:
         """Tokens that end an answer; they are forbidden before `min_tokens`."""
@@ -184,6 +187,8 @@ class Executor:
         work: Work,
         meanwhile: Callable[[], None],
     ) -> None:
+        if self.spill is not None:
+            self.spill.join()
         with torch.inference_mode():
             alone = not takes and all(segment.is_decode and segment.samples for segment in segments)
             if self.graphs is not None and alone and self.graphs.fits(len(segments)):
@@ -250,11 +255,14 @@ class Executor:
         work.units += zip(ran, clock.laps(), strict=True)
         work.units_run[task_id] = len(ran)
 
-    def begin(self, sequence: Sequence) -> None:
-        """First pages of an admitted sequence: the longest shared prefix, if there is one."""
+    def begin(self, sequence: Sequence, reserve: int) -> None:
+        """First pages of an admitted sequence: the longest shared prefix, if there is one.
+
+        What was spilled comes back into pages of which `reserve` are left to the others of this iteration.
+        """
         if self.trie is None:
             return
-        pages = self.trie.match(sequence.trie_key, sequence.tokens)
+        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve)
         if pages:
             sequence.add_pages(pages)
             sequence.computed = len(pages) * self.kv.page_size
@@ -272,6 +280,11 @@ class Executor:
             self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.spill is not None:
+            self.spill.close()
 
     def release(self, pages: np.ndarray) -> None:
         """Give a fine-tune stream's pages back."""

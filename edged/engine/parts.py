@@ -18,7 +18,7 @@ from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
-from edged.cache.trie import PrefixTrie
+from edged.cache.trie import PrefixTrie, TrieStats
 from edged.config import Settings
 from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
@@ -28,6 +28,7 @@ from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.prices import first_cost_model, subject_of
 from edged.engine.slots import SlotTable
+from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
@@ -69,8 +70,6 @@ class EngineParts:
     def report(self) -> dict[str, Any]:
         """Model, pages, prefixes, cost model and scheduler, as the status shows them."""
         model, pool, trie = self.model, self.executor.pool, self.executor.trie
-        prompt_tokens = trie.stats.prompt_tokens if trie else 0
-        hit_tokens = trie.stats.hit_tokens if trie else 0
         return {
             "model": {
                 "name": self.name,
@@ -97,12 +96,26 @@ class EngineParts:
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
-            "prefix": {
-                "prompt_tokens": prompt_tokens,
-                "hit_tokens": hit_tokens,
-                "hit_share": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
-            },
+            "prefix": _prefix_report(trie, self.executor.spill),
         }
+
+
+def _prefix_report(trie: PrefixTrie | None, spill: PageSpill | None) -> dict[str, Any]:
+    """What sharing prefixes saved; `hit_tokens` were not computed again, `restored_tokens` of them were spilled."""
+    stats = trie.stats if trie is not None else TrieStats()
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "hit_tokens": stats.hit_tokens,
+        "hit_share": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        "restored_tokens": stats.restored_tokens,
+        "evicted_pages": stats.evicted_pages,
+        "spilled_pages": stats.spilled_pages,
+        "spill": {
+            "kind": spill.kind if spill is not None else "off",
+            "pages": trie.spilled_pages if trie is not None else 0,
+            "capacity": spill.capacity if spill is not None else 0,
+        },
+    }
 
 
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
@@ -125,19 +138,22 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pool.allocate(1)
     usable = pages - 1
     policy = POLICIES[settings.scheduler.policy]
-    trie = PrefixTrie(pool) if settings.cache.prefix_sharing and policy.shares_prefixes else None
+    temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
+    folder = Path(temporary.name) if temporary else Path(data_dir or "")
+    shares = settings.cache.prefix_sharing and policy.shares_prefixes
+    spill = pick_spill(kv, settings.cache, folder) if shares else None
+    trie = PrefixTrie(pool, spill) if shares else None
     assert model.lora is not None
     pick_lora_kernel(model.lora, settings.model)
     paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
     executor = Executor(model, kv, pool, trie, paths)
+    executor.spill = spill
     executor.graphs = _graphs(model, kv, paths, settings)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     longest = settings.model.max_context_tokens or model.shape.max_positions
     name = settings.model.name or Path(model_dir).name
     spec = _lora_spec(model.lora, name, model.fingerprint, settings)
-    temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
-    folder = Path(temporary.name) if temporary else Path(data_dir or "")
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
     subject = subject_of(model, name, settings.model, threads)
     cost = first_cost_model(model, subject, settings.scheduler.profile, data_dir)

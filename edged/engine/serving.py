@@ -111,11 +111,11 @@ class Serving:
         kept = []
         for grant in plan.grants:
             sequence = self.running.get(grant.task.task_id)
-            if sequence is None or sequence.admitted or self._admit(sequence, now):
+            if sequence is None or sequence.admitted or self._admit(sequence, plan.pages, now):
                 kept.append(grant)
         plan.grants[:] = kept
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter = sequence.request.adapter
         if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
             state = self._parts.trainer.state(adapter)
@@ -132,7 +132,7 @@ class Serving:
         sequence.admitted = True
         self._admitted += 1
         sequence.started_s = sequence.started_s or now
-        self._executor.begin(sequence)
+        self._executor.begin(sequence, reserve)
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
