@@ -95,6 +95,17 @@ class CacheSettings(_Section):
         "auto", description="where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
     )
     spill_mb: Count = Field(2048, description="most memory or disk of spilled prefixes / 2^20")
+    pruning: Literal["off", "auto", "on"] = Field(
+        "auto", description="of long answers' old K/V: auto only where memory is short, as it costs accuracy"
+    )
+    pruned_tokens: Count = Field(
+        512, description="old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 / KV heads"
+    )
+    prune_recent: Count = Field(128, description="latest tokens, which every head keeps")
+    prune_window: Count = Field(256, description="W of MACE 4.3: tokens unused for so many iterations go first")
+    prune_norm: float = Field(
+        0.0, ge=0.0, description="tau of MACE 4.3: a head whose output's mean L2 norm is below it keeps one page"
+    )
 
 
 class SchedulerSettings(_Section):

@@ -215,6 +215,7 @@ class Engine:
             while not self._done():
                 self._take_inbox()
                 self._learning.feed(time.monotonic(), self._serving.refused)
+                self._serving.prune()
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:
@@ -295,9 +296,9 @@ class Engine:
             self._stats.totals.preemptions += 1
 
     def _resources(self) -> Resources:
-        pool, trie = self._executor.pool, self._executor.trie
+        pool = self._executor.pool
         return Resources(
-            free_pages=pool.free_pages + (trie.evictable_pages if trie else 0),
+            free_pages=pool.free_pages + self._executor.evictable_pages(),
             total_pages=self._parts.pages,
             page_size=pool.page_size,
             max_tokens=self.settings.serving.max_batch_tokens,
@@ -315,6 +316,9 @@ class Engine:
         stats.busy.add(self._parts.cost, result, elapsed_s)
         stats.totals.iterations += 1
         stats.totals.plans_foreseen += plan.foreseen
+        if self._executor.pruner is not None:
+            stats.totals.prunings = self._executor.pruner.prunings
+            stats.totals.pruned_pages = self._executor.pruner.pages_returned
         stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
         stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)

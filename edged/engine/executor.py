@@ -32,6 +32,7 @@ from edged.scheduler.task import Plan, Unit
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs  # brings Triton, which is slow to import
+    from edged.engine.pruning import Pruner
 
 log = logging.getLogger("edged.engine")
 
@@ -107,6 +108,8 @@ class Executor:
         """Where iterations of decodes alone are replayed."""
         self.spill: PageSpill | None = None
         """Where the trie's evicted pages go."""
+        self.pruner: Pruner | None = None
+        """Where sequences are pruned."""
 
     def set_end_ids(self, end_ids: frozenset[int]) -> None:
         """Tokens that end an answer; they are forbidden before `min_tokens`."""
@@ -118,6 +121,10 @@ class Executor:
         if missing > 0 and self.trie is not None:
             self.trie.evict(missing)
         return self.pool.allocate(pages)
+
+    def evictable_pages(self) -> int:
+        """Pages of shared prefixes that nobody uses."""
+        return self.trie.evictable_pages if self.trie is not None else 0
 
     def run(
         self,
@@ -159,9 +166,9 @@ class Executor:
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: Work) -> Segment:
-        first = sequence.computed
+        first, rows = sequence.computed, sequence.rows
         tokens = min(tokens, len(sequence.tokens) - first)
-        needed = -(-(first + tokens) // self.kv.page_size) - len(sequence.pages)
+        needed = -(-(rows + tokens) // self.kv.page_size) - len(sequence.pages)
         if needed > 0:
             sequence.add_pages(self.allocate(needed))
         work.prefilled.append((sequence, tokens))
@@ -170,11 +177,13 @@ class Executor:
             work.sampled.append(sequence)
         return Segment(
             tokens=sequence.tokens[first : first + tokens],
-            context=first,
+            context=rows,
             pages=sequence.table,
             slot=sequence.slot,
             position=first,
             samples=done,
+            compacted=sequence.compacted,
+            watch=self.pruner.observer(sequence) if self.pruner is not None and sequence.decoding else None,
         )
 
     def _allocate_array(self, pages: int) -> np.ndarray:
@@ -190,7 +199,7 @@ class Executor:
         if self.spill is not None:
             self.spill.join()
         with torch.inference_mode():
-            alone = not takes and all(segment.is_decode and segment.samples for segment in segments)
+            alone = not takes and all(segment.is_plain_decode and segment.samples for segment in segments)
             if self.graphs is not None and alone and self.graphs.fits(len(segments)):
                 rows: SampledRows | None = self._replay(self.graphs, segments, work)
             else:
@@ -278,8 +287,11 @@ class Executor:
         """Give a sequence's pages back."""
         if sequence.pages:
             self.pool.release(sequence.pages)
+        if self.pruner is not None:
+            self.pruner.forget(sequence)
         sequence.pages = []
         sequence.computed = 0
+        sequence.compacted = sequence.watch = None
 
     def close(self) -> None:
         """Nothing runs any more."""

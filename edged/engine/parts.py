@@ -27,12 +27,14 @@ from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.prices import first_cost_model, subject_of
+from edged.engine.pruning import Pruner
 from edged.engine.slots import SlotTable
 from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
 from edged.scheduler.policies import POLICIES
+from edged.scheduler.policy import Policy
 from edged.scheduler.profile import Subject
 from edged.scheduler.scheduler import Scheduler
 
@@ -91,10 +93,11 @@ class EngineParts:
             "pages": {
                 "total": self.pages,
                 "free": pool.free_pages,
-                "cached": trie.evictable_pages if trie else 0,
+                "cached": self.executor.evictable_pages(),
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
+            "pruning": {"mode": "off"} if self.executor.pruner is None else self.executor.pruner.report(),
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
             "prefix": _prefix_report(trie, self.executor.spill),
         }
@@ -149,9 +152,11 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     executor = Executor(model, kv, pool, trie, paths)
     executor.spill = spill
     executor.graphs = _graphs(model, kv, paths, settings)
+    longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
+    max_context = min(longest, usable * settings.cache.page_size)
+    executor.pruner = _pruner(executor, policy, settings, max_context)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
-    longest = settings.model.max_context_tokens or model.shape.max_positions
     name = settings.model.name or Path(model_dir).name
     spec = _lora_spec(model.lora, name, model.fingerprint, settings)
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
@@ -178,7 +183,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         stats=Stats(),
         threads=threads,
         pages=usable,
-        max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),
+        max_context_tokens=max_context,
         end_ids=end_ids,
         task_ids=itertools.count(1),
         temporary=temporary,
@@ -197,6 +202,19 @@ def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -
     longest = settings.model.max_context_tokens or model.shape.max_positions
     width = -(-min(longest, model.shape.max_positions) // kv.page_size)
     return DecodeGraphs(model, kv, paths, recorder, settings.serving.max_sequences, width)
+
+
+def _pruner(executor: Executor, policy: type[Policy], settings: Settings, max_context: int) -> Pruner | None:
+    """What prunes K/V, where the settings, the policy and the model allow it."""
+    if settings.cache.pruning == "off" or not policy.prunes:
+        return None
+    window = executor.model.shape.window
+    if window is not None and window < max_context:
+        log.info(
+            "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
+        )
+        return None
+    return Pruner(settings.cache, executor.kv, executor.pool, executor.evictable_pages, executor.allocate)
 
 
 def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:

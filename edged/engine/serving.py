@@ -141,7 +141,13 @@ class Serving:
 
     def _count_pages(self, sequence: Sequence) -> None:
         sequence.task.held_pages = len(sequence.pages)
-        sequence.task.capacity = len(sequence.pages) * self._page_size
+        sequence.task.capacity = len(sequence.pages) * self._page_size + sequence.computed - sequence.rows
+
+    def prune(self) -> None:
+        """Make room in the cache before an iteration, where the settings and the policy allow it."""
+        if self._decoding and self._executor.pruner is not None:
+            for sequence in self._executor.pruner.relieve(self.running.values()):
+                self._count_pages(sequence)
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class Totals:
     """Iterations whose plan was made while the one before ran."""
     followers: int = 0
     """Times that a request waited for another to compute what their prompts share."""
+    prunings: int = 0
+    """Times that a sequence's K/V was pruned."""
+    pruned_pages: int = 0
+    """Pages that came back by that."""
 
     def copy(self) -> Totals:
         """A snapshot."""
