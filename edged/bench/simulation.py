@@ -292,6 +292,7 @@ class Simulation:
             "iterations": after["iterations"] - before["iterations"],
             "preemptions": after["preemptions"] - before["preemptions"],
             "cost_model_mape_percent": engine.cost.mape * 100.0,
+            "cost_model": engine.cost.report(),
         }
 
 

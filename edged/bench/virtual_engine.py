@@ -17,9 +17,10 @@ from typing import Any, Protocol, cast
 from edged.bench.recorder import Answer
 from edged.bench.roofline import Pass
 from edged.bench.virtual_learning import Version, VirtualJob, VirtualLearning
+from edged.bench.virtual_pruning import VirtualPruner
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
-from edged.config import Settings
+from edged.config import CacheSettings, Settings
 from edged.engine.batch import NO_SLOT
 from edged.engine.busy import Busy
 from edged.engine.executor import Executor, Work
@@ -64,16 +65,19 @@ class Device(Protocol):
 class VirtualExecutor(Executor):
     """The engine's bookkeeping of pages and prefixes, without its tensors."""
 
-    def __init__(self, pool: PagePool, trie: PrefixTrie | None) -> None:
+    def __init__(self, pool: PagePool, trie: PrefixTrie | None, pruning: CacheSettings | None) -> None:
+        """`pruning`: settings of pruning; None where nothing is pruned."""
         # Nothing of the executor's own construction applies: there is no model.
         self.pool, self.trie = pool, trie
         self.kv = cast(Any, SimpleNamespace(page_size=pool.page_size))
-        self.graphs = None
+        self.graphs = self.spill = None
+        self.virtual_pruner = VirtualPruner(pruning, pool, self.evictable_pages, self.allocate) if pruning else None
+        self.pruner = self.virtual_pruner
 
     def grow(self, sequence: Sequence, tokens: int) -> int:
         """Give a sequence the pages for `tokens` more; how many of them it can use. Raises OutOfPages."""
         tokens = min(tokens, len(sequence.tokens) - sequence.computed)
-        needed = -(-(sequence.computed + tokens) // self.pool.page_size) - len(sequence.pages)
+        needed = -(-(sequence.rows + tokens) // self.pool.page_size) - len(sequence.pages)
         if needed > 0:
             sequence.add_pages(self.allocate(needed))
         return tokens
@@ -137,7 +141,8 @@ class VirtualEngine:
         self.pool.allocate(1)
         shares = settings.cache.prefix_sharing and self.scheduler.policy.shares_prefixes
         self.trie = PrefixTrie(self.pool) if shares else None
-        self._executor = VirtualExecutor(self.pool, self.trie)
+        prunes = settings.cache.pruning != "off" and self.scheduler.policy.prunes
+        self._executor = VirtualExecutor(self.pool, self.trie, settings.cache if prunes else None)
         self._task_ids = itertools.count(1)
         self._keeps_graph = keeps_graph
         self.learning = VirtualLearning(
@@ -200,6 +205,11 @@ class VirtualEngine:
             self._serving.add(request, self.now)
 
     @property
+    def pruner(self) -> VirtualPruner | None:
+        """Where settings and policy have K/V pruned."""
+        return self._executor.virtual_pruner
+
+    @property
     def open_requests(self) -> int:
         """Requests that are not answered yet."""
         return len(self._serving.running)
@@ -218,6 +228,7 @@ class VirtualEngine:
             if drained and not self._coming and not self._serving.busy:
                 return
             self.learning.feed(self._next_task_id, self.now)
+            self._serving.prune()
             started = time.perf_counter()
             plan = self.scheduler.plan(self.now, self._resources())
             self.decision_ms.append((time.perf_counter() - started) * 1e3)
@@ -242,7 +253,7 @@ class VirtualEngine:
     def _resources(self) -> Resources:
         serving = self.settings.serving
         return Resources(
-            free_pages=self.pool.free_pages + self.pool.evictable_pages,
+            free_pages=self.pool.free_pages + self._executor.evictable_pages(),
             total_pages=self.pool.pages - 1,
             page_size=self.pool.page_size,
             max_tokens=serving.max_batch_tokens,
@@ -299,10 +310,11 @@ class VirtualEngine:
 
     def _serve(self, sequence: Sequence, tokens: int, work: Work, load: Pass) -> None:
         tokens = self._executor.grow(sequence, tokens)
-        task = sequence.task
-        if task.kind is Kind.DECODE:
+        if sequence.task.kind is Kind.DECODE:
             load.decodes += 1
-            load.context += task.context
+            load.context += sequence.rows
+            if self.pruner is not None:
+                self.pruner.look(sequence)
         else:
             load.add_chunk(tokens, sequence.computed, finetune=False)
         if sequence.slot != NO_SLOT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from click.testing import CliRunner
 from edged.align.dpo import DpoStep
 from edged.align.learner import Draw
 from edged.align.pair import TokenPair
+from edged.bench.device import DeviceError
 from edged.bench.replay import ReplayPlan, replay
 from edged.bench.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.bench.traces import read_trace
 from edged.bench.virtual_learning import VirtualStep
 from edged.cli.main import cli
 from edged.config import AlignSettings, Settings
+from edged.scheduler.cost import Prices
+from edged.scheduler.profile import ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
 from tests.engine import test_dpo_exact as exact
 from tests.models import save_tiny, tiny_model
@@ -144,6 +148,69 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
     simulation.play(read_trace(what.trace, what.seed))
     assert any(cut)
     assert not all(cut)
+
+
+def test_pruning_returns_the_pages_of_long_answers_and_their_time(tmp_path: Path) -> None:
+    trace = tmp_path / "long.csv"
+    rows = [f"2023-11-16 18:15:{n:02d},2000,600" for n in range(12)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    load = {"retrain_rate": 0.0, "seconds": 12.0, "rate_per_s": 1.0}
+    cache = {"memory_mb": 1000, "pruning": "on", "pruned_tokens": 256, "prune_recent": 64}
+    pruned, with_pruning = played(plan(str(trace), settings={"cache": cache}, **load))
+    whole, without = played(plan(str(trace), policy="mace-prune", settings={"cache": cache}, **load))
+    pruner = pruned.engine.pruner
+    assert pruner is not None
+    assert pruner.pages_returned > 12 * (2000 - 256 - 64 - 16) // 16 // 2
+    assert whole.engine.pruner is None
+    assert with_pruning["scheduler"]["preemptions"] < without["scheduler"]["preemptions"]
+    assert with_pruning["throughput"]["output_tokens_per_s"] > without["throughput"]["output_tokens_per_s"]
+    assert pruned.engine.trie is not None
+    pruned.engine.trie.check()
+    assert pruned.engine.pool.free_pages + len(pruned.engine.trie) == pruned.engine.pool.pages - 1
+
+
+def test_requests_that_wait_together_and_begin_alike_compute_their_beginning_once(tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    rows = [
+        {"timestamp": 3000 * (n // 4), "input_length": 1100, "output_length": 30, "hash_ids": [0, 1, 10 + n]}
+        for n in range(8)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = simulate(plan(str(trace), retrain_rate=0.0, seconds=1.0, rate_per_s=8.0))
+    assert report["prefix"]["hit_tokens"] == 7 * 1024
+
+
+def profile_of(model: Path) -> Profile:
+    forwards = [ForwardTime(prefill_tokens=n, pairs=n * n / 2, seconds=0.01 + 0.0002 * n) for n in (8, 64, 256)]
+    prices = Prices((0.01, 0.0002, 0.0002, 0.0, 1e-7, 0.0, 0.0, 0.0), 32, {"head": (0.001, 0.0), "grad": (0.002, 0.0)})
+    subject = Subject(model=model.name, fingerprint="f", device="A CPU 2 cores", dtype="float32", threads=2)
+    return Profile(
+        subject=subject,
+        created_at="2026-01-01T00:00:00Z",
+        edged_version="0",
+        prices=prices,
+        overhead_s=0.003,
+        error_percent={},
+        forwards=tuple(forwards),
+    )
+
+
+def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
+    model, path = save_tiny(tmp_path / "tiny"), tmp_path / "profile.json"
+    profile_of(model).write(path)
+    what = replace(plan(retrain_rate=0.0, rate_per_s=0.1, seconds=60.0), device=str(path), model=str(model))
+    simulation, report = played(what)
+    assert report["model"]["device"] == "A CPU 2 cores"
+    first = next(iter(simulation.engine.answers.values()))
+    # Overhead, pass and tokens; then a pass, a token and the keys it reads, for each token that follows.
+    assert first.ttft_s == pytest.approx(0.003 + 0.01 + 0.0002 * first.prompt_tokens, rel=1e-6)
+    gap_s = first.token_s[1] - first.token_s[0]
+    assert gap_s == pytest.approx(0.003 + 0.01 + 0.0002 + 1e-7 * first.prompt_tokens, rel=1e-6)
+    with pytest.raises(DeviceError, match='of the model "tiny", not of "mistral-3b"'):
+        simulate(replace(what, model="mistral-3b"))
+    path.write_text("{}")
+    with pytest.raises(DeviceError, match="is no profile of this version"):
+        simulate(what)
 
 
 class Told(DpoStep):
