@@ -33,7 +33,7 @@ from edged.bench.replay import LOAD_SHARE, SLO_FACTOR
 from edged.bench.roofline import Memory, Model, Pass, RooflineDevice, Room, room_for
 from edged.bench.timeline import EVERY_S, PARTS, Look, shares
 from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
-from edged.bench.virtual_engine import ADAPTER, Coming, Device, VirtualEngine
+from edged.bench.virtual_engine import ADAPTER, START_S, Coming, Device, VirtualEngine
 from edged.config import Settings
 from edged.engine.request import Request, Sampling
 from edged.scheduler.policies import POLICIES
@@ -185,7 +185,7 @@ class Simulation:
         for number, arrival in enumerate(burst):
             engine.submit(_request(f"burst-{number}", arrival, number))
         engine.run(_LONGEST_BURST_S, drained=True)
-        return len(burst) / engine.now
+        return len(burst) / (engine.now - START_S)
 
     def _coming(self, load: list[Arrival], start_s: float) -> Iterator[Coming]:
         """Requests in their moments, some accompanied by a pair: as many, and the same, as in a replay."""

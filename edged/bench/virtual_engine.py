@@ -35,6 +35,8 @@ from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Result, Unit
 
 ADAPTER = "replay"
+START_S = 1.0
+"""Not 0, which stands for what has not happened yet in the lives of requests."""
 _SLOT = 0
 _SHORTEST_REST_S = 1e-3
 _PLACEHOLDER = 1 << 32
@@ -114,7 +116,7 @@ class Coming:
 
 
 class VirtualEngine:
-    """Serves requests and learns from pairs as fast as `device` does; `now` is its clock, from 0 s."""
+    """Serves requests and learns from pairs as fast as `device` does; `now` is its clock, from START_S."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class VirtualEngine:
         keeps_graph: bool,
     ) -> None:
         """`pages` are those of the pool; `keeps_graph`: memory allows it."""
-        self.now = 0.0
+        self.now = START_S
         self.device, self.settings = device, settings
         self.max_context_tokens = max_context_tokens
         self.answers: dict[str, Answer] = {}
