@@ -2,7 +2,7 @@
 """Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
 
     python tools/bench_simulation.py TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs mace]
-                                     [--profile FILE] [--output FILE]
+                                     [--profile FILE] [--quick] [--output FILE]
 
 Measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace while learning
 the pairs (`edged bench replay`) and simulates the same requests and pairs with the profile's times, policy by policy.
@@ -58,13 +58,15 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["fcfs", "mace"], help="default: fcfs mace")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
     parser.add_argument("--retrain-rate", type=float, default=0.5, help="pairs per request (default 0.5)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the load (default 60)")
+    parser.add_argument("--seconds", type=float, default=None, help="of the load (default 60; quick: 3)")
+    parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
     parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
     parser.add_argument("--profile", type=Path, help="this machine's (default: it is measured first)")
     parser.add_argument("--output", type=Path, help="write a JSON report here")
     options = parser.parse_args()
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0)
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
-        profile = options.profile or measured_profile(options.model, Path(folder))
+        profile = options.profile or measured_profile(options.model, Path(folder), options.quick)
         config = Path(folder) / "settings.toml"
         config.write_text(
             f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n"
@@ -87,10 +89,10 @@ def edged(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def measured_profile(model: Path, folder: Path) -> Path:
+def measured_profile(model: Path, folder: Path, quick: bool) -> Path:
     """A profile of this machine with the model."""
     path = folder / "profile.json"
-    edged(["profile", "--model", str(model), "--output", str(path)])
+    edged(["profile", "--model", str(model), "--output", str(path), *(["--quick"] if quick else [])])
     return path
 
 

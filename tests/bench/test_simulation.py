@@ -94,9 +94,11 @@ def test_shared_beginnings_are_computed_once(conversations: str) -> None:
 
 def test_a_new_version_shares_nothing_with_the_one_before(conversations: str) -> None:
     # A pair comes with each request, and a version of it before the next one.
-    report = simulate(plan(conversations, retrain_rate=1.0, seconds=120.0, rate_per_s=0.1))
+    simulation, report = played(plan(conversations, retrain_rate=1.0, seconds=120.0, rate_per_s=0.1))
     assert report["finetune"]["pairs_trained"] == report["finetune"]["steps"] == 12
     assert report["prefix"]["hit_tokens"] == 0
+    assert simulation.engine.trie is not None
+    assert len(simulation.engine.trie) <= 1130 // 16, "the prefixes of replaced versions are forgotten"
 
 
 def test_the_same_seed_gives_the_same_report() -> None:
