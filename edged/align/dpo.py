@@ -53,21 +53,9 @@ class DpoStep:
         self.keeps_graph = keep_graph
         windows = 1 if keep_graph else 2
         pairs = [pair for member in members for pair in (*member.fresh, *member.replay)]
-        self._batches = self._cut(pairs, min(windows * align.window_tokens, most_tokens))
+        self._batches = groups_of(pairs, min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
-
-    def _cut(self, pairs: list[TokenPair], most: int) -> list[list[TokenPair]]:
-        """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
-        groups: list[list[TokenPair]] = []
-        room = 0
-        for pair in pairs:
-            if not groups or pair.tokens > room:
-                groups.append([])
-                room = most
-            groups[-1].append(pair)
-            room -= pair.tokens
-        return groups
 
     def _open(self) -> None:
         """Begin the next group's forward."""
@@ -218,6 +206,19 @@ class DpoStep:
         self.finished = True
         for member in self.members.values():
             member.finish()
+
+
+def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
+    """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
+    groups: list[list[TokenPair]] = []
+    room = 0
+    for pair in pairs:
+        if not groups or pair.tokens > room:
+            groups.append([])
+            room = most
+        groups[-1].append(pair)
+        room -= pair.tokens
+    return groups
 
 
 def _head_kind(head: HeadWindow) -> str:

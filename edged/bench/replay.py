@@ -44,7 +44,7 @@ ADAPTER = "replay"
 """The user whose requests are replayed and whose preferences are learnt meanwhile."""
 SLO_FACTOR = 5.0
 """A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
-_LOAD_SHARE = 0.7
+LOAD_SHARE = 0.7
 _PROBE_REPEATS = 3
 _LONGEST_PROBE_S = 120.0
 _LINE_EVERY_S = 5.0
@@ -151,7 +151,7 @@ class _Player:
         plan, context = self._plan, self._engine.max_context_tokens
         forward_s = self._measure_forward(trace, context)
         capacity = None if plan.rate_per_s else self._measure_capacity(trace, context)
-        rate = plan.rate_per_s or _LOAD_SHARE * (capacity or 0.0)
+        rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
         load = scale_trace(
             trace,
             rate_per_s=rate,

@@ -13,6 +13,7 @@ from edged.cli.compare import compare
 from edged.cli.options import json_option, policy_option
 from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.report import report as draw_report
+from edged.cli.simulate import simulate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine with recorded loads."""
+    """Measure this machine with recorded loads, or simulate another."""
 
 
 @bench.command()
@@ -263,4 +264,5 @@ def screen(report: dict[str, Any]) -> RenderableType:
 
 
 bench.add_command(compare)
+bench.add_command(simulate)
 bench.add_command(draw_report)

@@ -25,9 +25,8 @@ from edged.engine.loading import ModelRefused
 from edged.engine.model import ServedModel
 
 log = logging.getLogger("edged.engine")
-_CPU_SHARE = 0.25
-_CUDA_SHARE = 0.85
-_UNIFIED_SHARE = 0.5
+CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
+"""Shares of the free memory that K/V pages may take, by whose it is: the box's, a GPU's own, or both at once."""
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -49,8 +48,8 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
     """
     available = int(psutil.virtual_memory().available)
     if has_own_memory(device):
-        return int(torch.cuda.mem_get_info(device)[0]), _CUDA_SHARE
-    return available, _UNIFIED_SHARE if device.type == "cuda" else _CPU_SHARE
+        return int(torch.cuda.mem_get_info(device)[0]), CACHE_SHARES["discrete"]
+    return available, CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
 
 
 def shape_of(model: ServedModel) -> BaseShape:

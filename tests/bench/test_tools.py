@@ -14,6 +14,7 @@ import pytest
 
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
+from tests.models import save_tiny
 from edged.scheduler.policies import POLICIES
 from tests.models import save_tiny
 
@@ -193,3 +194,17 @@ def test_ratios_that_left_their_range_are_told() -> None:
     assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
     assert verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
     assert verdict(before, None) == "new"
+
+
+@pytest.mark.slow
+def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path: Path) -> None:
+    model, pairs = save_tiny(tmp_path / "model"), tmp_path / "pairs.jsonl"
+    head = "\n\nHuman: hi\n\nAssistant:"
+    lines = [json.dumps({"chosen": f"{head} good day {n}", "rejected": f"{head} yo {n}"}) for n in range(20)]
+    pairs.write_text("\n".join(lines) + "\n")
+    report = run_tool("bench_simulation.py", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
+    for sides in report.values():
+        measured, simulated = sides["measured"], sides["simulated"]
+        assert measured["load"] == simulated["load"]
+        assert measured["finetune"]["pairs_sent"] == simulated["finetune"]["pairs_sent"]
+        assert simulated["requests"]["finished"] == simulated["requests"]["sent"] == measured["requests"]["sent"]
