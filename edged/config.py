@@ -6,13 +6,16 @@ Owns every setting's name, unit, default and bounds. Must not know anything else
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 """What a user (and so an adapter) may be called: it becomes a folder's name."""
@@ -93,7 +96,18 @@ class CacheSettings(_Section):
 class SchedulerSettings(_Section):
     """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
 
-    policy: Literal["mace", "fcfs"] = Field("mace", description="fcfs never fine-tunes")
+    policy: Literal[
+        "mace",
+        "fcfs",
+        "ekya",
+        "adainf",
+        "periodic-async",
+        "sync",
+        "mace-bin",
+        "mace-prefix",
+        "mace-prune",
+        "mace-priority",
+    ] = Field("mace", description="mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
     )
@@ -109,6 +123,24 @@ class SchedulerSettings(_Section):
     gamma: float = Field(0.1, ge=0.0, description="gamma of MACE 4.1: weight of the DPO loss in a priority")
     tau_memory: Share = Field(0.95, description="tau_mem of Algorithm 1: share of pages at which a bin closes")
     tau_tasks: Count = Field(256, description="tau_task of Algorithm 1: tasks looked at in one decision")
+    retrain_every_s: Positive = Field(30.0, description="ekya, periodic-async: interval at which fine-tuning is due")
+    retrain_window_s: float = Field(
+        0.0, ge=0.0, description="ekya: longest that fine-tuning stops serving; 0: half of retrain_every_s"
+    )
+    fixed_requests: Count = Field(50, description="mace-bin: most sequences of an iteration that serves")
+    fixed_steps: Count = Field(2, description="mace-bin: most fine-tune steps of an iteration that learns")
+
+    @field_validator("retrain_window_s")
+    @classmethod
+    def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
+        every_s = info.data.get("retrain_every_s", math.inf)
+        if window_s >= every_s:
+            raise PydanticCustomError(
+                "window",
+                "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served",
+                {"every_s": every_s},
+            )
+        return window_s
 
 
 class AlignSettings(_Section):
@@ -231,10 +263,17 @@ def _explain(item: Any) -> str:
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         known = Settings.model_fields if len(where) == 1 else _section_fields(where[0])
-        near = difflib.get_close_matches(where[-1], known, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
-        return f'unknown setting "{dotted}": {hint}'
+        return f'unknown setting "{dotted}": {_nearest(where[-1], known)}'
+    if item["type"] == "literal_error":
+        choices = get_args(_section_fields(where[0])[where[1]].annotation)
+        return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
     return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is not one of `known`."""
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
 def _section_fields(section: str) -> dict[str, Any]:

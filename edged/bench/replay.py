@@ -32,7 +32,6 @@ from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Request, Sampling
 from edged.engine.text import Codec
-from edged.scheduler.scheduler import POLICIES
 from edged.store.feedback import PairRow, Side
 
 ADAPTER = "replay"
@@ -74,8 +73,6 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     CodecError.
     """
     load_before = os.getloadavg()[0]
-    if plan.settings.scheduler.policy not in POLICIES:
-        raise ReplayError(f'unknown policy "{plan.settings.scheduler.policy}": known are {", ".join(POLICIES)}')
     trace = read_trace(plan.trace, plan.seed)
     codec = Codec.load(plan.model_dir)
     pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.client import DaemonError
-from edged.cli.options import json_option
+from edged.cli.options import json_option, policy_option
 from edged.cli.output import make_console, number, percent, print_json
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def bench() -> None:
 @click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True)
 @click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
-@click.option("--policy", metavar="NAME", help="Scheduling policy: mace or fcfs; default: as configured.")
+@policy_option
 @click.option(
     "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
 )

@@ -19,6 +19,12 @@ interval_option = click.option(
 user_option = click.option(
     "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
 )
+policy_option = click.option(
+    "--policy",
+    metavar="NAME",
+    help="Scheduling policy: mace; its baselines fcfs, ekya, adainf, periodic-async or sync; or mace-bin, mace-prefix, "
+    "mace-prune or mace-priority, each without that part. Default: as configured.",
+)
 
 
 def with_client(function: Callable[..., Any]) -> Callable[..., Any]:

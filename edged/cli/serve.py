@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from edged.cli.client import DaemonError
+from edged.cli.options import policy_option
 
 
 @click.command()
@@ -20,7 +21,15 @@ from edged.cli.client import DaemonError
 @click.option("--socket", metavar="PATH", help="Unix socket to listen on [EDGED_SOCKET].")
 @click.option("--listen", metavar="HOST:PORT", help="Listen on TCP too.")
 @click.option("--data-dir", metavar="DIR", help="Folder of the database and the adapters.")
-def serve(config: Path | None, model: str | None, socket: str | None, listen: str | None, data_dir: str | None) -> None:
+@policy_option
+def serve(
+    config: Path | None,
+    model: str | None,
+    socket: str | None,
+    listen: str | None,
+    data_dir: str | None,
+    policy: str | None,
+) -> None:
     """Serve a model on the local socket and learn from feedback.
 
     Runs in the foreground until SIGTERM or Ctrl-C; running answers are finished first.
@@ -29,7 +38,13 @@ def serve(config: Path | None, model: str | None, socket: str | None, listen: st
     """
     from edged.config import ConfigError, load_settings
 
-    flags = {"model.path": model, "api.socket": socket, "api.listen": listen, "store.data_dir": data_dir}
+    flags = {
+        "model.path": model,
+        "api.socket": socket,
+        "api.listen": listen,
+        "store.data_dir": data_dir,
+        "scheduler.policy": policy,
+    }
     try:
         settings = load_settings(config, overrides=flags)
     except ConfigError as error:

@@ -209,7 +209,7 @@ class Engine:
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._rest()
+                    self._rest(plan.resume_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
@@ -344,8 +344,8 @@ class Engine:
         if self._parts.trainer.shelf.crowded:
             self._parts.trainer.tidy(self._serving.adapters)
 
-    def _rest(self) -> None:
-        """Wait for a command, or until an adapter is due to be saved."""
+    def _rest(self, resume_s: float) -> None:
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
         due = self._learning.next_save_s()
         now = time.monotonic()
         if self._idle_since_s is None:
@@ -354,7 +354,7 @@ class Engine:
         if now >= keep_until > 0:
             give_back_memory()
             self._idle_since_s = -math.inf
-        waits = [] if due is None else [max(0.0, due - now)]
+        waits = [max(0.0, then - now) for then in (due, resume_s) if then is not None and then < math.inf]
         if keep_until > now:
             waits.append(keep_until - now)
         with self._wake:

@@ -30,7 +30,8 @@ from edged.engine.slots import SlotTable
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
-from edged.scheduler.scheduler import POLICIES, Scheduler
+from edged.scheduler.policies import POLICIES
+from edged.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs

@@ -35,8 +35,8 @@ class Draft:
         "total_pages",
     )
 
-    def __init__(self, queues: Queues, now: float, resources: Resources) -> None:
-        """Grants each decode its token; preempts if their next tokens find no page."""
+    def __init__(self, queues: Queues, now: float, resources: Resources, serves: bool = True) -> None:
+        """Grants each decode its token, where it `serves`; preempts if their next tokens find no page."""
         self._queues = queues
         self._page_size = resources.page_size
         self.free_pages = resources.free_pages
@@ -48,7 +48,8 @@ class Draft:
         self.plan = Plan()
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
-        self._add_decodes(now)
+        if serves:
+            self._add_decodes(now)
         self.promised_pages = 0
         for task in queues.started:
             if task not in self.preempted:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.draft import Draft
+from edged.scheduler.phases import serve
 from edged.scheduler.queues import Queues, by_arrival
 from edged.scheduler.task import Plan, Resources
 
@@ -26,19 +26,4 @@ class Fcfs:
 
     def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
         """The next bin; deadlines do not matter."""
-        draft = Draft(queues, now, resources)
-        for task in queues.started:
-            if task not in draft.preempted:
-                tokens = draft.room(task)
-                if tokens > 0:
-                    draft.grant(task, tokens)
-        for task in queues.waiting:
-            if not draft.tokens_left or not draft.sequences_left or draft.pages(task, task.tokens) > draft.open_pages:
-                break
-            draft.sequences_left -= 1
-            draft.enter(task)
-            draft.grant(task, draft.room(task))
-        draft.rescue()
-        plan = draft.plan
-        plan.predicted_forward_s = self._cost.forward_s(draft.load)
-        return plan
+        return serve(queues, now, resources, self._cost)

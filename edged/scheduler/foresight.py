@@ -47,7 +47,7 @@ def advanced(queues: Queues, plan: Plan, page_size: int) -> tuple[Queues, list[T
 
     Also those of the copies that will have got a token by then: their deadlines are not set.
     """
-    ahead = Queues(queues.order, queues.arrears)
+    ahead = Queues(queues.order, queues.arrears, queues.past)
     granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
     started = {task.task_id for task in queues.started}
     decoded: list[Task] = []

@@ -68,7 +68,7 @@ class Mace:
         plan = draft.plan
         prompts = queues.started + queues.waiting[:LOOK_AHEAD]
         if queues.started:
-            prompts.sort(key=by_deadline)
+            prompts.sort(key=self.order)
         tuning = self._ranked(queues, draft, now) if queues.finetunes else []
         wait_s = queues.arrears.wait_s(now)
         turn = _Turn(due=bool(tuning) and self._outranks_serving(queues, prompts, tuning[0], wait_s, now))
@@ -96,7 +96,7 @@ class Mace:
             for task in queues.finetunes
             if (task.tokens or task.next_unit < len(task.units)) and task not in draft.preempted
         ]
-        return sorted(able, key=lambda task: (not _begun(task), -rank(now - task.arrival_s, task.loss)))
+        return sorted(able, key=lambda task: (not task.begun, -rank(now - task.arrival_s, task.loss)))
 
     def _outranks_serving(
         self, queues: Queues, prompts: Sequence[Task], first: Task, wait_s: float, now: float
@@ -116,7 +116,7 @@ class Mace:
         One step at a time is begun: a second one would hold memory and delay the first.
         """
         runnable = [task for task in queues.started if task not in draft.preempted]
-        begun = tuning[0] if tuning and _begun(tuning[0]) else None
+        begun = tuning[0] if tuning and tuning[0].begun else None
         asking = [] if begun else [task for task in tuning if draft.pages(task, task.tokens) <= draft.total_pages]
         waiting = queues.waiting if draft.sequences_left > 0 else []
         turn.task = begun
@@ -192,7 +192,7 @@ class Mace:
         needed = draft.tokens_left
         if load.decodes:
             needed = max(SMALLEST_CHUNK, pacing.needed_tokens(prompts, now, base_s, cost.token_s, needed))
-        for task in sorted(runnable, key=by_deadline):
+        for task in sorted(runnable, key=self.order):
             most = draft.room(task)
             if most <= 0:
                 continue
@@ -243,8 +243,3 @@ class Mace:
                 count += 1
         if tokens or count:
             plan.grants.append(Grant(task, tokens, count))
-
-
-def _begun(task: Task) -> bool:
-    """Whether a fine-tune task is in the middle of a step."""
-    return task.context > 0 or task.next_unit > 0

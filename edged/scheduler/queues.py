@@ -10,6 +10,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from edged.scheduler.arrears import Arrears
+from edged.scheduler.past import Past
 from edged.scheduler.task import Grant, Kind, Task
 
 Order = Callable[[Task], tuple[float, int]]
@@ -28,13 +29,14 @@ class Queues:
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
 
-    __slots__ = ("arrears", "decodes", "finetunes", "order", "started", "tasks", "waiting")
+    __slots__ = ("arrears", "decodes", "finetunes", "order", "past", "started", "tasks", "waiting")
 
-    def __init__(self, order: Order, arrears: Arrears) -> None:
+    def __init__(self, order: Order, arrears: Arrears, past: Past) -> None:
         self.order = order
         self.tasks: dict[int, Task] = {}
         """All of them, by id."""
         self.arrears = arrears
+        self.past = past
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
         self.waiting: list[Task] = []

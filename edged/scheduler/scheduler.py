@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from edged.config import SchedulerSettings
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.cost import CostModel, Load
-from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.foresight import Foresight, advanced
-from edged.scheduler.mace import Mace
+from edged.scheduler.past import Past
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task
-
-POLICIES: dict[str, type[Policy]] = {"mace": Mace, "fcfs": Fcfs}
 
 
 class Scheduler:
@@ -38,7 +36,7 @@ class Scheduler:
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
-        self._queues = Queues(policy.order, Arrears(settings))
+        self._queues = Queues(policy.order, Arrears(settings), Past())
         self._ttft_factor, self._ttft_floor_s = settings.ttft_factor, settings.ttft_floor_ms / 1000.0
         self._tbt_factor, self._tbt_floor_s = settings.tbt_factor, settings.tbt_floor_ms / 1000.0
 
@@ -85,10 +83,13 @@ class Scheduler:
 
     def plan(self, now: float, resources: Resources, foresight: Foresight | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
+        past = self._queues.past
+        past.begin(now, bool(self._queues.finetunes))
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
             plan = self.policy.plan(self._queues, now, resources)
         self._prepaid = plan.prepaid
+        past.settle(plan)
         return plan
 
     def foresee(self, plan: Plan, now: float, resources: Resources) -> Foresight | None:

@@ -57,6 +57,11 @@ class Task:
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
 
+    @property
+    def begun(self) -> bool:
+        """Of a fine-tune task: whether it is in the middle of a step."""
+        return self.context > 0 or self.next_unit > 0
+
     def pages_for(self, tokens: int, page_size: int) -> int:
         """Pages that it must get to compute `tokens` more."""
         missing = self.context + tokens - self.capacity
@@ -87,6 +92,8 @@ class Plan:
     """Latency budget: the least slack of the members."""
     predicted_forward_s: float = 0.0
     predicted_units_s: float = 0.0
+    resume_s: float = math.inf
+    """Of an empty plan: when there will be something to do though nothing comes."""
     foreseen: bool = False
     """It was made while the iteration before it ran."""
     prepaid: bool = False

@@ -6,6 +6,7 @@ import pytest
 
 from edged.scheduler.cost import Load
 from edged.scheduler.mace import SMALLEST_CHUNK
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Outcome, Plan, Resources, Result, Task, Unit
 from tests.scheduler.test_scheduler import scheduler_of
@@ -45,10 +46,10 @@ def granted(plan: Plan) -> dict[int, tuple[int, int]]:
     return {grant.task.task_id: (grant.tokens, grant.units) for grant in plan.grants}
 
 
-both = pytest.mark.parametrize("policy", ["mace", "fcfs"])
+every = pytest.mark.parametrize("policy", POLICIES)
 
 
-@both
+@every
 def test_every_decode_runs_in_every_iteration(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     for task_id in range(20):
@@ -58,7 +59,7 @@ def test_every_decode_runs_in_every_iteration(policy: str) -> None:
     assert [granted(plan)[task_id] for task_id in range(20)] == [(1, 0)] * 20
 
 
-@both
+@every
 def test_a_prompt_enters_only_if_all_of_it_finds_pages(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     add_prompt(scheduler, 1, 20 * PAGE)
@@ -67,7 +68,7 @@ def test_a_prompt_enters_only_if_all_of_it_finds_pages(policy: str) -> None:
     assert 1 in granted(scheduler.plan(0.0, resources(free=21, total=100)))
 
 
-@both
+@every
 def test_pages_that_were_promised_to_a_prompt_under_way_are_not_promised_again(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     task = add_prompt(scheduler, 1, 20 * PAGE)
@@ -78,7 +79,7 @@ def test_pages_that_were_promised_to_a_prompt_under_way_are_not_promised_again(p
     assert set(granted(scheduler.plan(0.03, resources(free=80, tokens=1000)))) == {1, 2}
 
 
-@both
+@every
 def test_no_more_sequences_run_than_allowed(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     add_decode(scheduler, 1)
@@ -87,7 +88,7 @@ def test_no_more_sequences_run_than_allowed(policy: str) -> None:
     assert len(scheduler.plan(0.0, resources(sequences=4)).grants) == 4
 
 
-@both
+@every
 def test_when_the_tokens_do_not_suffice_the_decodes_that_are_due_first_go_first(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     tasks = [add_decode(scheduler, task_id) for task_id in range(6)]
@@ -99,7 +100,7 @@ def test_when_the_tokens_do_not_suffice_the_decodes_that_are_due_first_go_first(
 class TestPreemption:
     """When decodes find no page for their next token."""
 
-    @both
+    @every
     def test_the_latest_arrival_gives_way(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         tasks = [add_decode(scheduler, task_id, arrival_s=float(task_id), context=64) for task_id in range(3)]
@@ -116,7 +117,7 @@ class TestPreemption:
         assert plan.preempt == [lesson]
         assert set(granted(plan)) == {1}
 
-    @both
+    @every
     def test_the_oldest_sequence_never_gives_way(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         add_decode(scheduler, 1, context=64)
@@ -124,7 +125,7 @@ class TestPreemption:
         assert not plan.preempt
         assert not plan.grants
 
-    @both
+    @every
     def test_the_oldest_prompt_under_way_gets_its_page_before_younger_decodes(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         task = add_prompt(scheduler, 1, 100)
@@ -135,7 +136,7 @@ class TestPreemption:
         assert plan.preempt == [younger]
         assert granted(plan)[1][0] > 0
 
-    @both
+    @every
     def test_no_more_give_way_than_must(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         tasks = [add_decode(scheduler, task_id, arrival_s=float(task_id), context=PAGE) for task_id in range(4)]
@@ -143,7 +144,7 @@ class TestPreemption:
         assert plan.preempt == [tasks[3], tasks[2]]
         assert set(granted(plan)) == {0, 1}
 
-    @both
+    @every
     def test_nobody_enters_on_the_pages_that_were_just_taken_from_another(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         for task_id in range(3):
@@ -151,7 +152,7 @@ class TestPreemption:
         add_prompt(scheduler, 7, 16, arrival_s=4.0)
         assert 7 not in granted(scheduler.plan(5.0, resources(free=0)))
 
-    @both
+    @every
     def test_a_prompt_that_waits_for_pages_which_other_waiting_ones_hold_gets_them(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         add_prompt(scheduler, 1, 20 * PAGE)
@@ -162,7 +163,7 @@ class TestPreemption:
         assert set(granted(plan)) == {1}
 
 
-@both
+@every
 def test_pages_go_to_the_oldest_decodes_first_whoever_decoded_first(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     for task_id, arrival_s in ((1, 3.0), (2, 1.0), (3, 2.0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources, Unit
 from tests.scheduler.world import Device, Life, Tuning, World
@@ -65,6 +67,9 @@ def worlds(draw: st.DrawFn, policies: tuple[str, ...]) -> tuple[World, list[Ask]
         ttft_floor_ms=draw(st.sampled_from([1.0, 200.0, 1e5])),
         tau_memory=draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])),
         tau_tasks=draw(st.sampled_from([1, 256])),
+        retrain_every_s=draw(st.sampled_from([0.1, 1.0, 30.0])),
+        fixed_requests=draw(st.sampled_from([1, 50])),
+        fixed_steps=draw(st.sampled_from([1, 2])),
     )
     world.plans_ahead = draw(st.booleans())
     longest = pages * page_size
@@ -96,8 +101,9 @@ def play(world: World, asks: list[Ask], lessons: list[tuple[int, int]]) -> tuple
         for life, ask in lives:
             if ask.leaves is not None and life.made >= ask.leaves and life.task.task_id in world.lives:
                 world.cancel(life)
+        world.busy_again_s = due[0][0] if due else math.inf
         plan = world.step()
-        if not plan.grants and not plan.preempt:
+        if not plan.grants and not plan.preempt and math.isinf(plan.resume_s):
             assert not world.lives, "nothing runs though a request is live"
             if not due:
                 break
@@ -107,7 +113,7 @@ def play(world: World, asks: list[Ask], lessons: list[tuple[int, int]]) -> tuple
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds(("mace", "fcfs")))
+@given(worlds(tuple(POLICIES)))
 def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
 ) -> None:
@@ -123,8 +129,8 @@ def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds(("mace",)))
-def test_mace_ends_every_step_whatever_serving_asks_for(
+@given(worlds(tuple(name for name, policy in POLICIES.items() if policy.trains)))
+def test_every_step_is_taken_whatever_serving_asks_for(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
 ) -> None:
     world, asks, lessons = drawn
@@ -200,7 +206,7 @@ def test_preempted_requests_end_in_the_order_of_their_arrival() -> None:
     assert ends == sorted(ends)
 
 
-@pytest.mark.parametrize("policy", ["mace", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_world_is_planned_the_same_way_twice(policy: str) -> None:
     def times() -> list[list[float]]:
         world = world_of(policy, pages=60, device=Device(noise=0.3), seed=5)

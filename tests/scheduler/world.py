@@ -5,6 +5,7 @@ It does what the engine does (allocate, run, complete) and checks every plan aga
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -89,6 +90,8 @@ class World:
         """Plan the next iteration while one runs; `foreseen` counts the plans that were used."""
         self.foreseen = 0
         self.foresight: Foresight | None = None
+        self.busy_again_s = math.inf
+        """When somebody asks for something next: nobody sleeps longer."""
         self._own: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._random = random.Random(seed)
@@ -120,7 +123,7 @@ class World:
         """Until all that was asked is done; fails if a plan is empty before, or `iterations` do not suffice."""
         while self.lives or self.tunings:
             plan = self.step()
-            assert plan.grants or plan.preempt, "nothing runs though tasks are live"
+            assert plan.grants or plan.preempt or plan.resume_s < math.inf, "nothing runs though tasks are live"
             assert self.iterations < iterations, "no end in sight"
 
     def _id(self) -> int:
@@ -143,6 +146,8 @@ class World:
         for outcome in result.outcomes:
             self._follow_up(outcome)
         self.check_pages()
+        if not plan.grants and not plan.preempt and plan.resume_s < math.inf:
+            self.now = max(self.now, min(plan.resume_s, self.busy_again_s))
         return plan
 
     def room(self) -> Resources:

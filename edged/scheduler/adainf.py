@@ -1,0 +1,43 @@
+"""Continuous retraining: the baseline that MACE calls AdaInf (MACE 6.1; Shubha and Shen, SIGCOMM 2023).
+
+Owns that fine-tuning comes first. Must not know how an iteration is filled.
+
+Kept of AdaInf: retraining is incremental, on the samples that just came, before the inference that comes after them.
+Kept of MACE's account of it: retraining has the highest priority in a queue, first in first out, runs to completion,
+and interference with inference is not handled. Left out: AdaInf divides the GPU between applications, and an
+application's time between retraining and inference, such that inference meets its SLO; it picks early-exit structures
+of its vision models and keeps data of the tasks of one session on the GPU. MACE compares with none of these.
+"""
+
+from __future__ import annotations
+
+from edged.config import SchedulerSettings
+from edged.scheduler.cost import CostModel
+from edged.scheduler.phases import NOBODY, serve, steps, tune
+from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.task import Plan, Resources
+
+
+class AdaInf:
+    """While there is anything to learn, steps run alone, in the order in which they came, each to its end.
+
+    Only then are requests served; running answers stand still with their pages meanwhile. A step that lacks pages
+    waits until answers have ended; nobody enters before it.
+    """
+
+    name = "adainf"
+    trains = True
+    shares_prefixes = True
+    prunes = False
+    order = staticmethod(by_arrival)
+
+    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        self._cost = cost
+
+    def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
+        """The first step alone; serving only when there is none."""
+        tasks = steps(queues, resources)
+        if not tasks:
+            return serve(queues, now, resources, self._cost)
+        plan = tune(tasks[:1], queues, now, resources, self._cost)
+        return plan if plan is not None else serve(queues, now, resources, self._cost, NOBODY)

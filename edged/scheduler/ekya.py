@@ -1,0 +1,53 @@
+"""Periodic, blocking retraining: the baseline that MACE calls Ekya (MACE 6.1; Bhardwaj et al., NSDI 2022).
+
+Owns the retraining windows. Must not know how an iteration is filled.
+
+Kept of Ekya: time is divided into fixed intervals, what was collected in one is learnt at the start of the next, and
+the end of an interval is served with what was learnt at its beginning. Kept of MACE's account of it: retraining and
+serving are phases, and requests queue while the model is retrained. Left out: Ekya's retraining shares the GPU with
+inference; its scheduler moves shares of the GPU between jobs, and its micro-profiler picks retraining configurations,
+so as to gain the most accuracy. Here one model with exact DPO steps has neither shares nor configurations to choose
+from.
+"""
+
+from __future__ import annotations
+
+import math
+
+from edged.config import SchedulerSettings
+from edged.scheduler.cost import CostModel
+from edged.scheduler.phases import NOBODY, serve, steps, tune
+from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.task import Plan, Resources
+
+
+class Ekya:
+    """Every `retrain_every_s` a window opens if there is anything to learn. It closes when nothing is left to learn,
+    pairs that came meanwhile included, or, with the step under way, after `retrain_window_s`.
+
+    In the window steps run alone, one after another; requests queue, and running answers stand still with their pages.
+    A step that lacks pages waits until answers have ended; nobody enters before it. Between windows nothing is learnt.
+    """
+
+    name = "ekya"
+    trains = True
+    shares_prefixes = True
+    prunes = False
+    order = staticmethod(by_arrival)
+
+    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        self._cost = cost
+        self._every_s = settings.retrain_every_s
+        self._window_s = settings.retrain_window_s or settings.retrain_every_s / 2.0
+
+    def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
+        """A step alone while a window is open, else serving; `resume_s` when only a coming window has work."""
+        tasks = steps(queues, resources)
+        start_s = queues.past.interval_start_s(now, self._every_s)
+        due = queues.past.caught_up_s < start_s and now < start_s + self._window_s
+        opened = bool(tasks) and (due or tasks[0].begun)
+        plan = tune(tasks[:1], queues, now, resources, self._cost) if opened else None
+        if plan is None:
+            plan = serve(queues, now, resources, self._cost, NOBODY if opened else math.inf)
+            plan.resume_s = start_s + self._every_s if tasks else plan.resume_s
+        return plan

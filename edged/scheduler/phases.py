@@ -1,0 +1,99 @@
+"""Iterations that only serve and iterations that only fine-tune: what policies without hybrid bins are made of.
+
+Owns how such an iteration is filled. Must not know when which of them is due: that is the policies' difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from edged.scheduler.cost import CostModel
+from edged.scheduler.draft import Draft
+from edged.scheduler.queues import Queues
+from edged.scheduler.task import Grant, Plan, Resources, Task
+
+NOBODY = -math.inf
+"""As `before_s` of `serve`: no prompt enters."""
+
+
+def serve(queues: Queues, now: float, resources: Resources, cost: CostModel, before_s: float = math.inf) -> Plan:
+    """Every decode, then whole prompts, first come first served, until tokens, pages or sequences run out.
+
+    Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
+    """
+    draft = Draft(queues, now, resources)
+    for task in queues.started:
+        if task not in draft.preempted:
+            tokens = draft.room(task)
+            if tokens > 0:
+                draft.grant(task, tokens)
+    for task in queues.waiting:
+        full = not draft.tokens_left or not draft.sequences_left
+        if full or task.arrival_s >= before_s or draft.pages(task, task.tokens) > draft.open_pages:
+            break
+        draft.sequences_left -= 1
+        draft.enter(task)
+        draft.grant(task, draft.room(task))
+    draft.rescue()
+    plan = draft.plan
+    plan.predicted_forward_s = cost.forward_s(draft.load)
+    return plan
+
+
+def steps(queues: Queues, resources: Resources) -> list[Task]:
+    """Fine-tune tasks with work to do that memory can hold: those in the middle of a step, then the first come."""
+    able = [
+        task
+        for task in queues.finetunes
+        if (task.tokens or task.next_unit < len(task.units))
+        and task.held_pages + task.pages_for(task.tokens, resources.page_size) <= resources.total_pages
+    ]
+    return sorted(able, key=lambda task: not task.begun)
+
+
+def tune(
+    tasks: Sequence[Task],
+    queues: Queues,
+    now: float,
+    resources: Resources,
+    cost: CostModel,
+    limit_s: float = math.inf,
+) -> Plan | None:
+    """An iteration of fine-tuning alone, in which sequences stand still and keep their pages.
+
+    Each of `tasks` does as much as is left to do of its step, the first one at least a token or a unit, the others as
+    far as `limit_s` is predicted to suffice. None where the first finds no pages for its forward.
+    """
+    draft = Draft(queues, now, resources, serves=False)
+    plan, free_pages = draft.plan, draft.free_pages
+    for task in tasks:
+        # Promises to prompts under way still hold: by the time that they run again, this step has ended.
+        free_pages -= draft.pages(task, task.tokens)
+        if free_pages < 0:
+            break
+        _add(draft, task, cost, limit_s)
+    plan.predicted_forward_s = cost.forward_s(draft.load)
+    return plan if plan.grants else None
+
+
+def _add(draft: Draft, task: Task, cost: CostModel, limit_s: float) -> None:
+    plan = draft.plan
+    tokens = units = 0
+    if task.tokens:
+        most = draft.room(task)
+        tokens = cost.chunk(draft.load, task.context, most, limit_s - plan.predicted_units_s, finetune=True)
+        if not plan.grants:
+            tokens = max(tokens, min(most, 1))
+        if tokens:
+            draft.take(task, tokens, finetune=True)
+    if tokens == task.tokens:
+        left_s = limit_s - cost.forward_s(draft.load)
+        for unit in task.units[task.next_unit :]:
+            unit_s = cost.unit_s(unit)
+            if plan.predicted_units_s + unit_s > left_s and (units or tokens or plan.grants):
+                break
+            plan.predicted_units_s += unit_s
+            units += 1
+    if tokens or units:
+        plan.grants.append(Grant(task, tokens, units))
