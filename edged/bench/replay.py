@@ -38,7 +38,8 @@ ADAPTER = "replay"
 """The user whose requests are replayed and whose preferences are learnt meanwhile."""
 SLO_FACTOR = 5.0
 """A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
-_LOAD_SHARE = 0.7
+LOAD_SHARE = 0.7
+"""Of the requests per second that a burst reached: the rate of a replay that names none."""
 _PROBE_REPEATS = 3
 _LONGEST_PROBE_S = 120.0
 _LINE_EVERY_S = 5.0
@@ -139,7 +140,7 @@ class _Player:
         """Measure the machine, send the load, report."""
         plan, context = self._plan, self._engine.max_context_tokens
         forward_s = self._measure_forward(trace, context)
-        rate = plan.rate_per_s or self._measure_capacity(trace, context) * _LOAD_SHARE
+        rate = plan.rate_per_s or self._measure_capacity(trace, context) * LOAD_SHARE
         load = scale_trace(
             trace,
             rate_per_s=rate,

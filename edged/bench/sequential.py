@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 from edged.align.pair import TokenPair
 from edged.bench.turns import Conversation, Side
 
+_FEW_PARAMETERS = 16_000_000
+"""Operations of smaller models are shorter than a hand-over to another thread."""
 Logps = tuple[torch.Tensor, torch.Tensor]
 """Summed log-probabilities of the chosen and of the rejected answer, in nats."""
 
@@ -57,6 +59,10 @@ class Reference:
         """The same four sums under an adapter's weights in PEFT's format; None: under those that `learn` left."""
         return self._ask({"do": "score", "pairs": _plain(pairs), "adapter": adapter_file})
 
+    def base(self, pairs: Sequence[TokenPair]) -> list[list[float]]:
+        """The same by the base model, whose sums are the reference's own."""
+        return self._ask({"do": "base", "pairs": _plain(pairs)})
+
     def _ask(self, question: dict[str, Any]) -> list[list[float]]:
         found: list[list[float]] = self._side.ask(question)["logps"]
         return found
@@ -78,9 +84,9 @@ class _Loop:
         self._recipe = recipe
         self._known: dict[str, Logps] = {}
         base = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32, local_files_only=True)
-        config = LoraConfig(
-            r=recipe.rank, lora_alpha=recipe.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
+        if base.num_parameters() < _FEW_PARAMETERS:
+            torch.set_num_threads(1)
+        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
         self._model: Any = get_peft_model(base.to(recipe.device).eval(), config)
         self._leaves = [leaf for leaf in self._model.parameters() if leaf.requires_grad]
 
@@ -113,6 +119,10 @@ class _Loop:
             set_peft_model_state_dict(self._model, load_file(adapter))
         return [_row(self._logps(pair), self._reference(pair)) for pair in pairs]
 
+    def base(self, pairs: list[list[list[int]]]) -> list[list[float]]:
+        """See `Reference.base`."""
+        return [_row(known, known) for known in map(self._reference, pairs)]
+
     def _logps(self, pair: list[list[int]]) -> Logps:
         prompt, chosen, rejected = pair
         return self._logp(prompt, chosen), self._logp(prompt, rejected)
@@ -142,10 +152,8 @@ def main(arguments: list[str]) -> None:
     loop, converse = _Loop(Recipe(**json.loads(arguments[0]))), Conversation()
     while True:
         question = converse.question()
-        if question["do"] == "learn":
-            converse.answer({"logps": loop.learn(question["pairs"], question["seed"])})
-        else:
-            converse.answer({"logps": loop.score(question["pairs"], question["adapter"])})
+        do = getattr(loop, question.pop("do"))
+        converse.answer({"logps": do(**question)})
 
 
 if __name__ == "__main__":

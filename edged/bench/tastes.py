@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 from edged.align.pair import TokenPair
@@ -76,5 +77,5 @@ def _prefers_chosen(pair: TokenPair, taste: Taste, text: Callable[[Sequence[int]
 def quarters(values: Sequence[float]) -> list[float | None]:
     """Means of the four quarters of a stream, the later ones longer where it does not divide; None of an empty one."""
     bounds = [len(values) * part // QUARTERS for part in range(QUARTERS + 1)]
-    parts = [values[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    parts = [values[start:stop] for start, stop in pairwise(bounds)]
     return [sum(part) / len(part) if part else None for part in parts]
