@@ -164,7 +164,7 @@ def keep(report: dict[str, Any], output: Path | None) -> None:
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """One line of progress."""
     print(f"  {line}", flush=True)
 
 

@@ -5,18 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from edged.align.pair import VersionSaved
+from edged.align.pair import TokenPair, VersionSaved
 from edged.bench.alignment import WEIGHTS_FILE, Load, before_training, learning, on_arrival, run_under_load
 from edged.bench.sequential import Recipe, Reference, side_of
 from edged.bench.traces import read_trace
 from edged.bench.turns import open_sides
 from edged.config import Settings
 from tests.engine.harness import random_pairs, running_engine
+from tests.models import save_tiny
 
 PAIRS = 120
 SETTINGS = {"align__learning_rate": 1e-3, "align__replay_share": 0.0, "align__loss_threshold": 0.0}
+
+
+def plain_pairs(count: int) -> list[TokenPair]:
+    """A taste that even random weights learn from a few pairs: ten tokens are liked, ten others are not."""
+    rng = np.random.default_rng(0)
+    return [
+        TokenPair(
+            n, "ann", *(tuple(rng.integers(low, high, 10).tolist()) for low, high in ((3, 250), (3, 13), (130, 140)))
+        )
+        for n in range(count)
+    ]
 
 
 @pytest.mark.slow
@@ -43,10 +56,8 @@ def test_the_loop_and_an_idle_engine_agree_on_every_step_but_for_the_first_weigh
 @pytest.mark.slow
 def test_under_sustained_load_no_pair_is_lost_and_two_opposite_users_learn(tmp_path: Path) -> None:
     """Requests come faster than they can be served; ann likes what bob dislikes."""
-    from tests.models import save_tiny
-
     model = save_tiny(tmp_path / "model")
-    liked = random_pairs(PAIRS // 2, "ann")
+    liked = plain_pairs(PAIRS // 2)
     disliked = [
         replace(p, pair_id=1000 + p.pair_id, adapter="bob", chosen=p.rejected, rejected=p.chosen) for p in liked
     ]
