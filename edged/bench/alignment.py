@@ -46,7 +46,7 @@ class Load:
     trace: Trace
     rate_per_s: float
     seconds: float
-    longest_drain_s: float = 120.0
+    longest_drain_s: float = 300.0
     """How long pairs may take that are not learnt when the load ends."""
     seed: int = 0
 
@@ -119,6 +119,7 @@ def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair], 
         rate_per_s=load.rate_per_s,
         seconds=load.seconds,
         context_tokens=engine.max_context_tokens,
+        # Tokens that mean something to a tokenizer are among the first.
         token_ids=range(vocab // 8, vocab),
         seed=load.seed,
     )
@@ -193,17 +194,23 @@ def _drain(engine: Engine, notes: Notes, load: Load) -> None:
 def figures(rows: Sequence[Logps]) -> dict[str, list[float | None]]:
     """By quarter: reward accuracy (against the reference), win rate, CLPD in nats (MACE 3.1)."""
     return {
-        "reward_accuracy": quarters([float(c - rc > r - rr) for c, r, rc, rr in rows]),
+        "reward_accuracy": quarters([_correct(*row) for row in rows]),
         "win_rate": quarters([float(c > r) for c, r, _, _ in rows]),
         "clpd_nats": quarters([c - r for c, r, _, _ in rows]),
     }
+
+
+def _correct(chosen: float, rejected: float, ref_chosen: float, ref_rejected: float) -> float:
+    """1 where the margin is right, 0 where it is wrong; an untrained adapter is undecided everywhere: 0.5."""
+    margin = (chosen - ref_chosen) - (rejected - ref_rejected)
+    return float(margin > 0) if margin else 0.5
 
 
 def means(rows: Sequence[Logps]) -> dict[str, float]:
     """The same over all pairs, of which there is at least one."""
     count = len(rows)
     return {
-        "reward_accuracy": sum(c - rc > r - rr for c, r, rc, rr in rows) / count,
+        "reward_accuracy": sum(_correct(*row) for row in rows) / count,
         "win_rate": sum(c > r for c, r, _, _ in rows) / count,
         "clpd_nats": sum(c - r for c, r, _, _ in rows) / count,
     }
@@ -250,6 +257,7 @@ def score(reference: Reference, pairs: Sequence[TokenPair], file: str | None) ->
 
 def learning(notes: Notes) -> dict[str, Any]:
     """Counts of pairs, steps and versions, and why any was taken back or skipped."""
+    trained = [version.pairs for _, version in notes.versions if version.reason == "trained"]
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
     latest = {(score.adapter, score.pair_id): at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
@@ -258,6 +266,7 @@ def learning(notes: Notes) -> dict[str, Any]:
         "pairs_sent": len(notes.sent),
         "pairs_scored": len(latest),
         "versions": len(notes.versions),
+        "mean_pairs_of_a_step": sum(trained) / len(trained) if trained else None,
         "taken_back": reasons,
         "skipped": [step.reason for step in skipped],
         "mean_wait_s": sum(waited) / len(waited) if waited else None,
