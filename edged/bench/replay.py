@@ -45,6 +45,7 @@ ADAPTER = "replay"
 SLO_FACTOR = 5.0
 """A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
 LOAD_SHARE = 0.7
+"""Of the requests per second that a burst reached: the rate of a replay that names none."""
 _PROBE_REPEATS = 3
 _LONGEST_PROBE_S = 120.0
 _LINE_EVERY_S = 5.0

@@ -230,7 +230,7 @@ class VirtualEngine:
             if drained and not self._coming and not self._serving.busy:
                 return
             self.learning.feed(self._next_task_id, self.now)
-            self._serving.prune()
+            self._serving.prune(self.now)
             started = time.perf_counter()
             plan = self.scheduler.plan(self.now, self._resources())
             self.decision_ms.append((time.perf_counter() - started) * 1e3)

@@ -14,7 +14,6 @@ import pytest
 
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
-from tests.models import save_tiny
 from edged.scheduler.policies import POLICIES
 from tests.models import save_tiny
 
@@ -141,6 +140,25 @@ def write_pairs(path: Path, count: int) -> Path:
             head = f"\n\nHuman: question {number}, please\n\nAssistant:"
             file.write(json.dumps({"chosen": f"{head} yes, {number}", "rejected": f"{head} no {number} no"}) + "\n")
     return path
+
+
+@pytest.mark.slow
+def test_alignment_is_compared_by_taste_policy_and_moment(tmp_path: Path) -> None:
+    """A pair's two answers differ in length by their number, so that both tastes are decided."""
+    model, pairs = save_tiny(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl.gz", 60)
+    arguments = (str(pairs), "--first-line", "21", "--model", str(model), "--rate", "4", "--pairs-most", "12")
+    arguments += ("--policies", "mace,ekya", "--tastes", "concise", "--device", "cpu")
+    report = run_tool("bench_alignment.py", *arguments, report=tmp_path / "report.json")
+    found = report["tastes"]["concise"]
+    assert found["pairs"] == 12
+    assert len(found["loop"][0]["before_training"]["reward_accuracy"]) == 4
+    for runs in found["policies"].values():
+        assert runs[0]["pairs_sent"] == runs[0]["pairs_scored"] == 12
+        user = runs[0]["users"]["concise-0"]
+        assert len(user["held_out"]) == 3
+        assert len(user["on_arrival"]["clpd_nats"]) == 4
+    assert {user["taste"] for user in report["opposite"][0]["users"].values()} == {"concise", "elaborate"}
+    assert report["opposite"][0]["pairs_scored"] == 24
 
 
 @pytest.mark.slow

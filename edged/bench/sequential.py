@@ -1,0 +1,160 @@
+"""Plain DPO as a script would write it: a model by transformers, LoRA by peft, autograd, one pair after the other.
+
+Owns the reference that the engine's alignment is compared with: a loop that tests each pair before it trains on it, and
+the scoring of pairs under an adapter's files. It is a side of `edged.bench.turns`, in a process of its own. Must not
+know the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from edged.align.pair import TokenPair
+from edged.bench.turns import Conversation, Side
+
+_FEW_PARAMETERS = 16_000_000
+"""Operations of smaller models are shorter than a hand-over to another thread."""
+Logps = tuple[torch.Tensor, torch.Tensor]
+"""Summed log-probabilities of the chosen and of the rejected answer, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the loop does; `pairs` of a question are lists [prompt ids, chosen ids, rejected ids]."""
+
+    model: str
+    device: str = "cpu"
+    rank: int = 16
+    alpha: float = 32.0
+    beta: float = 0.1
+    learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
+    pairs_per_step: int = 4
+
+
+class Reference:
+    """The loop and the scores: a client of the side's process, which is stopped while nobody asks."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def learn(self, pairs: Sequence[TokenPair], seed: int) -> list[list[float]]:
+        """Begin with an untrained adapter and go once over the pairs.
+
+        Returns [chosen, rejected, reference chosen, reference rejected] of each pair, before it was trained on.
+        """
+        return self._ask({"do": "learn", "pairs": _plain(pairs), "seed": seed})
+
+    def score(self, pairs: Sequence[TokenPair], adapter_file: str | None = None) -> list[list[float]]:
+        """The same four sums under an adapter's weights in PEFT's format; None: under those that `learn` left."""
+        return self._ask({"do": "score", "pairs": _plain(pairs), "adapter": adapter_file})
+
+    def base(self, pairs: Sequence[TokenPair]) -> list[list[float]]:
+        """The same by the base model, whose sums are the reference's own."""
+        return self._ask({"do": "base", "pairs": _plain(pairs)})
+
+    def _ask(self, question: dict[str, Any]) -> list[list[float]]:
+        found: list[list[float]] = self._side.ask(question)["logps"]
+        return found
+
+
+def side_of(recipe: Recipe) -> tuple[str, str, list[str]]:
+    """Name, module and arguments of the side's process."""
+    return "reference loop", __name__, [json.dumps(asdict(recipe))]
+
+
+def _plain(pairs: Sequence[TokenPair]) -> list[list[tuple[int, ...]]]:
+    return [[pair.prompt, pair.chosen, pair.rejected] for pair in pairs]
+
+
+class _Loop:
+    """In the side's process."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._known: dict[str, Logps] = {}
+        base = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32, local_files_only=True)
+        if base.num_parameters() < _FEW_PARAMETERS:
+            torch.set_num_threads(1)
+        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        self._model: Any = get_peft_model(base.to(recipe.device).eval(), config)
+        self._leaves = [leaf for leaf in self._model.parameters() if leaf.requires_grad]
+
+    def learn(self, pairs: list[list[list[int]]], seed: int) -> list[list[float]]:
+        """See `Reference.learn`."""
+        recipe = self._recipe
+        torch.manual_seed(seed)
+        for module in self._model.modules():
+            if hasattr(module, "reset_lora_parameters"):
+                module.reset_lora_parameters("default", init_lora_weights=True)
+        optimizer = torch.optim.AdamW(self._leaves, lr=recipe.learning_rate, weight_decay=0.0)
+        found = []
+        for first in range(0, len(pairs), recipe.pairs_per_step):
+            batch = pairs[first : first + recipe.pairs_per_step]
+            for pair in batch:
+                chosen, rejected = self._logps(pair)
+                known = self._reference(pair)
+                margin = recipe.beta * ((chosen - known[0]) - (rejected - known[1]))
+                (-functional.logsigmoid(margin) / len(batch)).backward()
+                found.append(_row((chosen, rejected), known))
+            torch.nn.utils.clip_grad_norm_(self._leaves, recipe.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    @torch.no_grad()
+    def score(self, pairs: list[list[list[int]]], adapter: str | None) -> list[list[float]]:
+        """See `Reference.score`."""
+        if adapter is not None:
+            set_peft_model_state_dict(self._model, load_file(adapter))
+        return [_row(self._logps(pair), self._reference(pair)) for pair in pairs]
+
+    def base(self, pairs: list[list[list[int]]]) -> list[list[float]]:
+        """See `Reference.base`."""
+        return [_row(known, known) for known in map(self._reference, pairs)]
+
+    def _logps(self, pair: list[list[int]]) -> Logps:
+        prompt, chosen, rejected = pair
+        return self._logp(prompt, chosen), self._logp(prompt, rejected)
+
+    def _logp(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """log p(answer | prompt) by one whole forward."""
+        ids = torch.tensor([prompt + answer], device=self._recipe.device)
+        logits = self._model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum()
+
+    @torch.no_grad()
+    def _reference(self, pair: list[list[int]]) -> Logps:
+        """Of the base model; computed once for a pair."""
+        key = json.dumps(pair)
+        if key not in self._known:
+            with self._model.disable_adapter():
+                self._known[key] = self._logps(pair)
+        return self._known[key]
+
+
+def _row(policy: Logps, reference: Logps) -> list[float]:
+    return [float(value.detach()) for value in (*policy, *reference)]
+
+
+def main(arguments: list[str]) -> None:
+    """Be the side."""
+    loop, converse = _Loop(Recipe(**json.loads(arguments[0]))), Conversation()
+    while True:
+        question = converse.question()
+        do = getattr(loop, question.pop("do"))
+        converse.answer({"logps": do(**question)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
