@@ -45,6 +45,8 @@ class _Together:
     places: torch.Tensor
     span: slice | None
     """`rows`, where they lie side by side."""
+    even: bool
+    """Whether `gather` is `span`: runs of one length, of neighbouring slots. Then nothing is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ class LoraRuns:
         gather.reshape(-1)[places] = rows
         first, last = int(rows[0]), int(rows[-1]) + 1
         span = slice(first, last) if last - first == len(rows) else None
+        even = span is not None and np.array_equal(gather.reshape(-1), rows)
         tables = upload([gather.reshape(-1), rows, places], device)
-        self.together = _Together(low, high, tables[0], tables[1], tables[2], span)
+        self.together = _Together(low, high, tables[0], tables[1], tables[2], span, even)
 
 
 class LoraLinear(nn.Module):
@@ -163,9 +166,12 @@ class LoraLinear(nn.Module):
 
     def _add_together(self, rows_in: torch.Tensor, rows_out: torch.Tensor, runs: _Together) -> None:
         slots = slice(runs.low, runs.high)
-        padded = rows_in.index_select(0, runs.gather).view(runs.high - runs.low, -1, self.in_features)
+        rows = rows_in[runs.span] if runs.even else rows_in.index_select(0, runs.gather)
+        padded = rows.view(runs.high - runs.low, -1, self.in_features)
         added = torch.bmm(torch.bmm(padded, self.down[slots]), self.up[slots])  # type: ignore[index]
-        own = added.view(-1, self.out_features).index_select(0, runs.places)
+        own = added.view(-1, self.out_features)
+        if not runs.even:
+            own = own.index_select(0, runs.places)
         if runs.span is not None:
             rows_out[runs.span].add_(own)
         else:

@@ -44,6 +44,7 @@ CASES = {
     "one adapter": [(0, 7, 3)],
     "a base row first": [(1, 3, 0), (3, 4, 1), (4, 9, 2)],
     "decodes of many": [(row, row + 1, row) for row in range(10)],
+    "two decodes of each, after the base's": [(2 * slot + 3, 2 * slot + 5, slot + 1) for slot in range(5)],
     "gaps between slots": [(0, 1, 2), (1, 3, 4), (3, 6, 5)],
     "slots far apart": [(0, 1, 0), (1, 2, 11)],
     "a prompt among decodes": [(0, 1, 0), (1, 31, 1), (31, 33, 2), (33, 34, 3)],
