@@ -53,6 +53,6 @@ class MaceBin:
         if begun:
             return begun
         oldest_s = queues.waiting[0].arrival_s if queues.waiting else math.inf
-        if oldest_s < tasks[0].arrival_s or (queues.past.tuned and (queues.decodes or queues.started)):
+        if queues.past.tuned and (queues.decodes or queues.started):
             return []
         return [task for task in tasks[: self._steps] if task.arrival_s <= oldest_s]

@@ -72,7 +72,7 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[scheduler]\npolicy = "adaInf"\n', 'setting "scheduler.policy" = \'adaInf\': did you mean "adainf"?'),
+        ('[scheduler]\npolicy = "MACE"\n', 'setting "scheduler.policy" = \'MACE\': did you mean "mace"?'),
         ('[model]\ndtype = "bf16"\n', 'setting "model.dtype" = \'bf16\': did you mean "bfloat16"?'),
         ("[align]\nloss = 3\n", 'setting "align.loss" = 3: known: sigmoid, ipo'),
         (

@@ -176,7 +176,14 @@ class TestAdaInf:
         scheduler = scheduler_of(policy="adainf")
         add_lesson(scheduler, 9, tokens=2000 * PAGE)
         add_decode(scheduler, 1)
-        assert set(granted(scheduler.plan(0.0, resources()))) == {1}
+        add_prompt(scheduler, 2, 100)
+        assert set(granted(scheduler.plan(0.0, resources()))) == {1, 2}
+
+    def test_a_step_under_way_is_ended_before_another_begins(self) -> None:
+        scheduler = scheduler_of(policy="adainf")
+        add_lesson(scheduler, 8, tokens=100)
+        add_lesson(scheduler, 9)
+        assert set(granted(scheduler.plan(0.1, resources()))) == {9}
 
 
 class TestSync:
@@ -256,6 +263,13 @@ class TestMaceBin:
         scheduler.complete(Result([Outcome(plan.grants[0].task, 50, len(UNITS), None)], 0.02), 2.2)
         assert prompt in [grant.task for grant in scheduler.plan(2.2, resources()).grants]
 
+    def test_a_step_that_takes_several_iterations_runs_to_its_end(self) -> None:
+        world = world_of("mace-bin", max_tokens=64)
+        world.ask(prompt=60, answer=30)
+        world.step()
+        world.teach(128, STEP)
+        assert "".join("t" if tunes(world.step()) else "s" for _ in range(3)) == "tts"
+
     def test_between_two_batches_of_steps_the_running_answers_get_a_token(self) -> None:
         world = world_of("mace-bin", fixed_steps=2)
         world.ask(prompt=60, answer=30)
@@ -274,6 +288,31 @@ class TestMacePriority:
         add_prompt(scheduler, 1, 2000, arrival_s=0.0)
         add_prompt(scheduler, 2, 20, arrival_s=0.1)
         assert list(granted(scheduler.plan(0.1, resources()))) == [1]
+
+    def test_prompts_under_way_too_and_a_near_deadline_hurries_those_before_it(self) -> None:
+        chunks = {}
+        for policy in ("mace", "mace-priority"):
+            scheduler = scheduler_of(policy=policy, ttft_floor_ms=60_000.0)
+            tasks = [add_prompt(scheduler, task_id, 1000) for task_id in (1, 2)]
+            scheduler.complete(Result([Outcome(task, 100, 0, Kind.PREFILL) for task in tasks], 0.2), 0.2)
+            for task in tasks:
+                task.held_pages, task.capacity = 63, 63 * PAGE
+            tasks[1].deadline_s = 0.5
+            tasks[1].tokens = 20
+            scheduler.update(tasks[1])
+            add_decode(scheduler, 3).deadline_s = 0.0
+            plan = granted(scheduler.plan(0.2, resources()))
+            chunks[policy] = [(task_id, plan[task_id][0]) for task_id in plan if task_id != 3]
+        assert chunks["mace-priority"] == [(1, 900), (2, 20)]
+        assert chunks["mace"][0] == (2, 20)
+
+    def test_memory_goes_to_prompts_and_steps_by_their_arrival(self) -> None:
+        for policy, who in (("mace", {1, 2}), ("mace-priority", {1, 9})):
+            scheduler = scheduler_of(policy=policy, ttft_floor_ms=60_000.0)
+            add_prompt(scheduler, 1, 10 * PAGE)
+            add_lesson(scheduler, 9, tokens=10 * PAGE, now=0.1)
+            add_prompt(scheduler, 2, 10 * PAGE, arrival_s=0.2)
+            assert set(granted(scheduler.plan(0.2, resources(free=24, total=100)))) == who
 
     def test_neither_its_wait_nor_its_loss_puts_a_step_before_an_older_request(self) -> None:
         for policy, outranks in (("mace", True), ("mace-priority", False)):
