@@ -14,8 +14,8 @@ import pytest
 
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
-from tests.models import save_tiny
 from edged.scheduler.policies import POLICIES
+from tests.models import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 
