@@ -155,7 +155,8 @@ class _PromptMaker:
     """Draws tokens: the same block id always gives the same tokens."""
 
     def __init__(self, block_tokens: int, token_ids: range, seed: int) -> None:
-        self._block_tokens, self._ids, self._seed = block_tokens, token_ids, seed
+        # Listed, so that the prompts of a long load share their numbers.
+        self._block_tokens, self._ids, self._seed = block_tokens, list(token_ids), seed
 
     def _draw(self, stream: tuple[int, int], tokens: int) -> Iterator[int]:
         generator = np.random.default_rng((self._seed, *stream))
