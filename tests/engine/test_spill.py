@@ -61,6 +61,7 @@ def test_a_place_that_was_dropped_is_used_again(kind: str, tmp_path: Path) -> No
     spill.drop(first)
     second = spill.save(1)
     assert second is not None
+    assert spill.save(2) is None
     assert spill.load(second, 5)
     assert torch.equal(kv.keys[:, 10:12], kv.keys[:, 2:4])
     spill.close()
