@@ -91,6 +91,21 @@ class CacheSettings(_Section):
     page_size: Count = Field(16, description="tokens of one page")
     memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
     prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+    spill: Literal["auto", "off", "host", "disk"] = Field(
+        "auto", description="where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
+    )
+    spill_mb: Count = Field(2048, description="most memory or disk of spilled prefixes / 2^20")
+    pruning: Literal["off", "auto", "on"] = Field(
+        "auto", description="of long answers' old K/V: auto only where memory is short, as it costs accuracy"
+    )
+    pruned_tokens: Count = Field(
+        512, description="old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 / KV heads"
+    )
+    prune_recent: Count = Field(128, description="latest tokens, which every head keeps")
+    prune_window: Count = Field(256, description="W of MACE 4.3: tokens unused for so many iterations go first")
+    prune_norm: float = Field(
+        0.0, ge=0.0, description="tau of MACE 4.3: a head whose output's mean L2 norm is below it keeps one page"
+    )
 
 
 class SchedulerSettings(_Section):
@@ -108,6 +123,7 @@ class SchedulerSettings(_Section):
         "mace-prune",
         "mace-priority",
     ] = Field("mace", description="mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
+    profile: str = Field("", description="the device's measured prices, by edged profile; empty: the data folder's own")
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
     )
@@ -118,6 +134,14 @@ class SchedulerSettings(_Section):
     ttft_floor_ms: Positive = Field(200.0, description="TTFT targets are never tighter than this")
     tbt_factor: Positive = Field(2.0, description="TBT target over the decode latency of the batch without fine-tuning")
     tbt_floor_ms: Positive = Field(50.0, description="TBT targets are never tighter than this")
+    batch_ttft_factor: Positive = Field(50.0, description="ttft_factor of requests of the batch class")
+    batch_ttft_floor_ms: Positive = Field(5000.0, description="ttft_floor_ms of requests of the batch class")
+    batch_tbt_factor: Positive = Field(10.0, description="tbt_factor of requests of the batch class")
+    batch_tbt_floor_ms: Positive = Field(500.0, description="tbt_floor_ms of requests of the batch class")
+    tbt_slowdown: Annotated[float, Field(ge=1.0)] = Field(
+        1.05,
+        description="mean time between tokens beside fine-tuning, over that of serving alone, before its min share",
+    )
     lambda_memory: float = Field(1.0, ge=0.0, description="lambda1 of MACE 4.2: weight of unused memory")
     lambda_latency: float = Field(1.0, ge=0.0, description="lambda2 of MACE 4.2: weight of latency mismatch")
     gamma: float = Field(0.1, ge=0.0, description="gamma of MACE 4.1: weight of the DPO loss in a priority")

@@ -53,21 +53,9 @@ class DpoStep:
         self.keeps_graph = keep_graph
         windows = 1 if keep_graph else 2
         pairs = [pair for member in members for pair in (*member.fresh, *member.replay)]
-        self._batches = self._cut(pairs, min(windows * align.window_tokens, most_tokens))
+        self._batches = groups_of(pairs, min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
         self._open()
-
-    def _cut(self, pairs: list[TokenPair], most: int) -> list[list[TokenPair]]:
-        """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
-        groups: list[list[TokenPair]] = []
-        room = 0
-        for pair in pairs:
-            if not groups or pair.tokens > room:
-                groups.append([])
-                room = most
-            groups[-1].append(pair)
-            room -= pair.tokens
-        return groups
 
     def _open(self) -> None:
         """Begin the next group's forward."""
@@ -116,7 +104,7 @@ class DpoStep:
         """What is left of this group after its forward, as far as it can be known before the losses are."""
         rows, layers = self.group.kept_rows, self.decoder.layer_count
         work: list[Work] = [("graph", rows)] * (self._graph.forward_left if self._graph else 0)
-        work += [("head", len(head.rows)) for head in self._heads[self._next_head :]]
+        work += [(_head_kind(head), len(head.rows)) for head in self._heads[self._next_head :]]
         if self._backward is not None:
             work += [(self._backward_kind, size) for size in self._backward.sizes_left()]
         elif self._next_head < len(self._heads):
@@ -137,7 +125,7 @@ class DpoStep:
             self._head_unit(head)
             if self._next_head == len(self._heads):
                 self._decide()
-            return "head", len(head.rows)
+            return _head_kind(head), len(head.rows)
         if self._backward is not None:
             kind, tokens = self._backward_kind, self._backward.run_unit()
             if self._backward.finished:
@@ -218,3 +206,21 @@ class DpoStep:
         self.finished = True
         for member in self.members.values():
             member.finish()
+
+
+def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
+    """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
+    groups: list[list[TokenPair]] = []
+    room = 0
+    for pair in pairs:
+        if not groups or pair.tokens > room:
+            groups.append([])
+            room = most
+        groups[-1].append(pair)
+        room -= pair.tokens
+    return groups
+
+
+def _head_kind(head: HeadWindow) -> str:
+    """The reference's log-probabilities are only read: their windows cost a third of those with a gradient."""
+    return "score" if head.reference else "head"

@@ -19,7 +19,7 @@ from edged.align.pair import TokenPair
 from edged.align.transfer import upload
 
 Work = tuple[str, int]
-"""A unit's kind ("graph", "head", "layer", "grad" or "step") and the tokens (of "step", the adapters) it covers."""
+"""A unit's kind and the tokens (of "step", the adapters) it covers: see `edged.scheduler.task.Unit`."""
 
 _HEAD_LOGITS = 1 << 23
 """Logits that a head unit may hold at once: 32 MiB in fp32."""

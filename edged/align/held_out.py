@@ -66,7 +66,7 @@ class HeldOutTest:
 
     def units_left(self) -> list[Work]:
         """Head windows of the present pair."""
-        return [("head", 2 * len(policy.rows)) for _, policy in self._heads[self._next :]]
+        return [("test", 2 * len(policy.rows)) for _, policy in self._heads[self._next :]]
 
     def run_unit(self) -> Work:
         """Score one window under both policies."""
@@ -82,7 +82,7 @@ class HeldOutTest:
             self._kl += (both[1].exp() * (both[1] - both[0])).sum()
         if self._next == len(self._heads):
             self._score()
-        return "head", 2 * len(policy.rows)
+        return "test", 2 * len(policy.rows)
 
     def _score(self) -> None:
         stream = self.group.streams[1]

@@ -80,6 +80,7 @@ def _ask(
         adapter=adapter or body.user,
         messages=messages,
         prompt=prompt,
+        service=body.service,
     )
 
 

@@ -19,6 +19,7 @@ from edged.api.errors import ApiError, unavailable
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
 from edged.engine.text import Codec, Detokenizer, StopMatcher
+from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion
 
@@ -41,6 +42,7 @@ class Ask:
     adapter: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
     prompt: str | None = None
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Generation:
         return max(answer.version for answer in self.answers)
 
     def start(self) -> None:
-        """Submit one engine request per choice; the first one's prompt is shared. Raises EngineBusy, RequestRefused."""
+        """Submit one engine request per choice; their prompt is computed once. Raises EngineBusy, RequestRefused."""
         ids = [answer.request_id for answer in self.answers]
         self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._services.hub.expect(ids, self._queue)
@@ -182,7 +184,7 @@ class Generation:
                 prompt_ids=self.ask.prompt_ids,
                 sampling=_nth(self.ask.sampling, index),
                 adapter=self.ask.adapter,
-                follows=ids[0] if index else None,
+                service=self.ask.service,
             )
             try:
                 self._services.engine.submit(request)

@@ -2,7 +2,7 @@
 
 Owns the fields, their types and bounds, and what is refused rather than ignored. Must not know the engine's state.
 
-Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, `service_tier`, ...); fields that would
+Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, ...); fields that would
 change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
 """
 
@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from edged.api.errors import ApiError, bad_request
 from edged.config import USER_NAME
+from edged.scheduler.task import ServiceClass
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
@@ -129,6 +130,7 @@ class _Generation(_Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
+    service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
 
     _user = field_validator("user")(_check_user)
 
@@ -163,6 +165,11 @@ class _Generation(_Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def service(self) -> ServiceClass:
+        """OpenAI's "flex" processing is the batch class."""
+        return ServiceClass.BATCH if self.service_tier == "flex" else ServiceClass.INTERACTIVE
 
     @property
     def answer_tokens(self) -> int | None:

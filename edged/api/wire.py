@@ -12,6 +12,7 @@ from typing import Any
 
 from edged.api.generation import Answer, Ask, Generation, TokenLogprob
 from edged.engine.text import Codec
+from edged.scheduler.task import ServiceClass
 
 Json = dict[str, Any]
 
@@ -65,6 +66,7 @@ def full(generation: Generation, codec: Codec) -> Json:
     return {
         **_head(ask, ask.object),
         "system_fingerprint": fingerprint(generation),
+        "service_tier": "flex" if ask.service is ServiceClass.BATCH else "default",
         "choices": [_full_choice(ask, answer, codec) for answer in generation.answers],
         "usage": usage(generation),
     }

@@ -26,9 +26,11 @@ UNITS = tuple([Unit("head", 256)] * 4 + [Unit("layer", 256)] * 120 + [Unit("step
 
 
 class Mix:
-    """A scheduler that is kept at the same mix of live tasks while iterations pass."""
+    """A scheduler that is kept at the same mix of live tasks, and `queued` prompts more, while iterations pass."""
 
-    def __init__(self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int) -> None:
+    def __init__(
+        self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int, queued: int = 0
+    ) -> None:
         cost = CostModel.guess(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28)
         self.scheduler = Scheduler(SchedulerSettings(policy=policy), cost)
         self.resources = Resources(free_pages, 8192, PAGE_SIZE, 1024, 128)
@@ -36,12 +38,16 @@ class Mix:
         self._random = random.Random(0)
         self._next_id = 0
         self._shares = shares
-        self._tasks = tasks
+        self._tasks, self._queued = tasks, queued
         self.refill()
 
     def plan(self) -> Plan:
         """One decision."""
         return self.scheduler.plan(self.now, self.resources)
+
+    def foresee(self, plan: Plan) -> None:
+        """Make the plan after `plan` ahead, as while an iteration runs."""
+        self.scheduler.foresee(plan, self.now, self.resources)
 
     def run(self, plan: Plan) -> Result:
         """The plan's outcomes: prompts end after their last chunk, decodes go on, steps are taken up again."""
@@ -80,7 +86,7 @@ class Mix:
             context = self._random.randint(50, 2000)
             pages = -(-(context + 1) // PAGE_SIZE)
             self._add(Kind.DECODE, 1, context=context, held_pages=pages, capacity=pages * PAGE_SIZE)
-        for _ in range(prompts - live[Kind.PREFILL]):
+        for _ in range(prompts + self._queued - live[Kind.PREFILL]):
             self._add(Kind.PREFILL, self._random.randint(50, 2000))
         for _ in range(tuning - live[Kind.FINETUNE]):
             self._add(Kind.FINETUNE, self._random.randint(200, 1500), units=UNITS, loss=0.69)
@@ -90,9 +96,11 @@ class Mix:
         self.scheduler.add(Task(self._next_id, kind, self.now, tokens=tokens, **fields), self.now)
 
 
-def all_mixes(policy: str, tasks: int) -> dict[str, Mix]:
-    """Every mix by name; two more are short of memory."""
+def all_mixes(policy: str, tasks: int, queued: int = 0) -> dict[str, Mix]:
+    """Every mix by name; two more are short of memory, and one has `queued` prompts more, if there are to be any."""
     mixes = {name: Mix(policy, tasks, shares, 4096) for name, shares in MIXES.items()}
     mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40)
     mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1)
+    if queued:
+        mixes["queued"] = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
     return mixes

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from edged.align.metrics import RECENT_PAIRS
-from edged.align.pair import PairScored, Record, StepSkipped
+from edged.align.pair import PairRetired, PairScored, Record, StepSkipped
 from edged.engine.request import Event, FinishEvent, TokenEvent
 
 
@@ -36,12 +36,25 @@ class Answer:
         return self.token_s[0] - self.due_s if self.token_s else None
 
 
+@dataclass(slots=True)
+class SentPair:
+    """One preference of the replay; times are seconds of the monotonic clock."""
+
+    sent_s: float
+    learnt_s: float | None = None
+    """When the first version that was trained on it was published."""
+
+
 class Recorder:
     """Takes the engine's events and records; the other methods may be called from any thread meanwhile."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.scores: list[PairScored] = []
+        self.scored_s: list[float] = []
+        """When each of `scores` came."""
+        self.pairs: dict[int, SentPair] = {}
+        """By pair id."""
         self.skipped_steps: list[StepSkipped] = []
         self._changed = threading.Condition()
         self._open = 0
@@ -56,6 +69,10 @@ class Recorder:
         """The engine did not take it."""
         with self._changed:
             self._open -= 1
+
+    def expect_pair(self, pair_id: int) -> None:
+        """A pair is about to be submitted."""
+        self.pairs[pair_id] = SentPair(time.monotonic())
 
     def deliver(self, events: list[Event]) -> None:
         """The engine's callback for tokens and ends."""
@@ -75,9 +92,15 @@ class Recorder:
 
     def journal(self, records: list[Record]) -> None:
         """The engine's callback for the learning loop's records."""
+        now = time.monotonic()
         for record in records:
             if isinstance(record, PairScored) and record.split == "prequential":
+                # In this order, so that a reader finds a moment for each score.
+                self.scored_s.append(now)
                 self.scores.append(record)
+            elif isinstance(record, PairRetired) and record.epochs_done and record.state != "skipped":
+                pair = self.pairs[record.pair_id]
+                pair.learnt_s = pair.learnt_s or now
             elif isinstance(record, StepSkipped):
                 self.skipped_steps.append(record)
 
@@ -134,6 +157,48 @@ def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -
             "prompt_tokens_per_s": sum(answer.prompt_tokens for answer in started) / seconds,
             "requests_per_s": len(ended) / seconds,
         },
+    }
+
+
+def prefix_shares(answers: Sequence[Answer]) -> list[int]:
+    """Requests by the share of their prompt that was there already: from 0 to below 0.1, ..., from 0.9 to 1."""
+    ends = [answer.finish for answer in answers if answer.finish and answer.finish.prompt_tokens]
+    tenths = Counter(min(9, 10 * end.cached_tokens // end.prompt_tokens) for end in ends)
+    return [tenths[tenth] for tenth in range(10)]
+
+
+def learning_latency(pairs: Sequence[SentPair]) -> dict[str, float | None]:
+    """From a pair's submission until a version has learnt it, in milliseconds; pairs that none has learnt are out."""
+    return percentiles_ms([pair.learnt_s - pair.sent_s for pair in pairs if pair.learnt_s is not None])
+
+
+def score_series(scores: Sequence[PairScored], moments_s: Sequence[float], start_s: float) -> list[dict[str, Any]]:
+    """Each scored pair as it came, with what the base model without an adapter says of it."""
+    return [
+        {
+            "at_s": round(moment_s - start_s, 3),
+            "pair_id": score.pair_id,
+            "version": score.version,
+            "win": score.chosen_logp > score.rejected_logp,
+            "clpd_nats": score.chosen_logp - score.rejected_logp,
+            "reward_margin": score.reward_margin,
+            "base_clpd_nats": score.ref_chosen_logp - score.ref_rejected_logp,
+        }
+        for score, moment_s in zip(scores, moments_s, strict=False)
+    ]
+
+
+def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Number and mean latency of the iterations between two looks at the engine's `busy`, by what was in them."""
+    counts = {mix: after["iterations"][mix] - count for mix, count in before["iterations"].items()}
+    seconds = {mix: after["iteration_s"][mix] - spent for mix, spent in before["iteration_s"].items()}
+
+    def row(count: int, spent_s: float) -> dict[str, float | int | None]:
+        return {"count": count, "mean_ms": spent_s / count * 1e3 if count else None}
+
+    return {
+        **row(sum(counts.values()), sum(seconds.values())),
+        "by_mix": {mix: row(count, seconds[mix]) for mix, count in counts.items()},
     }
 
 

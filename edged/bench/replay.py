@@ -20,13 +20,19 @@ import numpy as np
 from edged.align.formats import Format, read_pairs
 from edged.align.pair import TokenPair
 from edged.align.tokens import tokenize_pair
+from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import (
     Recorder,
     alignment_figures,
     attainment,
+    iteration_figures,
+    learning_latency,
+    prefix_shares,
     request_counts,
+    score_series,
     serving_figures,
 )
+from edged.bench.timeline import Timeline
 from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
 from edged.config import Settings
 from edged.engine.engine import Engine
@@ -62,6 +68,8 @@ class ReplayPlan:
     retrain_rate: float = 0.1
     seconds: float = 60.0
     seed: int = 0
+    score_arrivals: bool = False
+    """Whether each pair is also judged by the version that was served when it came, after the replay."""
 
 
 Progress = Callable[[str], None]
@@ -88,6 +96,8 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
         report = player.play(trace, pairs)
     finally:
         engine.stop(0.0)
+    if player.arrivals is not None:
+        report["arrivals"] = player.arrivals.judge(plan.model_dir, report["model"]["device"])
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,
@@ -134,13 +144,15 @@ class _Player:
             self._token_ids = range(codec.vocab_size)
         self._numbers = count()
         self._pairs_sent = 0
+        self.arrivals = Arrivals(engine, ADAPTER) if plan.score_arrivals else None
         self._next_line_s = _LINE_EVERY_S
 
     def play(self, trace: Trace, pairs: list[TokenPair]) -> dict[str, Any]:
         """Measure the machine, send the load, report."""
         plan, context = self._plan, self._engine.max_context_tokens
         forward_s = self._measure_forward(trace, context)
-        rate = plan.rate_per_s or self._measure_capacity(trace, context) * LOAD_SHARE
+        capacity = None if plan.rate_per_s else self._measure_capacity(trace, context)
+        rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
         load = scale_trace(
             trace,
             rate_per_s=rate,
@@ -151,7 +163,8 @@ class _Player:
         )
         before = self._engine.status()
         measured_from = len(self._recorder.answers)
-        start_s = self._send(load, pairs)
+        with Timeline(self._engine.busy) as timeline:
+            start_s = self._send(load, pairs)
         after = self._engine.status()
         self._drain()
         answers = list(self._recorder.answers.values())[measured_from:]
@@ -162,7 +175,7 @@ class _Player:
             "model": after["model"],
             "policy": plan.settings.scheduler.policy,
             "seed": plan.seed,
-            "load": self._describe(trace, load, rate),
+            "load": {**self._describe(trace, load, rate), "capacity_per_s": capacity},
             "requests": request_counts(answers),
             **serving_figures(answers, start_s, plan.seconds),
             "slo": {
@@ -176,12 +189,16 @@ class _Player:
             },
             "finetune": self._finetuning(before, after),
             "alignment": alignment_figures(self._recorder.scores),
-            "prefix": _prefix(before, after),
+            "series": score_series(self._recorder.scores, self._recorder.scored_s, start_s),
+            "timeline": timeline.rows(),
+            "prefix": {**_prefix(before, after), "requests_by_tenth": prefix_shares(answers)},
+            "iterations": iteration_figures(before["busy"], after["busy"]),
             "scheduler": {
                 "decision_ms_p50": after["scheduler"]["decision_ms_p50"],
                 "iterations": after["totals"]["iterations"] - before["totals"]["iterations"],
                 "preemptions": after["totals"]["preemptions"] - before["totals"]["preemptions"],
                 "cost_model_mape_percent": after["cost_model"]["mape_percent"],
+                "cost_model": after["cost_model"],
             },
         }
 
@@ -245,6 +262,9 @@ class _Player:
             self._wait_until(start_s + arrival.at_s, start_s)
             self._submit(arrival, start_s + arrival.at_s)
             if chance.random() < plan.retrain_rate and (pair := next(waiting, None)) is not None:
+                if self.arrivals is not None:
+                    self.arrivals.meet(pair, time.monotonic() - start_s)
+                self._recorder.expect_pair(pair.pair_id)
                 self._engine.submit_pairs([pair])
                 self._pairs_sent += 1
         self._wait_until(start_s + plan.seconds, start_s)
@@ -309,6 +329,8 @@ class _Player:
             "skipped_steps": len(self._recorder.skipped_steps),
             "tokens": gained("finetune_tokens"),
             "tokens_per_s": gained("finetune_tokens") / self._plan.seconds,
+            "pairs_waiting": sum(pair.learnt_s is None for pair in self._recorder.pairs.values()),
+            "latency_ms": learning_latency(list(self._recorder.pairs.values())),
         }
 
 

@@ -1,6 +1,8 @@
 """The paged K/V cache's bookkeeping: page pool and prefix trie. Must not know torch or policies."""
 
+from edged.cache.pending import Pending
 from edged.cache.pool import OutOfPages, PagePool
+from edged.cache.spill import Spill
 from edged.cache.trie import Key, PrefixTrie, TrieStats
 
-__all__ = ["Key", "OutOfPages", "PagePool", "PrefixTrie", "TrieStats"]
+__all__ = ["Key", "OutOfPages", "PagePool", "Pending", "PrefixTrie", "Spill", "TrieStats"]

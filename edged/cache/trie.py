@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from edged.cache.pool import PagePool
+from edged.cache.spill import Spill
 
 Key = tuple[str | None, int]
 """(adapter, version); (None, 0) is the base model."""
@@ -25,17 +26,25 @@ class TrieStats:
     lookups: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    restored_tokens: int = 0
+    """Those of the hits that were brought back from the spill."""
     evicted_pages: int = 0
+    spilled_pages: int = 0
+    """Those of the evicted pages that went to the spill."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A cached page: `run` are its tokens, given the tokens of all nodes above it. A root has no page (-1)."""
+    """A cached page: `run` are its tokens, given the tokens of all nodes above it.
+
+    It has a page, or a handle of the spill; a root, and a node that was dropped, has neither (-1, None).
+    """
 
     key: Key
     run: tuple[int, ...]
     page: int
     parent: _Node | None
+    handle: int | None = None
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
 
@@ -43,45 +52,58 @@ class PrefixTrie:
     """A radix trie of whole pages over one PagePool.
 
     Eviction is least recently used, a node before its parent. A page that only the trie holds can always be evicted:
-    where a running sequence holds a page further down, that one merely stops being found.
+    where a running sequence holds a page further down, that one merely stops being found. With a spill, what is evicted
+    is kept there, and comes back when it is matched; what the spill has no room for is dropped, the oldest first.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, spill: Spill | None = None) -> None:
         self.stats = TrieStats()
         self._pool = pool
+        self._spill = spill
         self._roots: dict[Key, _Node] = {}
         self._recency: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
+        self._spilled: OrderedDict[_Node, None] = OrderedDict()  # likewise
 
     def __len__(self) -> int:
-        """Pages that the trie keeps."""
+        """Pages that the trie keeps in the pool."""
         return len(self._recency)
+
+    @property
+    def spilled_pages(self) -> int:
+        """Pages that the trie keeps in the spill."""
+        return len(self._spilled)
 
     @property
     def evictable_pages(self) -> int:
         """Pages that `evict` could free now."""
         return self._pool.evictable_pages
 
-    def match(self, key: Key, tokens: Sequence[int]) -> list[int]:
+    def match(self, key: Key, tokens: Sequence[int], reserve: int = 0) -> list[int]:
         """Pages of the longest cached prefix of `tokens`, in order, retained for the caller.
 
-        Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits.
+        Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
+        are brought back, as long as that leaves `reserve` pages free or evictable.
         """
-        size = self._pool.page_size
-        path: list[_Node] = []
-        node = self._roots.get(key)
-        for start in range(0, len(tokens) - size, size):
-            if node is None:
-                break
-            node = node.children.get(tuple(tokens[start : start + size]))
-            if node is not None:
-                path.append(node)
-        pages = [node.page for node in path]
-        self._pool.retain(pages)
+        path = self._path(key, tokens)
+        resident = [node.page for node in path if node.handle is None]
+        self._pool.retain(resident)
         self._touch(path)
+        pages = resident if len(resident) == len(path) else self._restored(path, reserve)
+        self._pool.release(set(resident).difference(pages))
         self.stats.lookups += 1
         self.stats.prompt_tokens += len(tokens)
-        self.stats.hit_tokens += len(pages) * size
+        self.stats.hit_tokens += len(pages) * self._pool.page_size
         return pages
+
+    def covered(self, key: Key, tokens: Sequence[int]) -> int:
+        """How many of `tokens` are cached in the pool, in whole pages; a question only, which counts as no use."""
+        size = self._pool.page_size
+        node = self._roots.get(key)
+        for start in range(0, len(tokens) - size + 1, size):
+            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
+            if node is None or node.page < 0:
+                return start
+        return len(tokens) // size * size
 
     def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make a sequence's full pages findable: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
@@ -100,22 +122,36 @@ class PrefixTrie:
                     break
                 if node is None:
                     node = self._roots[key] = _Node(key, (), -1, None)
-                child = _Node(key, run, pages[index], node)
-                self._pool.adopt(child.page)
+                child = _Node(key, run, -1, node)
                 node.children[run] = child
-                self._recency[child] = None
+                self._keep(child, pages[index])
+            elif child.handle is not None:
+                if self._pool.is_adopted(pages[index]):
+                    break
+                self._unspill(child)
+                self._keep(child, pages[index])
             path.append(child)
             node = child
         self._touch(path)
 
     def evict(self, count: int) -> int:
-        """Free `count` pages that only the trie holds, or all of them when there are fewer; returns how many."""
+        """Free `count` pages that only the trie holds, or all of them when there are fewer; returns how many.
+
+        More where the spill has no room and what it drops goes on in the pool.
+        """
         freed = 0
         wanted = min(count, self._pool.evictable_pages)
         while freed < wanted:
             node = next(iter(self._recency))
             if self._pool.references(node.page) > 1:
                 self._recency.move_to_end(node)  # in use now, so it is not the least recently used
+                continue
+            freed += self._make_room()
+            if node.page < 0 or freed >= wanted:
+                continue
+            handle = self._spill.save(node.page) if self._spill is not None else None
+            if handle is not None:
+                freed += self._put_away(node, handle)
                 continue
             for part in _from_the_leaves(node):
                 freed += self._drop(part)
@@ -145,36 +181,125 @@ class PrefixTrie:
         """AssertionError on any inconsistency of the trie or its pool; linear in both."""
         self._pool.check()
         seen: set[int] = set()
+        handles: set[int] = set()
         for key, root in self._roots.items():
             assert root.children, f"the root of {key} is empty"
             for node in _from_the_leaves(root):
-                if node is root:
-                    continue
-                assert node.key == key, f"page {node.page} of {node.key} is under {key}"
-                assert len(node.run) == self._pool.page_size, f"page {node.page} has {len(node.run)} tokens"
-                assert node.parent is not None, f"page {node.page} has no parent"
-                assert node.parent.children[node.run] is node, f"page {node.page} is not its parent's child"
-                assert node in self._recency, f"page {node.page} can never be evicted"
-                assert self._pool.is_adopted(node.page), f"page {node.page} is not the trie's"
-                assert node.page not in seen, f"page {node.page} stands for two runs"
-                seen.add(node.page)
+                if node is not root:
+                    _check_node(node, key, self._pool.page_size)
+                    (seen if node.handle is None else handles).add(node.page if node.handle is None else node.handle)
+                    kept = self._recency if node.handle is None else self._spilled
+                    assert node in kept, f"page {node.page} of {key} can never be given up"
+                    assert node.handle is not None or self._pool.is_adopted(node.page), f"{node.page} is not the trie's"
         assert len(seen) == len(self._recency), f"{len(seen)} pages are reachable, {len(self._recency)} are kept"
+        assert len(handles) == len(self._spilled), (
+            f"{len(handles)} handles are reachable, {len(self._spilled)} are kept"
+        )
         adopted = sum(self._pool.is_adopted(page) for page in range(self._pool.pages))
         assert adopted == len(seen), f"the pool counts {adopted} pages of the trie, {len(seen)} are reachable"
+
+    def _path(self, key: Key, tokens: Sequence[int]) -> list[_Node]:
+        """The nodes of `tokens` without the last one, as far as they are cached or spilled."""
+        size = self._pool.page_size
+        path: list[_Node] = []
+        node = self._roots.get(key)
+        for start in range(0, len(tokens) - size, size):
+            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
+            if node is None:
+                break
+            path.append(node)
+        return path
 
     def _touch(self, path: list[_Node]) -> None:
         """The deepest node is touched first, so that eviction meets a leaf before its parent."""
         for node in reversed(path):
-            self._recency.move_to_end(node)
+            (self._recency if node.handle is None else self._spilled).move_to_end(node)
+
+    def _keep(self, node: _Node, page: int) -> None:
+        """`node`'s K/V are in `page` of the pool."""
+        self._pool.adopt(page)
+        node.page = page
+        self._recency[node] = None
+
+    # -- the spill ---------------------------------------------------------------------------------------------------
+
+    def _restored(self, path: list[_Node], reserve: int) -> list[int]:
+        """Pages of `path`, whose pages in the pool are retained, up to the first that cannot be brought back."""
+        room = self._pool.free_pages + self._pool.evictable_pages - reserve
+        spilled = sum(node.handle is not None for node in path)
+        # All at once, before any of them is taken out of the spill.
+        self.evict(min(room, spilled) - self._pool.free_pages)
+        pages: list[int] = []
+        for node in path:
+            if node.handle is not None and room > 0:
+                room -= 1
+                self._restore(node)
+            if node.page < 0:
+                break
+            pages.append(node.page)
+        self._touch(path[: len(pages)])
+        return pages
+
+    def _restore(self, node: _Node) -> None:
+        """Bring a spilled page back, retained for the caller, if a page is free and the spill can."""
+        assert self._spill is not None
+        assert node.handle is not None
+        if not self._pool.free_pages:
+            return
+        pages = self._pool.allocate(1)
+        if not self._spill.load(node.handle, pages[0]):
+            self._pool.release(pages)
+            return
+        self._unspill(node)
+        self._keep(node, pages[0])
+        self.stats.restored_tokens += self._pool.page_size
+
+    def _put_away(self, node: _Node, handle: int) -> bool:
+        """`node`'s page, of which the spill has a copy, goes back to the pool."""
+        page, node.page, node.handle = node.page, -1, handle
+        del self._recency[node]
+        self._spilled[node] = None
+        self.stats.spilled_pages += 1
+        return self._pool.abandon(page)
+
+    def _unspill(self, node: _Node) -> None:
+        assert self._spill is not None
+        assert node.handle is not None
+        self._spill.drop(node.handle)
+        node.handle = None
+        del self._spilled[node]
+
+    def _make_room(self) -> int:
+        """Drop the spilled page that was not used for longest, and what lies below it, if the spill is full.
+
+        Returns how many pages of the pool that freed.
+        """
+        freed = 0
+        if self._spill is not None and self._spill.full and self._spilled:
+            for part in list(_from_the_leaves(next(iter(self._spilled)))):
+                freed += self._drop(part)
+        return freed
 
     def _drop(self, node: _Node) -> bool:
         """Take a childless node out, and a root that it leaves empty; True when its page became free."""
         assert node.parent is not None
         del node.parent.children[node.run]
-        del self._recency[node]
         if node.parent.parent is None and not node.parent.children:
             del self._roots[node.key]
-        return self._pool.abandon(node.page)
+        if node.handle is not None:
+            self._unspill(node)
+            return False
+        page, node.page = node.page, -1
+        del self._recency[node]
+        return self._pool.abandon(page)
+
+
+def _check_node(node: _Node, key: Key, page_size: int) -> None:
+    assert node.key == key, f"page {node.page} of {node.key} is under {key}"
+    assert len(node.run) == page_size, f"page {node.page} has {len(node.run)} tokens"
+    assert node.parent is not None, f"page {node.page} has no parent"
+    assert node.parent.children[node.run] is node, f"page {node.page} is not its parent's child"
+    assert (node.page < 0) == (node.handle is not None), f"page {node.page} has the handle {node.handle}, too"
 
 
 def _from_the_leaves(node: _Node) -> Iterator[_Node]:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.client import DaemonError
+from edged.cli.compare import compare
 from edged.cli.options import json_option, policy_option
-from edged.cli.output import make_console, number, percent, print_json
+from edged.cli.output import make_console, number, percent, print_json, show_progress
+from edged.cli.report import report as draw_report
+from edged.cli.simulate import simulate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure this machine with recorded loads."""
+    """Measure this machine with recorded loads, or simulate another."""
 
 
 @bench.command()
@@ -43,6 +46,9 @@ def bench() -> None:
 )
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
+)
 @json_option
 def replay(
     trace: str,
@@ -55,6 +61,7 @@ def replay(
     retrain_rate: float,
     seconds: float,
     seed: int,
+    score_arrivals: bool,
     as_json: bool,
 ) -> None:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
@@ -88,8 +95,9 @@ def replay(
             retrain_rate=retrain_rate,
             seconds=seconds,
             seed=seed,
+            score_arrivals=score_arrivals,
         )
-        report = run(plan, _progress)
+        report = run(plan, show_progress)
     except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
@@ -164,6 +172,7 @@ _PARTS = {
     "step": "open DPO steps",
     "kept_graph": "its kept graph",
     "iteration": "an iteration's activations and logits",
+    "dequantized": "the one weight that is dequantized at a time",
     "decode_graphs": "captured decode iterations",
 }
 
@@ -190,14 +199,6 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     table.add_row(f"K/V of {plan['context_tokens']:,} tokens", f"{plan['context_bytes'] / 2**20:,.0f}")
     table.add_row("left", f"{(plan['free_bytes'] - plan['context_bytes']) / 2**20:,.0f}", style="bold")
     return table
-
-
-def _progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-    else:
-        click.echo(line, err=True)
 
 
 def screen(report: dict[str, Any]) -> RenderableType:
@@ -260,3 +261,8 @@ def screen(report: dict[str, Any]) -> RenderableType:
     ):
         table.add_row(label, value)
     return table
+
+
+bench.add_command(compare)
+bench.add_command(simulate)
+bench.add_command(draw_report)

@@ -6,6 +6,7 @@ Owns the terminal's conventions (a pipe gets plain lines). Must not know what is
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,14 @@ def make_console() -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(PIPE_WIDTH, console.width))
+
+
+def show_progress(line: str) -> None:
+    """One line on stderr: a terminal's is overwritten by the next."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+    else:
+        click.echo(line, err=True)
 
 
 def number(value: Any, digits: int = 2, unit: str = "") -> str:

@@ -100,15 +100,17 @@ def facts(data: dict[str, Any]) -> RenderableType:
     )
     table.add_row(
         "pages",
-        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes",
+        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
+        + (f", {number(totals['pruned_pages'])} returned by pruning" if totals["pruned_pages"] else ""),
         "prefix hits",
         f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens",
     )
+    table.add_row("prefixes", f"{number(prefix['hit_tokens'])} tokens saved", "spilled", _spilled(prefix))
     table.add_row(
         "scheduler",
         f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision",
         "cost model",
-        f"{number(data['cost_model']['mape_percent'], 0)} % mean error",
+        _predictions(data["cost_model"]),
     )
     table.add_row(
         "in all",
@@ -128,6 +130,17 @@ def facts(data: dict[str, Any]) -> RenderableType:
     return table
 
 
+def _spilled(prefix: dict[str, Any]) -> str:
+    """What became of the prefixes for which there was no memory."""
+    spill = prefix["spill"]
+    if spill["kind"] == "off":
+        return f"nothing, {number(prefix['evicted_pages'])} pages dropped"
+    return (
+        f"{number(spill['pages'])} of {number(spill['capacity'])} pages ({spill['kind']}), "
+        f"{number(prefix['restored_tokens'])} tokens restored"
+    )
+
+
 def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:
     """What the last iterations were filled with: one column each, the newest on the right."""
     from rich.panel import Panel
@@ -143,6 +156,14 @@ def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:
         last = number(values[-1], 1) if values else "–"
         table.add_row(title, f"[{colour}]{sparkline(values, columns):>{columns}}[/]", f"{last} {unit}")
     return Panel(table, title=f"bins (last {columns} iterations)", title_align="left", border_style="dim", expand=False)
+
+
+def _predictions(cost: dict[str, Any]) -> str:
+    """How far off, by kind; where the first prices came from; how the device's speed differs from theirs."""
+    known = [(kind, value) for kind, value in cost["mape_percent_by_kind"].items() if value is not None]
+    errors = ", ".join(f"{kind} {number(value, 0)} %" for kind, value in known) or "nothing predicted yet"
+    source = "a guess" if cost["source"] == "guess" else cost["source"].rsplit("/", 1)[-1]
+    return f"off by {errors}; {source} and {number(cost['iterations'])} iterations, drift {number(cost['drift'])}"
 
 
 def _quantiles(values: dict[str, Any], digits: int) -> str:

@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 
 from edged.align.decoder import Branches
 from edged.engine.batch import PackedBatch, Prefill
+from edged.engine.compacted import HeadTables
 from edged.engine.kv import KvStore
-from edged.engine.ragged import RaggedDecode
+from edged.engine.ragged import RaggedDecode, RowsByHead
 
 IMPLEMENTATION = "edged_paged"
 DecodePath = Literal["padded", "ragged", "triton"]
@@ -149,6 +150,7 @@ class PagedPass:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
         self._ragged_decodes: dict[int | None, RaggedDecode] = {}
+        self._rows_by_head: RowsByHead | None = None
         self._decode_masks: dict[int | None, torch.Tensor] = {}
         self._decode_blocks: torch.Tensor | None = None
 
@@ -168,11 +170,11 @@ class PagedPass:
         heads, tokens, _ = query.shape
         if batch.tiles is None and not batch.prefills:
             # Single tokens alone lie in order.
-            return self._decode(layer, query.transpose(0, 1), scaling, window, softcap)
+            return self._decode_and_see(layer, query.transpose(0, 1), scaling, window, softcap)
         out = query.new_empty(tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
             rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
-            out.index_copy_(0, batch.decode_rows, self._decode(layer, rows, scaling, window, softcap))
+            out.index_copy_(0, batch.decode_rows, self._decode_and_see(layer, rows, scaling, window, softcap))
         if batch.tiles is not None:
             from edged.engine import triton_prefill
 
@@ -181,6 +183,32 @@ class PagedPass:
             piece = self._prefill(layer, chunk, query, key, value, scaling, window, softcap)
             out[chunk.start : chunk.stop] = piece[0].transpose(0, 1)
         return out
+
+    def _decode_and_see(
+        self, layer: int, rows: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor:
+        """`_decode`, shown to whoever observes one of the sequences."""
+        out = self._decode(layer, rows, scaling, window, softcap)
+        if self.batch.decode_heads is not None:
+            self._show(self.batch.decode_heads, layer, rows, out, scaling, softcap)
+        return out
+
+    def _show(
+        self,
+        heads: HeadTables,
+        layer: int,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> None:
+        if all(segment.watch is None for segment in self.batch.decodes):
+            return
+        blocks, lengths = heads.blocks(layer), heads.lengths(layer, self.kv.page_size)
+        for index, segment in enumerate(self.batch.decodes):
+            if segment.watch is not None:
+                keys = self.kv.read_keys(layer, blocks[index, :, : heads.most_blocks[layer, index]])
+                segment.watch.see(layer, rows[index], out[index], keys, lengths[index], scaling, softcap)
 
     def _decode(
         self, layer: int, rows: torch.Tensor, scaling: float, window: int | None, softcap: float | None
@@ -191,13 +219,15 @@ class PagedPass:
         if self._decode_path == "triton":
             from edged.engine import triton_decode
 
+            if batch.pruned is not None:
+                return triton_decode.paged_decode_by_head(layer, rows, batch.pruned, self.kv, scaling, softcap)
             return triton_decode.paged_decode(
                 layer, rows, batch.decode_tables, batch.decode_context, self.kv, scaling, window, softcap
             )
         if self._decode_path == "ragged":
-            if window not in self._ragged_decodes:
-                self._ragged_decodes[window] = RaggedDecode(batch.decodes, heads, self.kv, window)
-            return self._ragged_decodes[window].attend(layer, rows, scaling, softcap)
+            return self._ragged(layer, heads, window).attend(layer, rows, scaling, softcap)
+        if batch.pruned is not None:
+            return self._decode_by_head(batch.pruned, layer, rows, scaling, softcap)
         if self._decode_blocks is None:
             self._decode_blocks = self.kv.block_index(batch.decode_tables)
         keys, values = self.kv.read(layer, self._decode_blocks, n)
@@ -208,6 +238,27 @@ class PagedPass:
             self._decode_masks[window] = _additive(ahead, window, rows.dtype)[:, None, None, :]
         out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
         return out.reshape(n, -1, self.kv.head_dim)
+
+    def _ragged(self, layer: int, heads: int, window: int | None) -> RaggedDecode:
+        """Made once for all layers, but for pruned sequences, whose rows lie elsewhere in each."""
+        if self.batch.pruned is not None:
+            if self._rows_by_head is None:
+                self._rows_by_head = RowsByHead(self.batch.decodes, heads, self.kv)
+            return self._rows_by_head.layer(layer)
+        if window not in self._ragged_decodes:
+            self._ragged_decodes[window] = RaggedDecode.of(self.batch.decodes, heads, self.kv, window)
+        return self._ragged_decodes[window]
+
+    def _decode_by_head(
+        self, heads: HeadTables, layer: int, rows: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        """Decodes some of which were pruned, over gathered rows; no window is shorter than their contexts."""
+        n = len(rows)
+        keys, values = self.kv.read(layer, heads.blocks(layer).flatten(), n)
+        grouped = rows.reshape(n, self.kv.kv_heads, -1, self.kv.head_dim)
+        last = heads.lengths(layer, self.kv.page_size)[..., None] - 1
+        mask = _additive(torch.arange(keys.shape[2], device=keys.device) - last, None, rows.dtype)[:, :, None]
+        return attend(grouped, keys, values, mask, scaling, softcap).reshape(n, -1, self.kv.head_dim)
 
     def _prefill(
         self,

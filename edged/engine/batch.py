@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from edged.align.transfer import upload
+from edged.engine.compacted import Compacted, HeadTables
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraTiles, Run
+from edged.engine.watch import Watch
 
 NO_SLOT = -1
 """The LoRA slot of tokens that the base model answers."""
@@ -27,7 +29,7 @@ class Segment:
 
     `context` rows of K/V precede them in `pages`. `position` is the first token's position id; it differs from
     `context` in a branch of a preference pair, whose keys leave out the rows `hidden` = (first, past the last) that
-    belong to the other branch.
+    belong to the other branch, and in a decode whose first pages were `compacted`.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -38,6 +40,9 @@ class Segment:
     hidden: tuple[int, int] | None = None
     samples: bool = False
     """Whether the last token's logits are wanted."""
+    compacted: Compacted | None = None
+    watch: Watch | None = None
+    """What observes this decode, if it is to be observed."""
     start: int = field(default=0, init=False)
     """Row of its first token in the packed batch."""
 
@@ -45,6 +50,11 @@ class Segment:
     def is_decode(self) -> bool:
         """Whether it is a single token that sees all rows before it."""
         return len(self.tokens) == 1 and self.hidden is None
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether it is a decode over pages as they were written, which nobody observes."""
+        return self.is_decode and self.compacted is None and self.watch is None
 
 
 @dataclass(slots=True)
@@ -95,6 +105,13 @@ class PackedBatch:
     tiles: PrefillTiles | None
     lora_tiles: LoraTiles | None
     """`runs` as `triton_lora` reads them, where that was asked for."""
+    decode_heads: HeadTables | None = None
+    """Where the decodes' rows lie by head, if any of them was pruned or is observed."""
+
+    @property
+    def pruned(self) -> HeadTables | None:
+        """`decode_heads`, if any of the decodes was pruned."""
+        return self.decode_heads if self.decode_heads is not None and self.decode_heads.pruned else None
 
 
 def pack(
@@ -137,7 +154,16 @@ def pack(
         prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8 : 8 + len(pages)]]),
         tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
         lora_tiles=None if lora_tiles is None else LoraTiles(moved[-1].view(-1, 3), lora_tiles[1]),
+        decode_heads=_head_tables(decodes, moved[7].view(tables.shape), moved[6], kv),
     )
+
+
+def _head_tables(decodes: list[Segment], tables: torch.Tensor, context: torch.Tensor, kv: KvStore) -> HeadTables | None:
+    """`PackedBatch.decode_heads`."""
+    if all(s.compacted is None and s.watch is None for s in decodes):
+        return None
+    shape = (kv.layers, kv.kv_heads, kv.page_size)
+    return HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, shape)
 
 
 def _lora_tiles(runs: list[Run]) -> tuple[np.ndarray, int]:

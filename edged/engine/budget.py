@@ -7,7 +7,7 @@ not know how much memory there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _OPTIMIZER_BYTES = 20
 _ADAPTER_SHARE = 0.25
 """Of the memory beside the base: what adapters in memory and their slots may take."""
 _FEWEST_ADAPTERS = 2
+_MASK_BYTES = 9
+"""Of a query and a key while a chunk's mask is made, beside the mask: their distance, and whether it is hidden."""
 _LOGIT_COPIES = 4
 """Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
 
@@ -112,6 +114,8 @@ class Needs:
     """What a step that keeps its graph takes instead of a second forward, where it fits."""
     iteration: int
     """Activations, attention and logits of one packed forward."""
+    dequantized: int
+    """The one weight of a quantized base that is dequantized at a time."""
     decode_graphs: int
     """Captured decode iterations, on CUDA."""
     kv_per_token: int
@@ -123,8 +127,24 @@ class Needs:
     @property
     def total(self) -> int:
         """Everything but K/V pages."""
-        parts = (self.weights, self.packed_copy, self.lora_slots, self.adapters, self.step, self.iteration)
-        return sum(parts) + self.kept_graph + self.decode_graphs
+        fixed = self.weights + self.packed_copy + self.lora_slots + self.kept_graph
+        return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that running takes beside weights, slots, pages and a kept graph: the parts of `Needs` of these names."""
+
+    adapters: int
+    step: int
+    iteration: int
+    dequantized: int
+    decode_graphs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
 def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
@@ -141,14 +161,24 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weights=weights,
         packed_copy=linear_weights * dtype.itemsize if copied else 0,
         lora_slots=active * one * dtype.itemsize,
-        adapters=loaded * one * STATE_BYTES,
-        step=step_bytes(shape, settings, dtype, loaded) + (0 if plain else largest_weight(shape, dtype)),
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
-        iteration=iteration_bytes(shape, settings, dtype, left) + (0 if plain else largest_weight(shape, dtype)),
-        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
+        **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
         active_adapters=active,
+    )
+
+
+def work_of(
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, left: int, quantized: bool, cuda: bool
+) -> Work:
+    """What running takes with `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    return Work(
+        adapters=loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
+        step=step_bytes(shape, settings, dtype, loaded),
+        iteration=iteration_bytes(shape, settings, dtype, left),
+        dequantized=largest_weight(shape, dtype) if quantized else 0,
+        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
     )
 
 
@@ -183,15 +213,42 @@ def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded:
     at most, or one member's optimizer, and that step has no inputs then.
     """
     align, steps = settings.align, open_steps(loaded)
-    row = 2 * max(align.window_tokens, align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
-    kept = (shape.layers + 2) * row
-    layer = 14 * row + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
-    head = _LOGIT_COPIES * 4 * shape.vocab_size * head_window_size(align.window_tokens, shape.vocab_size)
     one = adapter_weights(shape.targets, align.rank)
     # An adapter alone may have several groups, and keeps the gradient as it was before the last; those who share a
     # window have one group, and none is in two steps.
     gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
-    return gradients + (steps - 1) * kept + max(kept + layer + head, _OPTIMIZER_BYTES * one)
+    return gradients + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
+
+
+def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
+    """One adapter's step of one group, beside its pages: of two windows, or of one window that keeps its graph."""
+    one = adapter_weights(shape.targets, settings.align.rank)
+    if not keeps_graph:
+        return _GRADIENT_BYTES * one + _units_peak(shape, settings, dtype)
+    graph = graph_bytes(shape.linears, settings, dtype) + _head_unit(shape, settings)
+    return _GRADIENT_BYTES * one + max(graph, _OPTIMIZER_BYTES * one)
+
+
+def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """What a step's units take with the layers' inputs: a layer's graph and a head unit, or the optimizer without."""
+    layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+    optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
+
+
+def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Hidden states of a group's tokens by both policies."""
+    return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
+
+
+def _kept_inputs(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Each layer's inputs of a group's tokens, the last hidden states and their gradient."""
+    return (shape.layers + 2) * _row(shape, settings, dtype)
+
+
+def _head_unit(shape: BaseShape, settings: Settings) -> int:
+    rows = head_window_size(settings.align.window_tokens, shape.vocab_size)
+    return _LOGIT_COPIES * 4 * shape.vocab_size * rows
 
 
 def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
@@ -203,7 +260,8 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     widest = max((fan_out for _, fan_out in shape.linears), default=shape.hidden_size)
     rows = tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
     context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
-    attention = context * (tokens + 4 * shape.kv_heads * shape.head_dim) * dtype.itemsize
+    mask = context * tokens * (dtype.itemsize + _MASK_BYTES)
+    attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
 
 

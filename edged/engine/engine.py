@@ -34,6 +34,8 @@ from edged.scheduler.task import Kind, Plan, Resources, Result
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
 _SAMPLE_EVERY_S = 1.0
+_CALIBRATED_AFTER = 50
+"""Iterations after which the cost model is believed about what this device can do at all."""
 _GIVE_BACK_AFTER_S = 30.0
 """Idle seconds after which free heap memory is returned to the system."""
 
@@ -162,6 +164,15 @@ class Engine:
         """Current version by adapter name."""
         return self._learning.versions
 
+    def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
+        """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
+
+        def copy() -> tuple[int, dict[str, torch.Tensor]]:
+            state = self._parts.trainer.shelf.peek(adapter)
+            return (state.version, state.tensors()) if state is not None else (0, {})
+
+        return self._ask(copy)
+
     def status(self) -> dict[str, Any]:
         """What `GET /v1/status` shows of the engine."""
         return {
@@ -170,6 +181,10 @@ class Engine:
             "queue": {**self._serving.queue_report(), "finetune": self._learning.pairs_queued},
             "finetune": self._learning.report(),
         }
+
+    def busy(self) -> dict[str, Any]:
+        """The status' sums of where the time went, alone."""
+        return self._stats.busy.report()
 
     def _post(self, command: Callable[[], None]) -> None:
         """Have the engine thread run a command. Raises EngineStopping when it has ended."""
@@ -202,6 +217,7 @@ class Engine:
             while not self._done():
                 self._take_inbox()
                 self._learning.feed(time.monotonic(), self._serving.refused)
+                self._serving.prune(time.monotonic())
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:
@@ -224,6 +240,7 @@ class Engine:
                 self._serving.cancel_all(time.monotonic())
             self._learning.close()
             self._flush()
+            self._executor.close()
 
     def _plan(self) -> Plan:
         started = time.perf_counter()
@@ -281,9 +298,9 @@ class Engine:
             self._stats.totals.preemptions += 1
 
     def _resources(self) -> Resources:
-        pool, trie = self._executor.pool, self._executor.trie
+        pool = self._executor.pool
         return Resources(
-            free_pages=pool.free_pages + (trie.evictable_pages if trie else 0),
+            free_pages=pool.free_pages + self._executor.evictable_pages(),
             total_pages=self._parts.pages,
             page_size=pool.page_size,
             max_tokens=self.settings.serving.max_batch_tokens,
@@ -298,8 +315,15 @@ class Engine:
             tokens[outcome.task.kind] += outcome.tokens
         predicted = plan.predicted_forward_s + plan.predicted_units_s
         budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
+        stats.busy.add(self._parts.cost, result, elapsed_s)
         stats.totals.iterations += 1
+        if stats.totals.iterations == _CALIBRATED_AFTER:
+            for problem in self._scheduler.targets.impossible():
+                log.warning("%s", problem)
         stats.totals.plans_foreseen += plan.foreseen
+        if self._executor.pruner is not None:
+            stats.totals.prunings = self._executor.pruner.prunings
+            stats.totals.pruned_pages = self._executor.pruner.pages_returned
         stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
         stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)

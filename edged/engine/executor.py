@@ -27,10 +27,12 @@ from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
 from edged.engine.sampling import Drawn, Row, SampledRows, sample
 from edged.engine.sequence import Sequence
+from edged.engine.spill import PageSpill
 from edged.scheduler.task import Plan, Unit
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs  # brings Triton, which is slow to import
+    from edged.engine.pruning import Pruner
 
 log = logging.getLogger("edged.engine")
 
@@ -104,6 +106,10 @@ class Executor:
         self._end_ids: frozenset[int] = frozenset()
         self.graphs: DecodeGraphs | None = None
         """Where iterations of decodes alone are replayed."""
+        self.spill: PageSpill | None = None
+        """Where the trie's evicted pages go."""
+        self.pruner: Pruner | None = None
+        """Where sequences are pruned."""
 
     def set_end_ids(self, end_ids: frozenset[int]) -> None:
         """Tokens that end an answer; they are forbidden before `min_tokens`."""
@@ -115,6 +121,10 @@ class Executor:
         if missing > 0 and self.trie is not None:
             self.trie.evict(missing)
         return self.pool.allocate(pages)
+
+    def evictable_pages(self) -> int:
+        """Pages of shared prefixes that nobody uses."""
+        return self.trie.evictable_pages if self.trie is not None else 0
 
     def run(
         self,
@@ -156,9 +166,9 @@ class Executor:
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: Work) -> Segment:
-        first = sequence.computed
+        first, rows = sequence.computed, sequence.rows
         tokens = min(tokens, len(sequence.tokens) - first)
-        needed = -(-(first + tokens) // self.kv.page_size) - len(sequence.pages)
+        needed = -(-(rows + tokens) // self.kv.page_size) - len(sequence.pages)
         if needed > 0:
             sequence.add_pages(self.allocate(needed))
         work.prefilled.append((sequence, tokens))
@@ -167,11 +177,13 @@ class Executor:
             work.sampled.append(sequence)
         return Segment(
             tokens=sequence.tokens[first : first + tokens],
-            context=first,
+            context=rows,
             pages=sequence.table,
             slot=sequence.slot,
             position=first,
             samples=done,
+            compacted=sequence.compacted,
+            watch=self.pruner.observer(sequence) if self.pruner is not None and sequence.decoding else None,
         )
 
     def _allocate_array(self, pages: int) -> np.ndarray:
@@ -184,8 +196,10 @@ class Executor:
         work: Work,
         meanwhile: Callable[[], None],
     ) -> None:
+        if self.spill is not None:
+            self.spill.join()
         with torch.inference_mode():
-            alone = not takes and all(segment.is_decode and segment.samples for segment in segments)
+            alone = not takes and all(segment.is_plain_decode and segment.samples for segment in segments)
             if self.graphs is not None and alone and self.graphs.fits(len(segments)):
                 rows: SampledRows | None = self._replay(self.graphs, segments, work)
             else:
@@ -250,11 +264,14 @@ class Executor:
         work.units += zip(ran, clock.laps(), strict=True)
         work.units_run[task_id] = len(ran)
 
-    def begin(self, sequence: Sequence) -> None:
-        """First pages of an admitted sequence: the longest shared prefix, if there is one."""
+    def begin(self, sequence: Sequence, reserve: int) -> None:
+        """First pages of an admitted sequence: the longest shared prefix, if there is one.
+
+        What was spilled comes back into pages of which `reserve` are left to the others of this iteration.
+        """
         if self.trie is None:
             return
-        pages = self.trie.match(sequence.trie_key, sequence.tokens)
+        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve)
         if pages:
             sequence.add_pages(pages)
             sequence.computed = len(pages) * self.kv.page_size
@@ -270,8 +287,16 @@ class Executor:
         """Give a sequence's pages back."""
         if sequence.pages:
             self.pool.release(sequence.pages)
+        if self.pruner is not None:
+            self.pruner.forget(sequence)
         sequence.pages = []
         sequence.computed = 0
+        sequence.compacted = sequence.watch = None
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.spill is not None:
+            self.spill.close()
 
     def release(self, pages: np.ndarray) -> None:
         """Give a fine-tune stream's pages back."""

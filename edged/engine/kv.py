@@ -64,6 +64,15 @@ class KvStore:
         keys, values = (store[layer].index_select(0, blocks).view(shape) for store in (self.keys, self.values))
         return keys, values
 
+    def read_keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys of one sequence's `blocks` [kv_heads, n] of `layer`: [kv_heads, n * page_size, head_dim]."""
+        return self.keys[layer].index_select(0, blocks.flatten()).view(len(blocks), -1, self.head_dim)
+
+    def move(self, layer: int, rows: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy `rows` of `layer` over the rows `to`; the two may overlap."""
+        for store in self.rows(layer):
+            store.index_copy_(0, to, store.index_select(0, rows))
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeroed, not empty: rows that are not written yet are read with weight 0, which a NaN would survive.

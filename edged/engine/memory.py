@@ -6,6 +6,7 @@ Owns the budget rule. Must not know who uses the pages.
 from __future__ import annotations
 
 import logging
+import math
 
 import psutil
 import torch
@@ -16,20 +17,16 @@ from edged.engine.budget import (
     BaseShape,
     adapter_weights,
     adapters_that_fit,
-    decode_graph_bytes,
     graph_bytes,
-    iteration_bytes,
-    largest_weight,
     linears_of,
-    step_bytes,
+    work_of,
 )
 from edged.engine.loading import ModelRefused
 from edged.engine.model import ServedModel
 
 log = logging.getLogger("edged.engine")
-_CPU_SHARE = 0.25
-_CUDA_SHARE = 0.85
-_UNIFIED_SHARE = 0.5
+CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
+"""Shares of the free memory that K/V pages may take, by whose it is: the box's, a GPU's own, or both at once."""
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -51,8 +48,8 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
     """
     available = int(psutil.virtual_memory().available)
     if has_own_memory(device):
-        return int(torch.cuda.mem_get_info(device)[0]), _CUDA_SHARE
-    return available, _UNIFIED_SHARE if device.type == "cuda" else _CPU_SHARE
+        return int(torch.cuda.mem_get_info(device)[0]), CACHE_SHARES["discrete"]
+    return available, CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
 
 
 def shape_of(model: ServedModel) -> BaseShape:
@@ -75,14 +72,8 @@ def shape_of(model: ServedModel) -> BaseShape:
 
 def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
     """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
-    shape = shape_of(model)
-    loaded = settings.align.max_loaded_adapters
-    work = iteration_bytes(shape, settings, model.dtype, free) + step_bytes(shape, settings, model.dtype, loaded)
-    if model.device.type == "cuda":
-        work += decode_graph_bytes(shape, settings)
-    if model.quantized:
-        work += largest_weight(shape, model.dtype)
-    return work + loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    shape, loaded, cuda = shape_of(model), settings.align.max_loaded_adapters, model.device.type == "cuda"
+    return work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).total
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:
@@ -105,7 +96,7 @@ def bounded(settings: Settings, model: ServedModel) -> Settings:
 def page_count(model: ServedModel, settings: Settings) -> int:
     """Pages of the pool: from `cache.memory_mb`, or from free memory, never more than max_sequences can use.
 
-    Raises ModelRefused, with the arithmetic, when not even a short sequence fits.
+    Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
     """
     size = settings.cache.page_size
     page_bytes = model.page_bytes(size)
@@ -121,5 +112,15 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         raise ModelRefused(
             f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
             f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
+        )
+    asked = min(settings.model.max_context_tokens, model.shape.max_positions)
+    if (pages - 1) * size < asked:
+        needed = -(-asked // size) + 1
+        needed_mb = needed * page_bytes / 2**20
+        raise ModelRefused(
+            f"a context of {asked} tokens (model.max_context_tokens) takes {needed} pages of {size} tokens and "
+            f"{page_bytes} bytes, one of them set aside: {needed_mb:.1f} MiB; the K/V cache has room for {pages} "
+            f"in {budget >> 20} MiB: raise cache.memory_mb to {math.ceil(needed_mb)}, free memory, or lower "
+            "model.max_context_tokens (0: what fits)"
         )
     return pages

@@ -45,6 +45,8 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     max_positions: int
+    window: int | None
+    """The shortest sliding window of a layer; None when all see all that precedes."""
 
 
 class ServedModel:
@@ -239,14 +241,16 @@ class ServedModel:
             hidden_size=int(self.config.hidden_size),
             vocab_size=int(self.config.vocab_size),
             max_positions=_max_positions(self.config),
+            window=min(spy.windows, default=None),
         )
 
 
 class _ShapeSpy:
-    """An attention pass that records each layer's (heads, kv_heads, head_dim) and attends plainly."""
+    """An attention pass that records each layer's (heads, kv_heads, head_dim) and window, and attends plainly."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int]] = {}
+        self.windows: set[int] = set()
 
     def attend(
         self,
@@ -262,6 +266,8 @@ class _ShapeSpy:
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise ModelRefused("keys and values of different head sizes cannot share a page")
         self.seen[layer] = (query.shape[0], key.shape[0], key.shape[2])
+        if window is not None:
+            self.windows.add(window)
         return query.transpose(0, 1).clone()
 
 

@@ -18,7 +18,7 @@ from edged.align.adapter import AdapterFiles, LoraSpec
 from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
-from edged.cache.trie import PrefixTrie
+from edged.cache.trie import PrefixTrie, TrieStats
 from edged.config import Settings
 from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
@@ -26,19 +26,22 @@ from edged.engine.lora import LoraSlots
 from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
+from edged.engine.prices import first_cost_model, subject_of
+from edged.engine.pruning import Pruner
 from edged.engine.slots import SlotTable
+from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel
 from edged.scheduler.policies import POLICIES
+from edged.scheduler.policy import Policy
+from edged.scheduler.profile import Subject
 from edged.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from edged.engine.graphs import DecodeGraphs
 
 log = logging.getLogger("edged.engine")
-_GUESSED_RATES = {"cpu": (4e10, 8e9), "cuda": (2e13, 2e11)}
-"""Operations per second and bytes per second that the cost model starts from; measured iterations correct them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class EngineParts:
     executor: Executor
     scheduler: Scheduler
     cost: CostModel
+    subject: Subject
+    """What a profile must be of to be used here."""
     slots: SlotTable
     trainer: Trainer
     stats: Stats
@@ -67,8 +72,6 @@ class EngineParts:
     def report(self) -> dict[str, Any]:
         """Model, pages, prefixes, cost model and scheduler, as the status shows them."""
         model, pool, trie = self.model, self.executor.pool, self.executor.trie
-        prompt_tokens = trie.stats.prompt_tokens if trie else 0
-        hit_tokens = trie.stats.hit_tokens if trie else 0
         return {
             "model": {
                 "name": self.name,
@@ -82,7 +85,7 @@ class EngineParts:
                 "vocab_size": model.shape.vocab_size,
                 "fingerprint": self.trainer.shelf.spec.fingerprint,
             },
-            "cost_model": {"mape_percent": self.cost.mape * 100.0},
+            "cost_model": self.cost.report(),
             "scheduler": {
                 "policy": self.settings.scheduler.policy,
                 "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
@@ -90,17 +93,32 @@ class EngineParts:
             "pages": {
                 "total": self.pages,
                 "free": pool.free_pages,
-                "cached": trie.evictable_pages if trie else 0,
+                "cached": self.executor.evictable_pages(),
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
+            "pruning": {"mode": "off"} if self.executor.pruner is None else self.executor.pruner.report(),
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
-            "prefix": {
-                "prompt_tokens": prompt_tokens,
-                "hit_tokens": hit_tokens,
-                "hit_share": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
-            },
+            "prefix": _prefix_report(trie, self.executor.spill),
         }
+
+
+def _prefix_report(trie: PrefixTrie | None, spill: PageSpill | None) -> dict[str, Any]:
+    """What sharing prefixes saved; `hit_tokens` were not computed again, `restored_tokens` of them were spilled."""
+    stats = trie.stats if trie is not None else TrieStats()
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "hit_tokens": stats.hit_tokens,
+        "hit_share": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        "restored_tokens": stats.restored_tokens,
+        "evicted_pages": stats.evicted_pages,
+        "spilled_pages": stats.spilled_pages,
+        "spill": {
+            "kind": spill.kind if spill is not None else "off",
+            "pages": trie.spilled_pages if trie is not None else 0,
+            "capacity": spill.capacity if spill is not None else 0,
+        },
+    }
 
 
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
@@ -123,28 +141,27 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     pool.allocate(1)
     usable = pages - 1
     policy = POLICIES[settings.scheduler.policy]
-    trie = PrefixTrie(pool) if settings.cache.prefix_sharing and policy.shares_prefixes else None
+    temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
+    folder = Path(temporary.name) if temporary else Path(data_dir or "")
+    shares = settings.cache.prefix_sharing and policy.shares_prefixes
+    spill = pick_spill(kv, settings.cache, folder) if shares else None
+    trie = PrefixTrie(pool, spill) if shares else None
     assert model.lora is not None
     pick_lora_kernel(model.lora, settings.model)
     paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
     executor = Executor(model, kv, pool, trie, paths)
+    executor.spill = spill
     executor.graphs = _graphs(model, kv, paths, settings)
+    longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
+    max_context = min(longest, usable * settings.cache.page_size)
+    executor.pruner = _pruner(executor, policy, settings, max_context)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
-    longest = settings.model.max_context_tokens or model.shape.max_positions
     name = settings.model.name or Path(model_dir).name
     spec = _lora_spec(model.lora, name, model.fingerprint, settings)
-    temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
-    folder = Path(temporary.name) if temporary else Path(data_dir or "")
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
-    flops, bandwidth = _GUESSED_RATES[model.device.type]
-    cost = CostModel.guess(
-        parameters=model.shape.parameters,
-        flops_per_s=flops,
-        bytes_per_s=bandwidth,
-        layers=model.shape.layers,
-        bytes_per_parameter=model.dtype.itemsize,
-    )
+    subject = subject_of(model, name, settings.model, threads)
+    cost = first_cost_model(model, subject, settings.scheduler.profile, data_dir)
     return EngineParts(
         settings=settings,
         name=name,
@@ -153,6 +170,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         executor=executor,
         scheduler=Scheduler(settings.scheduler, cost),
         cost=cost,
+        subject=subject,
         slots=SlotTable(model.lora),
         trainer=Trainer(
             Shelf(spec, settings.align, model.device, files),
@@ -165,7 +183,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         stats=Stats(),
         threads=threads,
         pages=usable,
-        max_context_tokens=min(longest, model.shape.max_positions, usable * settings.cache.page_size),
+        max_context_tokens=max_context,
         end_ids=end_ids,
         task_ids=itertools.count(1),
         temporary=temporary,
@@ -184,6 +202,19 @@ def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -
     longest = settings.model.max_context_tokens or model.shape.max_positions
     width = -(-min(longest, model.shape.max_positions) // kv.page_size)
     return DecodeGraphs(model, kv, paths, recorder, settings.serving.max_sequences, width)
+
+
+def _pruner(executor: Executor, policy: type[Policy], settings: Settings, max_context: int) -> Pruner | None:
+    """What prunes K/V, where the settings, the policy and the model allow it."""
+    if settings.cache.pruning == "off" or not policy.prunes:
+        return None
+    window = executor.model.shape.window
+    if window is not None and window < max_context:
+        log.info(
+            "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
+        )
+        return None
+    return Pruner(settings.cache, executor.kv, executor.pool, executor.evictable_pages, executor.allocate)
 
 
 def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:

@@ -16,6 +16,7 @@ from edged.config import ModelSettings
 from edged.engine import ragged
 from edged.engine.attention import DecodePath, PagedPass
 from edged.engine.batch import Segment, pack
+from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots, Run
 
@@ -72,17 +73,25 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
     random = _Random(device, kv.keys.dtype)
     small.keys.copy_(random(*small.keys.shape))
     small.values.copy_(random(*small.values.shape))
-    # A single token, and one of the kind that leaves rows out.
+    # A single token, one of the kind that leaves rows out, and one of a pruned sequence.
     segments = [
         Segment([0], size, np.array([1, 2])),
         Segment([0] * (size + 1), size, np.array([3, 5, 4]), hidden=(0, size - 1)),
     ]
+    counts = np.full((1, kv.kv_heads), 2)
+    counts[0, :2] += (1, -1) if kv.kv_heads > 1 else (0,)
+    pruned = [Segment([0], 2 * size, np.array([4, 2, 1]), compacted=Compacted(2, counts, size))]
     query, key, value = (random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, *(kv.kv_heads,) * 2))
 
     def attended(paths: Paths) -> torch.Tensor:
-        attention = PagedPass(pack(segments, small, device, paths.tile_tokens), small, paths.decode)
-        cases = ((None, None), (size, 9.0))
-        return torch.cat([attention.attend(0, query, key, value, kv.head_dim**-0.5, *case) for case in cases])
+        passed = []
+        for batch in (segments, pruned):
+            attention = PagedPass(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
+            tokens = sum(len(segment.tokens) for segment in batch)
+            new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
+            cases = ((None, None), (size, 9.0))
+            passed += [attention.attend(0, *new, kv.head_dim**-0.5, *case) for case in cases]
+        return torch.cat(passed)
 
     return _compared(lambda: attended(paths), lambda: attended(Paths()))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from edged.scheduler.task import ServiceClass
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -49,17 +51,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion asked for. `adapter` None is the base model.
-
-    `follows` names a request with the same prompt (another choice of the same `n`): this one starts when that
-    one's prompt is computed, so that they share its pages.
-    """
+    """One completion asked for. `adapter` None is the base model."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     adapter: str | None = None
-    follows: str | None = None
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
 
 @dataclass(slots=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edged.engine.batch import NO_SLOT
+from edged.engine.compacted import Compacted
 from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling import Row
+from edged.engine.watch import Watch
 from edged.scheduler.task import Task
 
 NOT_SHARED = -1
@@ -31,6 +33,10 @@ class Sequence:
     """`pages` as an array; entries past their number are meaningless."""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    compacted: Compacted | None = None
+    """Where the K/V of its first pages lie, once it was pruned."""
+    watch: Watch | None = None
+    """What is known of its heads and rows, if it may be pruned before long."""
     slot: int = NO_SLOT
     version: int = 0
     kv_version: int = 0
@@ -46,7 +52,6 @@ class Sequence:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     ttft_due_s: float = 0.0
-    released_followers: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -65,14 +70,25 @@ class Sequence:
 
     @property
     def shareable(self) -> bool:
-        """Whether all of its K/V were computed under one version."""
-        return self.version == self.kv_version
+        """Whether all of its K/V are there and were computed under one version."""
+        return self.version == self.kv_version and self.compacted is None
+
+    @property
+    def rows(self) -> int:
+        """Rows of K/V that it holds, on the mean of its heads."""
+        return self.computed - self.compacted.removed if self.compacted else self.computed
 
     def add_pages(self, pages: list[int]) -> None:
         """Append pages to the table."""
         first = len(self.pages)
         self.pages += pages
         self.table[first : first + len(pages)] = pages
+
+    def compact(self, pages: list[int], old: int, compacted: Compacted) -> None:
+        """Its first `old` pages were compacted into `pages`."""
+        self.pages = pages + self.pages[old:]
+        self.table[: len(self.pages)] = self.pages
+        self.compacted = compacted
 
     def row(self, end_ids: frozenset[int]) -> Row:
         """How its next token is to be drawn."""

@@ -5,6 +5,7 @@ Owns the running sequences and their events. Must not know how an iteration is p
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable
 
@@ -13,11 +14,14 @@ import numpy as np
 from edged.align.adapter import AdapterState
 from edged.engine.batch import NO_SLOT
 from edged.engine.executor import Work
+from edged.engine.following import Following
 from edged.engine.parts import EngineParts
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
 from edged.engine.sampling import NOT_A_TOKEN
 from edged.engine.sequence import NOT_SHARED, Sequence
 from edged.scheduler.task import Kind, Outcome, Plan, Task
+
+log = logging.getLogger("edged.engine")
 
 
 class Serving:
@@ -30,8 +34,7 @@ class Serving:
         self.running: dict[int, Sequence] = {}
         """Sequences that the scheduler knows, by task id."""
         self._by_request: dict[str, Sequence] = {}
-        self._followers: dict[str, list[Sequence]] = {}
-        """Later choices of a prompt, by the request that computes it."""
+        self._following = Following(parts, self.running, self._schedule)
         self._unloaded: dict[str, list[Sequence]] = {}
         """Sequences whose adapter is being read from disk, by adapter."""
         self._fetch: Callable[[str], None] = lambda adapter: None
@@ -47,8 +50,10 @@ class Serving:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, submitted_s: float) -> None:
-        """Take a request in; another choice of a prompt that is being computed waits for it."""
-        task = Task(next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids))
+        """Take a request in; one whose prompt begins like another that is being computed waits for that."""
+        task = Task(
+            next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids), service=request.service
+        )
         most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(
@@ -59,22 +64,20 @@ class Serving:
             tokens=list(request.prompt_ids),
             table=np.zeros(-(-most // self._page_size), np.int64),
         )
+        # Known before it is scheduled: who waits for whom depends on who is due first.
+        task.deadline_s = submitted_s + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = sequence
         self._stats.totals.requests += 1
-        leader = self._by_request.get(request.follows or "")
-        if leader is not None and not leader.released_followers:
-            self._followers.setdefault(leader.request.request_id, []).append(sequence)
-        else:
-            self._enter(sequence)
+        self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
-        """Give a sequence to the scheduler, or have it wait for its adapter, which is on disk."""
+        """Give a sequence to the scheduler; or have it wait for its adapter, which is on disk, or for its prefix."""
         adapter = sequence.request.adapter
         if adapter is not None and self._missing(adapter):
             self._unloaded.setdefault(adapter, []).append(sequence)
             self._fetch(adapter)
         else:
-            self._schedule(sequence)
+            self._following.enter(sequence)
 
     def _missing(self, adapter: str) -> bool:
         """Whether the adapter has learnt something that is not in memory."""
@@ -108,21 +111,16 @@ class Serving:
         self._scheduler.add(sequence.task, sequence.submitted_s)
         sequence.ttft_due_s = sequence.task.deadline_s
 
-    def _release_followers(self, sequence: Sequence) -> None:
-        sequence.released_followers = True
-        for follower in self._followers.pop(sequence.request.request_id, ()):
-            self._enter(follower)
-
     def admit(self, plan: Plan, now: float) -> None:
         """Give newly granted sequences their adapter and the pages of a shared prefix; drop grants that must wait."""
         kept = []
         for grant in plan.grants:
             sequence = self.running.get(grant.task.task_id)
-            if sequence is None or sequence.admitted or self._admit(sequence, now):
+            if sequence is None or sequence.admitted or self._admit(sequence, plan.pages, now):
                 kept.append(grant)
         plan.grants[:] = kept
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter = sequence.request.adapter
         if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
             state = self._parts.trainer.state(adapter)
@@ -139,15 +137,30 @@ class Serving:
         sequence.admitted = True
         self._admitted += 1
         sequence.started_s = sequence.started_s or now
-        self._executor.begin(sequence)
+        self._executor.begin(sequence, reserve)
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
+        task.adapter = sequence.slot + 1
         self._count_pages(sequence)
         return True
 
     def _count_pages(self, sequence: Sequence) -> None:
         sequence.task.held_pages = len(sequence.pages)
-        sequence.task.capacity = len(sequence.pages) * self._page_size
+        sequence.task.capacity = len(sequence.pages) * self._page_size + sequence.computed - sequence.rows
+
+    def prune(self, now: float) -> None:
+        """Make room in the cache before an iteration, where the settings and the policy allow it."""
+        pruner = self._executor.pruner
+        if pruner is None or not self._decoding:
+            return
+        for sequence in pruner.due(self.running.values()):
+            try:
+                pruner.prune(sequence)
+                self._count_pages(sequence)
+            except Exception:
+                log.exception("a sequence could not be pruned: it is computed again")
+                self.preempt(sequence.task.task_id, now)
+                self._stats.totals.preemptions += 1
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 
@@ -162,10 +175,12 @@ class Serving:
             if row is None or drawn is None:
                 outcomes.append(Outcome(sequence.task, computed, 0, Kind.PREFILL))
                 self._stats.totals.prompt_tokens += computed
+                self._following.advanced(sequence)
                 continue
             if sequence.task.kind is Kind.PREFILL:
                 self._stats.totals.prompt_tokens += computed
                 self._executor.share(sequence)
+                self._following.leave(sequence)
                 sequence.decoding = True
                 self._decoding += 1
             if drawn.tokens[row] == NOT_A_TOKEN:
@@ -177,8 +192,6 @@ class Serving:
             outcomes.append(Outcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
             if reason:
                 self._end(sequence, reason, now, retire=False)
-            elif not sequence.released_followers:
-                self._release_followers(sequence)
         return outcomes
 
     def _not_finite(self, sequence: Sequence) -> str:
@@ -214,7 +227,7 @@ class Serving:
                 self._executor.share(sequence)
             self._give_back(sequence)
         self._leave_slot(sequence)
-        self._release_followers(sequence)
+        self._following.leave(sequence)
         self._events.append(sequence.finish(reason, now, error))
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -238,6 +251,8 @@ class Serving:
             self._leave_slot(sequence)
         self._count_pages(sequence)
         self._scheduler.restart(sequence.task, len(sequence.tokens), now)
+        self._following.leave(sequence)
+        self._following.lead(sequence)
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -247,7 +262,7 @@ class Serving:
         if sequence is None:
             return
         if sequence.task.task_id not in self.running:
-            for waiting in (*self._followers.values(), *self._unloaded.values()):
+            for waiting in self._unloaded.values():
                 if sequence in waiting:
                     waiting.remove(sequence)
         self._end(sequence, reason, now, error)
@@ -279,12 +294,14 @@ class Serving:
                     self._move(sequence, state, slot)
         if self._executor.trie is not None and previous:
             self._executor.trie.expire((state.name, previous))
+        self._following.renew(state.name)
 
     def forget(self, adapter: str) -> None:
         """Nothing that running answers of a forgotten adapter computed is shared: its versions begin anew."""
         for sequence in self.running.values():
             if sequence.request.adapter == adapter:
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
+        self._following.forget(adapter)
 
     def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:
@@ -294,6 +311,7 @@ class Serving:
         if new is not None:
             self._parts.slots.release(sequence.slot)
             sequence.slot, sequence.version = new, state.version
+            sequence.task.adapter = new + 1
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

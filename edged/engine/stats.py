@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from edged.engine.busy import Busy
+
 _RATE_SPAN_S = 10.0
 
 
@@ -35,6 +37,12 @@ class Totals:
     iterations: int = 0
     plans_foreseen: int = 0
     """Iterations whose plan was made while the one before ran."""
+    followers: int = 0
+    """Times that a request waited for another to compute what their prompts share."""
+    prunings: int = 0
+    """Times that a sequence's K/V was pruned."""
+    pruned_pages: int = 0
+    """Pages that came back by that."""
 
     def copy(self) -> Totals:
         """A snapshot."""
@@ -46,6 +54,7 @@ class Stats:
     """All counters of one engine; latencies in milliseconds."""
 
     totals: Totals = field(default_factory=Totals)
+    busy: Busy = field(default_factory=Busy)
     ttft_ms: deque[float] = field(default_factory=_latencies)
     tbt_ms: deque[float] = field(default_factory=_latencies)
     iteration_ms: deque[float] = field(default_factory=_latencies)
@@ -98,5 +107,6 @@ class Stats:
             },
             "bins": list(self.bins),
             "totals": totals,
+            "busy": self.busy.report(),
             "slo": {"ttft_attainment": share(self.ttft_met), "tbt_attainment": share(self.tbt_met)},
         }

@@ -37,14 +37,15 @@ class CpuThreads:
         cores = sorted(os.sched_getaffinity(0))
         self._usage = usage or (lambda: _used_and_idle_s(cores))
         self._follows = not setting and parameters >= _SMALL_PARAMETERS and len(cores) > 1
-        self._most = setting or (len(cores) if self._follows else 1)
+        self.most = setting or (len(cores) if self._follows else 1)
+        """As many as there ever are."""
         self._read_s: float | None = None
         self._before = (0.0, 0.0)
         self.begin()
 
     def begin(self) -> None:
         """Let the calling thread compute: the others are to be `beside` it, or to have ended."""
-        torch.set_num_threads(self._most)
+        torch.set_num_threads(self.most)
 
     def follow(self, now: float) -> None:
         """Look, at most five times a second, what others use; to be called on the thread that computes."""
@@ -53,7 +54,7 @@ class CpuThreads:
         used_s, idle_s = self._usage()
         if self._read_s is not None and now - self._read_s < _OLD_S:
             free = (used_s - self._before[0] + idle_s - self._before[1]) / (now - self._read_s)
-            threads = max(1, min(self._most, int(free + 1.0 - _PART_OF_A_CORE)))
+            threads = max(1, min(self.most, int(free + 1.0 - _PART_OF_A_CORE)))
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         self._read_s, self._before = now, (used_s, idle_s)

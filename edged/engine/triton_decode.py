@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from edged.engine import triton_device
+from edged.engine.compacted import HeadTables
 from edged.engine.kv import KvStore
 
 _BLOCK, _BLOCK_BYTES = 64, 16 << 10
@@ -29,13 +30,16 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     # What differs between iterations must not make another variant, which would be compiled while users wait.
-    @triton.jit(do_not_specialize=["tables", "context", "window", "width"])
+    @triton.jit(do_not_specialize=["tables", "context", "slabs", "counts", "offsets", "window", "width"])
     def _attend_part(
         query,
         keys,
         values,
         tables,
         context,
+        slabs,
+        counts,
+        offsets,
         parts,
         extremes,
         sums,
@@ -50,11 +54,18 @@ if importlib.util.find_spec("triton") is not None:
         PAGE: tl.constexpr,
         BLOCK: tl.constexpr,
         CAPPED: tl.constexpr,
+        BY_HEAD: tl.constexpr,
     ) -> None:
         # 64 bits, as the tables have: what is addressed may have more than 2^31 elements.
         sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
         length = tl.load(context + sequence) + 1
+        if BY_HEAD:
+            # See `edged.engine.compacted`.
+            slab = tl.load(slabs + sequence)
+            kept = tl.load(counts + sequence * kv_heads + head)
+            before = tl.load(offsets + sequence * kv_heads + head)
+            length += (kept - slab) * PAGE
         first = tl.maximum(0, length - window)
         share = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
         start = first + part * share
@@ -71,8 +82,12 @@ if importlib.util.find_spec("triton") is not None:
         for begin in range(start, stop, BLOCK):
             position = begin + tl.arange(0, BLOCK)
             inside = position < stop
-            page = tl.load(tables + sequence * width + position // PAGE, mask=inside, other=0)
-            row = (page * kv_heads + head) * PAGE + position % PAGE
+            column, slot = position // PAGE, head
+            if BY_HEAD:
+                slot = tl.where(column < kept, (before + column) % kv_heads, head)
+                column = tl.where(column < kept, (before + column) // kv_heads, slab + column - kept)
+            page = tl.load(tables + sequence * width + column, mask=inside, other=0)
+            row = (page * kv_heads + slot) * PAGE + position % PAGE
             address = row[:, None] * HEAD + lanes[None, :]
             there = inside[:, None] & (lanes[None, :] < HEAD)
             k = tl.load(keys + address, mask=there, other=0.0)
@@ -139,10 +154,35 @@ def paged_decode(
 
     With a `window` a query sees only the latest so many keys; `softcap` as in `attention.attend`.
     """
+    longest = min(tables.shape[1] * kv.page_size, window or tables.shape[1] * kv.page_size)
+    # Without heads' own tables their pointers are not read.
+    by_head = (tables, tables, tables)
+    return _decode(layer, query, (tables, context, *by_head), kv, scaling, window or (1 << 30), softcap, longest, False)
+
+
+def paged_decode_by_head(
+    layer: int, query: torch.Tensor, heads: HeadTables, kv: KvStore, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """`paged_decode` where sequences were pruned; there is no window."""
+    tables = (heads.tables, heads.context, heads.slabs, heads.counts[layer], heads.offsets[layer])
+    longest = int(heads.most_blocks[layer].max()) * kv.page_size
+    return _decode(layer, query, tables, kv, scaling, 1 << 30, softcap, longest, True)
+
+
+def _decode(
+    layer: int,
+    query: torch.Tensor,
+    tables: tuple[torch.Tensor, ...],
+    kv: KvStore,
+    scaling: float,
+    window: int,
+    softcap: float | None,
+    longest: int,
+    by_head: bool,
+) -> torch.Tensor:
+    """Both kernels; `tables` as `_attend_part` has them, `longest` is the most keys that a query sees."""
     n, heads, size = query.shape
     group = heads // kv.kv_heads
-    width = tables.shape[1]
-    longest = min(width * kv.page_size, window or width * kv.page_size)
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (n * kv.kv_heads), -(-longest // _BLOCK)))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     parts = torch.empty(n, kv.kv_heads, splits, group, size, **floats)
@@ -153,15 +193,14 @@ def paged_decode(
         query.contiguous(),
         kv.keys[layer],
         kv.values[layer],
-        tables,
-        context,
+        *tables,
         parts,
         extremes,
         sums,
         scaling,
         1.0 if softcap is None else float(softcap),
-        window or (1 << 30),
-        width,
+        window,
+        tables[0].shape[1],
         GROUP=group,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
         HEAD=size,
@@ -169,6 +208,7 @@ def paged_decode(
         PAGE=kv.page_size,
         BLOCK=max(16, min(_BLOCK, _BLOCK_BYTES // (head_pad * query.dtype.itemsize))),
         CAPPED=softcap is not None,
+        BY_HEAD=by_head,
     )
     _join_parts[(n * kv.kv_heads, group)](
         parts,

@@ -4,9 +4,10 @@ Owns that fine-tuning comes first. Must not know how an iteration is filled.
 
 Kept of AdaInf: retraining is incremental, on the samples that just came, before the inference that comes after them.
 Kept of MACE's account of it: retraining has the highest priority in a queue, first in first out, runs to completion,
-and interference with inference is not handled. Left out: AdaInf divides the GPU between applications, and an
-application's time between retraining and inference, such that inference meets its SLO; it picks early-exit structures
-of its vision models and keeps data of the tasks of one session on the GPU. MACE compares with none of these.
+and interference with inference is not handled. Left out: AdaInf divides the GPU between applications by their SLOs,
+an application's time between retraining and inference so that its SLO is met, and what is for retraining among models
+by how much drift harms them; it uses early exits and saves transfers between CPU and GPU. Here is one model that has
+no early exit, and never leaves the device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ decides who enters and how much each may do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from edged.scheduler.cost import Load
 from edged.scheduler.queues import Queues, by_arrival
@@ -22,6 +22,7 @@ class Draft:
     """
 
     __slots__ = (
+        "_adapters",
         "_page_size",
         "_queues",
         "free_pages",
@@ -45,6 +46,7 @@ class Draft:
         self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
         self.preempted: set[Task] = set()
         self.load = Load()
+        self._adapters: set[int] = {0}
         self.plan = Plan()
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
@@ -86,11 +88,18 @@ class Draft:
         self.plan.pages += pages
         self.tokens_left -= tokens
         self.load.add_chunk(tokens, task.context, finetune)
+        if task.adapter not in self._adapters:
+            self._adapters.add(task.adapter)
+            self.load.adapters += 1
 
     def grant(self, task: Task, tokens: int) -> None:
         """Let a prefill, which has entered, compute `tokens` of its prompt."""
         self.take(task, tokens, finetune=False)
         self.plan.grants.append(Grant(task, tokens))
+
+    def make_room(self, task: Task) -> None:
+        """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
+        self._preempt(self.pages(task, task.tokens), self._victims(spared=task))
 
     def rescue(self) -> None:
         """Last resort when nothing could be granted: preempt for the oldest task that waits for pages, and grant it.
@@ -105,7 +114,7 @@ class Draft:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
             return
-        self._preempt(self.pages(stuck, stuck.tokens), self._victims(spared=stuck))
+        self.make_room(stuck)
         tokens = self.room(stuck)
         if tokens > 0:
             self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
@@ -115,11 +124,12 @@ class Draft:
         decodes = self._queues.decodes
         first = self._oldest_prefill()
         need = min(1, self.pages(first, first.tokens)) if first is not None else 0
-        earliest, context = math.inf, 0
+        earliest, context, adapters = math.inf, 0, self._adapters
         for grant in decodes:
             task = grant.task
             held = task.context
             context += held
+            adapters.add(task.adapter)
             if held >= task.capacity:
                 need += self.pages(task, 1)
             if task.deadline_s < earliest:
@@ -136,16 +146,19 @@ class Draft:
         self.tokens_left -= count
         self.load.decodes = count
         self.load.context = context
+        self.load.adapters = len(adapters) - 1
         self.slack_s = earliest - now
 
     def _add_some_decodes(self, need: int, now: float) -> None:
         """The decodes that pages and tokens suffice for, those that are due first before the others."""
         if need > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)))
+            decoding = {grant.task for grant in self._queues.decodes}
+            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
         chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
         if len(chosen) > self.tokens_left:
             chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
+        self._adapters.intersection_update((0,))
         for grant in chosen:
             task = grant.task
             pages = self.pages(task, 1)
@@ -154,6 +167,8 @@ class Draft:
                 self.tokens_left -= 1
                 self.load.decodes += 1
                 self.load.context += task.context
+                self._adapters.add(task.adapter)
+                self.load.adapters = len(self._adapters) - 1
                 self.slack_s = min(self.slack_s, task.deadline_s - now)
                 self.plan.pages += pages
                 self.plan.grants.append(grant)
@@ -179,9 +194,9 @@ class Draft:
         sequences = [grant.task for grant in queues.decodes] + queues.started + queues.waiting
         return sorted([task for task in sequences if task.held_pages], key=by_arrival)
 
-    def _preempt(self, need: int, victims: Iterable[Task]) -> None:
-        """Preempt until `need` pages are free; a victim's own need of a page for its next token falls away."""
-        decoding = {grant.task for grant in self._queues.decodes}
+    def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
+        """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away
+        with a victim."""
         for victim in victims:
             if need <= self.free_pages:
                 break

@@ -12,11 +12,9 @@ from.
 
 from __future__ import annotations
 
-import math
-
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import NOBODY, serve, steps, tune
+from edged.scheduler.phases import serve, steps, tune
 from edged.scheduler.queues import Queues, by_arrival
 from edged.scheduler.task import Plan, Resources
 
@@ -25,8 +23,9 @@ class Ekya:
     """Every `retrain_every_s` a window opens if there is anything to learn. It closes when nothing is left to learn,
     pairs that came meanwhile included, or, with the step under way, after `retrain_window_s`.
 
-    In the window steps run alone, one after another; requests queue, and running answers stand still with their pages.
-    A step that lacks pages waits until answers have ended; nobody enters before it. Between windows nothing is learnt.
+    In the window steps run alone, one after another; requests queue, and running answers stand still. They keep their
+    pages, but for the latest ones where a step lacks pages: waiting for their end could take the whole window. Between
+    windows nothing is learnt.
     """
 
     name = "ekya"
@@ -45,9 +44,11 @@ class Ekya:
         tasks = steps(queues, resources)
         start_s = queues.past.interval_start_s(now, self._every_s)
         due = queues.past.caught_up_s < start_s and now < start_s + self._window_s
-        opened = bool(tasks) and (due or tasks[0].begun)
-        plan = tune(tasks[:1], queues, now, resources, self._cost) if opened else None
-        if plan is None:
-            plan = serve(queues, now, resources, self._cost, NOBODY if opened else math.inf)
-            plan.resume_s = start_s + self._every_s if tasks else plan.resume_s
+        if tasks and (due or tasks[0].begun):
+            plan = tune(tasks[:1], queues, now, resources, self._cost, preempts=True)
+            if plan is not None:
+                return plan
+        plan = serve(queues, now, resources, self._cost)
+        if tasks:
+            plan.resume_s = start_s + self._every_s
         return plan

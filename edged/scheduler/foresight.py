@@ -17,10 +17,15 @@ _LATE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """`plan` is over copies of the tasks; `tasks` are all copies by id, as they are expected to be at `now`."""
+    """`plan` is over copies of the tasks; `tasks` are these by id, as they are expected to be at `now`.
+
+    Waiting prompts that had no part in the iteration are not copied, there may be thousands: `filings` tells whether
+    they are still the same.
+    """
 
     plan: Plan
     tasks: dict[int, Task]
+    filings: int
     page_size: int
     made_s: float
     now: float
@@ -31,7 +36,9 @@ class Foresight:
         if self.plan.preempt or (late and any(grant.task.kind is not Kind.DECODE for grant in self.plan.grants)):
             return None
         live = queues.tasks
-        if any(task_id not in self.tasks or not _as_foreseen(self.tasks[task_id], live[task_id]) for task_id in live):
+        if queues.filings != self.filings or any(task.task_id not in self.tasks for task in queues.active()):
+            return None
+        if any(task_id in live and not _as_foreseen(copy, live[task_id]) for task_id, copy in self.tasks.items()):
             return None
         grants = [
             Grant(live[grant.task.task_id], grant.tokens, grant.units)
@@ -45,21 +52,28 @@ class Foresight:
 def advanced(queues: Queues, plan: Plan, page_size: int) -> tuple[Queues, list[Task]]:
     """Queues of copies, as they will be when every serving grant of `plan` has come to what was granted.
 
-    Also those of the copies that will have got a token by then: their deadlines are not set.
+    Waiting prompts that `plan` leaves waiting are in them as they are. Also returned are those of the copies that will
+    have got a token by then: their deadlines are not set.
     """
-    ahead = Queues(queues.order, queues.arrears, queues.past)
+    ahead = Queues(queues.order, queues.arrears, queues.allowance, queues.past)
     granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
     started = {task.task_id for task in queues.started}
+    running = list(queues.active())
+    known = {task.task_id for task in running}
+    entered = [grant.task for grant in plan.grants if grant.task.task_id not in known]
+    ahead.waiting = queues.waiting.copy()
+    for task in entered:
+        ahead.waiting.remove(task)
     decoded: list[Task] = []
-    for task_id, task in queues.tasks.items():
+    for task in running + entered:
         copy = replace(task)
         # A prompt whose beginning was found in the cache has less to do than was granted.
-        tokens = min(granted.get(task_id, 0), task.tokens)
+        tokens = min(granted.get(task.task_id, 0), task.tokens)
         if tokens:
             _advance(copy, tokens, page_size)
             if copy.kind is Kind.DECODE:
                 decoded.append(copy)
-        ahead.file(copy, started=task_id in started or tokens > 0)
+        ahead.file(copy, started=task.task_id in started or tokens > 0)
     return ahead, decoded
 
 

@@ -77,7 +77,7 @@ class Mace:
             turn.owed_s = self._owed_s(draft, runnable, turn, wait_s, queues.arrears.share)
             plan.prepaid = turn.in_the_way
         self._add_chunks(draft, prompts, runnable, turn, now)
-        plan.budget_s = self._budget_s(draft, prompts, resources, now)
+        plan.budget_s = self._budget_s(draft, queues, prompts, resources, now)
         if turn.task is not None:
             self._tune(draft, turn.task, turn)
         if not plan.grants:
@@ -202,18 +202,21 @@ class Mace:
                 draft.grant(task, tokens)
         draft.tokens_left += kept
 
-    def _budget_s(self, draft: Draft, prompts: list[Task], resources: Resources, now: float) -> float:
+    def _budget_s(self, draft: Draft, queues: Queues, prompts: list[Task], resources: Resources, now: float) -> float:
         """The iteration's latency budget: the least slack of its members and of the prompts behind them.
 
-        Fine-tuning takes the share of it that slots and pages are free. Where serving is dense, a longer iteration
-        keeps more sequences in memory until those that arrive find none; so training thins out before.
+        Fine-tuning takes of it what serving allows (`tbt_slowdown`), and the share that slots and pages are free. Where
+        serving is dense, a longer iteration keeps more sequences in memory until those that arrive find none; so
+        training thins out before.
         """
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
         slack_s = min(draft.slack_s, pacing.slack_s(prompts, granted, now, self._cost.token_s))
         forward_s = self._cost.forward_s(draft.load)
-        spare_s = min(slack_s * (1.0 - self._cost.headroom) - forward_s, self._quantum_s)
+        spare_s = min(
+            slack_s * (1.0 - self._cost.headroom) - forward_s, self._quantum_s, max(0.0, queues.allowance.left_s)
+        )
         free = min(draft.sequences_left / resources.max_sequences, draft.open_pages / resources.total_pages)
         return max(0.0, forward_s + spare_s * max(0.0, free))
 

@@ -59,13 +59,17 @@ def tune(
     resources: Resources,
     cost: CostModel,
     limit_s: float = math.inf,
+    preempts: bool = False,
 ) -> Plan | None:
     """An iteration of fine-tuning alone, in which sequences stand still and keep their pages.
 
     Each of `tasks` does as much as is left to do of its step, the first one at least a token or a unit, the others as
-    far as `limit_s` is predicted to suffice. None where the first finds no pages for its forward.
+    far as `limit_s` is predicted to suffice. Where the first finds no pages for its forward, the latest requests lose
+    theirs if it `preempts`; else there is no such iteration yet.
     """
     draft = Draft(queues, now, resources, serves=False)
+    if preempts:
+        draft.make_room(tasks[0])
     plan, free_pages = draft.plan, draft.free_pages
     for task in tasks:
         # Promises to prompts under way still hold: by the time that they run again, this step has ended.

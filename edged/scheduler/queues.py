@@ -6,9 +6,10 @@ Owns where a task is filed. Must not know priorities, costs or resources.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.past import Past
 from edged.scheduler.task import Grant, Kind, Task
@@ -29,17 +30,31 @@ class Queues:
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
 
-    __slots__ = ("arrears", "decodes", "finetunes", "order", "past", "started", "tasks", "waiting")
+    __slots__ = (
+        "allowance",
+        "arrears",
+        "decodes",
+        "filings",
+        "finetunes",
+        "order",
+        "past",
+        "started",
+        "tasks",
+        "waiting",
+    )
 
-    def __init__(self, order: Order, arrears: Arrears, past: Past) -> None:
+    def __init__(self, order: Order, arrears: Arrears, allowance: Allowance, past: Past) -> None:
         self.order = order
         self.tasks: dict[int, Task] = {}
         """All of them, by id."""
         self.arrears = arrears
+        self.allowance = allowance
         self.past = past
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
         self.waiting: list[Task] = []
+        self.filings = 0
+        """How often a prompt was put among the waiting ones; while it stays the same, none came and none changed."""
         self.finetunes: list[Task] = []
 
     def get(self, task_id: int) -> Task | None:
@@ -53,8 +68,17 @@ class Queues:
             insort(self.decodes, Grant(task, 1), key=_decode_arrival)
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
+        elif started:
+            insort(self.started, task, key=self.order)
         else:
-            insort(self.started if started else self.waiting, task, key=self.order)
+            self.filings += 1
+            insort(self.waiting, task, key=self.order)
+
+    def active(self) -> Iterator[Task]:
+        """All tasks but the waiting prompts."""
+        yield from [grant.task for grant in self.decodes]
+        yield from self.started
+        yield from self.finetunes
 
     def take(self, task: Task) -> bool:
         """Take a task out of its queue, before its kind changes; True if it was a started prefill."""

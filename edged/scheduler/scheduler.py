@@ -10,14 +10,16 @@ import math
 from collections.abc import Sequence
 
 from edged.config import SchedulerSettings
+from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
-from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.cost import CostModel
 from edged.scheduler.foresight import Foresight, advanced
 from edged.scheduler.past import Past
 from edged.scheduler.policies import POLICIES
 from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
-from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task
+from edged.scheduler.targets import Targets
+from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
 
 
 class Scheduler:
@@ -36,9 +38,8 @@ class Scheduler:
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
-        self._queues = Queues(policy.order, Arrears(settings), Past())
-        self._ttft_factor, self._ttft_floor_s = settings.ttft_factor, settings.ttft_floor_ms / 1000.0
-        self._tbt_factor, self._tbt_floor_s = settings.tbt_factor, settings.tbt_floor_ms / 1000.0
+        self._queues = Queues(policy.order, Arrears(settings), Allowance(settings), Past())
+        self.targets = Targets(settings, cost)
 
     def add(self, task: Task, now: float) -> None:
         """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
@@ -46,9 +47,9 @@ class Scheduler:
             raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
         if math.isinf(task.deadline_s):
             if task.kind is Kind.PREFILL:
-                task.deadline_s = task.arrival_s + self.ttft_target_s(task.tokens, task.context)
+                task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.tokens, task.context)
             elif task.kind is Kind.DECODE:
-                task.deadline_s = now + self._tbt_target_s(self._queues.decodes)
+                self._set_due([task], self._queues.decodes, now)
         if task.kind is Kind.FINETUNE and not self._queues.finetunes:
             self._queues.arrears.start(now)
         self._now = now
@@ -101,16 +102,18 @@ class Scheduler:
             return None
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self._queues, plan, resources.page_size)
-        due_s = end_s + self._tbt_target_s(queues.decodes)
-        for task in decoded:
-            task.deadline_s = due_s
-        return Foresight(self.policy.plan(queues, end_s, resources), queues.tasks, resources.page_size, now, end_s)
+        self._set_due(decoded, queues.decodes, end_s)
+        ahead = self.policy.plan(queues, end_s, resources)
+        return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
         queues = self._queues
         self._now = now
         finetune_s = self.cost.observe(result)
+        if any([outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes]):
+            spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
+            queues.allowance.settle(spent_s - finetune_s, finetune_s)
         decoded: list[Task] = []
         for outcome in result.outcomes:
             task = outcome.task
@@ -128,10 +131,7 @@ class Scheduler:
                     self._retire(task)
             elif self._advance(task, outcome):
                 decoded.append(task)
-        if decoded:
-            deadline_s = now + self._tbt_target_s(queues.decodes)
-            for task in decoded:
-                task.deadline_s = deadline_s
+        self._set_due(decoded, queues.decodes, now)
 
     def counts(self) -> dict[Kind, int]:
         """Live tasks by kind."""
@@ -147,14 +147,14 @@ class Scheduler:
         """Prefills that have not run yet."""
         return len(self._queues.waiting)
 
-    def ttft_target_s(self, tokens: int, context: int = 0) -> float:
-        """TTFT target of a prompt with `tokens` to compute: a multiple of its own forward, or the floor."""
-        return max(self._ttft_floor_s, self._ttft_factor * self.cost.prompt_s(tokens, context))
-
-    def _tbt_target_s(self, decodes: Sequence[Grant]) -> float:
-        """TBT target: a multiple of a forward of `decodes` alone, or the floor."""
-        load = Load(decodes=len(decodes), context=sum([grant.task.context for grant in decodes]))
-        return max(self._tbt_floor_s, self._tbt_factor * self.cost.forward_s(load))
+    def _set_due(self, tasks: Sequence[Task], decodes: Sequence[Grant], now: float) -> None:
+        """When the next tokens of `tasks`, which are among `decodes`, are due."""
+        if not tasks:
+            return
+        context = sum([grant.task.context for grant in decodes])
+        due_s = {service: now + self.targets.tbt_s(service, len(decodes), context) for service in ServiceClass}
+        for task in tasks:
+            task.deadline_s = due_s[task.service]
 
     def _advance(self, task: Task, outcome: Outcome) -> bool:
         """Move a sequence to its next state; True if it became a decode."""

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class ServiceClass(StrEnum):
+    """Whose targets a request is held to: somebody waits for every token, or for the whole."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class Kind(StrEnum):
     """MACE's three workloads."""
 
@@ -22,8 +29,8 @@ class Kind(StrEnum):
 class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
 
-    `kind` is "graph", "head", "layer", "grad" or "step" (the optimizer); `tokens` is the window it covers, but
-    of "step" the adapters that take one.
+    `kind` is "graph", "head", "score" (a head without a gradient), "layer", "grad", "step" (the optimizer) or "test"
+    (a held-out pair's heads); `tokens` is the window it covers, but of "step" the adapters that take one.
     """
 
     kind: str
@@ -47,6 +54,8 @@ class Task:
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
     """Tokens whose K/V exist already and are attended to."""
+    adapter: int = 0
+    """A number of the adapter that answers it; 0: the base, or not known yet."""
     held_pages: int = 0
     """Pages that it holds (and would give back if preempted)."""
     capacity: int = 0
@@ -56,6 +65,7 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    service: ServiceClass = ServiceClass.INTERACTIVE
 
     @property
     def begun(self) -> bool:

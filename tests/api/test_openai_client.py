@@ -28,6 +28,13 @@ def test_a_chat_has_an_answer_usage_and_an_id(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
 
 
+def test_flex_is_the_batch_class(client: openai.OpenAI) -> None:
+    assert client.chat.completions.create(**GREEDY, service_tier="flex").service_tier == "flex"
+    assert client.chat.completions.create(**GREEDY).service_tier == "default"
+    with pytest.raises(openai.BadRequestError, match="service_tier"):
+        client.chat.completions.create(**GREEDY, service_tier="free")  # type: ignore[call-overload]
+
+
 def test_a_stream_joins_to_the_same_answer_and_ends_with_usage(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY)
     chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))

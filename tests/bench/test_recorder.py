@@ -7,14 +7,18 @@ import time
 
 import pytest
 
-from edged.align.pair import PairScored
+from edged.align.pair import PairRetired, PairScored
 from edged.bench.recorder import (
     Answer,
     Recorder,
     alignment_figures,
     attainment,
+    iteration_figures,
+    learning_latency,
     percentiles_ms,
+    prefix_shares,
     request_counts,
+    score_series,
     serving_figures,
 )
 from edged.engine.request import FinishEvent, FinishReason, TokenEvent
@@ -98,3 +102,47 @@ def test_held_out_scores_are_not_prequential() -> None:
     held_out = PairScored(1, "replay", 1, "held_out", -1.0, -2.0, 0.0, 0.0, 1.0, 0.5)
     recorder.journal([held_out, scored(-1.0, -2.0, 1.0)])
     assert len(recorder.scores) == 1
+
+
+def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
+    recorder = Recorder()
+    for pair_id in (1, 2, 3, 4):
+        recorder.expect_pair(pair_id)
+    recorder.journal([PairRetired(1, "replay", "queued", 1, 1), PairRetired(2, "replay", "learnt", 1, 0)])
+    first_s = recorder.pairs[1].learnt_s
+    recorder.journal([PairRetired(1, "replay", "trained", 2, 2), PairRetired(3, "replay", "skipped", 2, 1)])
+    assert first_s is not None
+    assert recorder.pairs[1].learnt_s == first_s
+    assert [pair.learnt_s is None for pair in recorder.pairs.values()] == [False, True, True, True]
+    recorder.pairs[1].learnt_s = recorder.pairs[1].sent_s + 0.25
+    assert learning_latency(list(recorder.pairs.values()))["p50"] == pytest.approx(250.0)
+
+
+def test_the_series_tells_each_pair_with_the_base_models_opinion() -> None:
+    score = PairScored(1, "replay", 1, "prequential", -3.0, -5.0, -4.0, -3.5, 0.25, 0.5)
+    (row,) = score_series([score], [12.5], start_s=10.0)
+    assert row == {
+        "at_s": 2.5,
+        "pair_id": 1,
+        "version": 1,
+        "win": True,
+        "clpd_nats": 2.0,
+        "reward_margin": 0.25,
+        "base_clpd_nats": -0.5,
+    }
+
+
+def test_requests_are_counted_by_the_share_of_their_prompt_that_was_there() -> None:
+    def shared(cached: int, prompt: int) -> Answer:
+        return Answer(0.0, prompt, [], FinishEvent("x", "length", prompt_tokens=prompt, cached_tokens=cached))
+
+    tenths = prefix_shares([shared(0, 10), shared(5, 10), shared(9, 16), shared(16, 16), answer(0.0, reason=None)])
+    assert tenths == [1, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+
+
+def test_iterations_are_told_by_what_was_in_them() -> None:
+    before = {"iterations": {"serving": 2, "hybrid": 0}, "iteration_s": {"serving": 1.0, "hybrid": 0.0}}
+    after = {"iterations": {"serving": 4, "hybrid": 2}, "iteration_s": {"serving": 1.5, "hybrid": 0.1}}
+    figures = iteration_figures(before, after)
+    assert (figures["count"], figures["mean_ms"]) == (4, pytest.approx(150.0))
+    assert figures["by_mix"]["hybrid"] == {"count": 2, "mean_ms": pytest.approx(50.0)}

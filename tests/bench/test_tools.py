@@ -14,6 +14,7 @@ import pytest
 
 from edged.bench.callgrind import Counter, missing_program
 from edged.bench.dpo import SIDES
+from edged.scheduler.policies import POLICIES
 from tests.models import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -90,6 +91,17 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
     assert report["all"]["delay_ms"]["p100"] > 0
 
 
+def test_every_policys_decisions_are_timed() -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench_scheduler.py"), "--policy", "all", "--json"]
+    command += ["--rounds", "2", "--tasks", "8", "--queued", "20"]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    costs = json.loads(done.stdout)
+    assert [cost["policy"] for cost in costs] == list(POLICIES)
+    assert all("queued" in cost["mixes"] and 0 < cost["memory_mb"] < cost["memory_queued_mb"] for cost in costs)
+
+
 @pytest.mark.slow
 def test_instructions_are_counted_and_do_not_depend_on_the_moment(tmp_path: Path) -> None:
     if missing := missing_program():
@@ -160,6 +172,21 @@ def test_many_adapters_share_a_batch_and_come_from_disk(tmp_path: Path) -> None:
     assert all(report["crowd"][kind]["ttft_ms_p50"] > 0 for kind in ("cold", "warm"))
 
 
+@pytest.mark.slow
+def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 30)
+    arguments = (str(model), str(pairs), "--first", "25", "--recent", "32")
+    report = run_tool("bench_pruning.py", *arguments, report=tmp_path / "report.json")
+    assert set(report["tbt"]["1"]) == set(report["quality"]) == {"off", "128", "32"}
+    pages = [report["tbt"]["2"][name]["pages"] for name in ("off", "128", "32")]
+    assert pages == sorted(pages, reverse=True)
+    assert pages[0] > 1.5 * pages[1]
+    assert report["quality"]["off"]["greedy_agreement"] == 1.0
+    assert report["quality"]["off"]["pairs"] == 4
+    assert report["quality"]["32"]["greedy_agreement"] < 1.0
+
+
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
@@ -185,3 +212,17 @@ def test_ratios_that_left_their_range_are_told() -> None:
     assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
     assert verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
     assert verdict(before, None) == "new"
+
+
+@pytest.mark.slow
+def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path: Path) -> None:
+    model, pairs = save_tiny(tmp_path / "model"), tmp_path / "pairs.jsonl"
+    head = "\n\nHuman: hi\n\nAssistant:"
+    lines = [json.dumps({"chosen": f"{head} good day {n}", "rejected": f"{head} yo {n}"}) for n in range(20)]
+    pairs.write_text("\n".join(lines) + "\n")
+    report = run_tool("bench_simulation.py", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
+    for sides in report.values():
+        measured, simulated = sides["measured"], sides["simulated"]
+        assert measured["load"] == simulated["load"]
+        assert measured["finetune"]["pairs_sent"] == simulated["finetune"]["pairs_sent"]
+        assert simulated["requests"]["finished"] == simulated["requests"]["sent"] == measured["requests"]["sent"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from edged.cli.main import cli
 from edged.config import Settings
+from edged.scheduler.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +67,34 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
     output = run("config", "show", "--config", str(path), code=1)
     assert output.startswith("edged: ")
     assert 'did you mean "rank"' in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[scheduler]\npolicy = "adaInf"\n', 'setting "scheduler.policy" = \'adaInf\': did you mean "adainf"?'),
+        ('[model]\ndtype = "bf16"\n', 'setting "model.dtype" = \'bf16\': did you mean "bfloat16"?'),
+        ("[align]\nloss = 3\n", 'setting "align.loss" = 3: known: sigmoid, ipo'),
+        (
+            "[scheduler]\nretrain_every_s = 10\nretrain_window_s = 12\n",
+            'setting "scheduler.retrain_window_s" = 12: it must be shorter than retrain_every_s (10.0 s)',
+        ),
+    ],
+)
+def test_a_wrong_choice_is_told_the_nearest_one_or_what_there_is(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "edged.toml"
+    path.write_text(text)
+    assert message in run("config", "show", "--config", str(path), code=1)
+
+
+def test_a_misspelt_policy_on_the_command_line_is_told_the_nearest_name() -> None:
+    assert 'did you mean "ekya"?' in run("serve", "--policy", "eyka", code=1)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("bench", "replay")])
+def test_help_lists_every_policy(command: tuple[str, ...]) -> None:
+    text = re.sub(r"-\n +", "-", run(*command, "--help"))
+    assert set(POLICIES) <= set(re.findall(r"[a-z-]+", text.split("--policy")[1].split("Default")[0]))
 
 
 def test_a_value_in_the_place_of_a_section_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

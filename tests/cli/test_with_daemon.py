@@ -69,10 +69,13 @@ def test_ask_passes_the_daemon_s_refusal_on(daemon: Daemon) -> None:
 
 def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> None:
     text = daemon.run("status").stdout
-    for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "GiB"):
+    for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "tokens saved", "spilled", "GiB"):
         assert word in text
+    assert "a guess and" in text
     data = json.loads(daemon.run("status", "--json").stdout)
     assert {"model", "queue", "rates", "latency", "bins", "pages", "finetune", "device"} <= data.keys()
+    assert {"hit_share", "hit_tokens", "restored_tokens", "spilled_pages", "spill"} <= data["prefix"].keys()
+    assert {"mape_percent_by_kind", "after_warm_up", "source", "iterations", "drift"} <= data["cost_model"].keys()
 
 
 @pytest.mark.parametrize("command", ["status", "metrics"])

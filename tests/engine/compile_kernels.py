@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from edged.engine import triton_lora
 from edged.engine.attention import PagedPass
 from edged.engine.batch import Segment, pack
+from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
 from edged.engine.paths import Paths, trial, trial_of_lora
@@ -62,6 +63,8 @@ def iterations(kv: KvStore, group: int, paths: Paths, slots: LoraSlots) -> None:
     """Packed batches of several sizes, so that every table lies at another place of the one that is uploaded."""
     for decodes, length, window in ((1, 2, None), (3, 17, 5), (10, 32, None)):
         segments = [Segment([0], 61 * n, np.ones(40, np.int64)) for n in range(decodes)]
+        if decodes > 3:
+            segments[-1].compacted = Compacted(3, np.full((2, 2), 3), 32)
         segments += [Segment([0] * length, 7, np.array([5, 6, 7, 8]))] * (decodes % 3)
         batch = pack(segments, kv, CPU, paths.tile_tokens)
         tokens = batch.input_ids.shape[1]

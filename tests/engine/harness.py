@@ -94,8 +94,7 @@ def running_engine(
 
 def request(name: str, prompt: list[int], tokens: int = 12, adapter: str | None = None, **sampling: Any) -> Request:
     options = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling}
-    follows = options.pop("follows", None)
-    return Request(name, tuple(prompt), Sampling(**options), adapter, follows)
+    return Request(name, tuple(prompt), Sampling(**options), adapter)
 
 
 def random_ids(count: int, seed: int) -> list[int]:

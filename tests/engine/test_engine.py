@@ -231,7 +231,7 @@ def test_choices_of_one_prompt_share_its_pages(tmp_path: Path) -> None:
     prompt = random_ids(64, 1)
     with running_engine(tmp_path) as (engine, client):
         engine.submit(request("a", prompt, temperature=1.0, seed=1))
-        engine.submit(request("b", prompt, temperature=1.0, seed=2, follows="a"))
+        engine.submit(request("b", prompt, temperature=1.0, seed=2))
         client.wait(lambda: len(client.finished) == 2)
         assert client.finished["b"].cached_tokens >= 56
         assert client.ids("a") != client.ids("b")

@@ -83,6 +83,17 @@ def test_a_cache_too_small_for_anything_shows_the_arithmetic(tmp_path: Path) -> 
         page_count(ServedModel(model, CPU, torch.float32), settings)
 
 
+def test_a_cache_too_small_for_the_context_that_was_asked_for_shows_the_arithmetic() -> None:
+    model = tiny_model(num_hidden_layers=24, head_dim=64, num_key_value_heads=4).requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    served = ServedModel(model, CPU, torch.float32)
+    overrides = {"cache.memory_mb": 8, "cache.page_size": 16, "model.max_context_tokens": 200}
+    # 16 tokens * 24 layers * 4 heads * 64 * 2 * 4 bytes = 0.75 MiB a page.
+    with pytest.raises(ModelRefused, match=r"200 tokens .* takes 14 pages .* 10\.5 MiB; .* for 10 .*memory_mb to 11"):
+        page_count(served, load_settings(environ={}, overrides=overrides))
+    assert page_count(served, load_settings(environ={}, overrides={**overrides, "cache.memory_mb": 11})) == 14
+
+
 def test_the_fingerprint_tells_other_weights_apart() -> None:
     def fingerprint(seed: int) -> str:
         model = tiny_model(seed=seed).requires_grad_(False)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost import CostModel, Fit, Load, load_of
+from edged.scheduler.cost import CostModel, Load, load_of
+from edged.scheduler.fit import Fit
 from edged.scheduler.task import Kind, Outcome, Result, Task, Unit
 from tests.scheduler.world import Device
 
@@ -85,6 +87,61 @@ def test_it_follows_a_device_that_throttles_to_half_its_speed() -> None:
         cost.observe(result)
 
 
+def scaled(device: Device, factor: float) -> Device:
+    """The same device at another speed."""
+    slower = {
+        name: factor * getattr(device, name)
+        for name in ("pass_s", "token_s", "decode_s", "key_s", "pair_s", "unit_base_s", "unit_token_s")
+    }
+    return replace(device, **slower)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_device_that_becomes_twice_as_slow_and_fast_again_is_followed_within_three_seconds(noise: float) -> None:
+    fast = Device(noise=noise)
+    slow, rng = scaled(fast, 2.0), random.Random(1)
+    cost = trained(fast)
+    for device in (slow, fast, slow):
+        now = 0.0
+        while now < 3.0:
+            result = iteration(device, rng)
+            cost.observe(result)
+            now += result.forward_s + sum(seconds for _, seconds in result.units)
+        errors = []
+        for _ in range(40):
+            result = iteration(device, rng)
+            errors.append(abs(cost.forward_s(load_of(result)) / result.forward_s - 1.0))
+            errors += [abs(cost.unit_s(unit) / seconds - 1.0) for unit, seconds in result.units]
+            cost.observe(result)
+        assert sum(errors) / len(errors) < 0.15
+        assert cost.report()["drift"] == pytest.approx(2.0 if device is slow else 1.0, rel=0.25)
+
+
+def test_errors_are_told_by_kind_and_those_of_the_warm_up_are_left_out() -> None:
+    cost = trained(Device(noise=0.1), 200)
+    assert cost.report()["after_warm_up"]["all"] == {"iterations": 0, "mape_percent": None}
+    rng = random.Random(5)
+    for _ in range(100):
+        cost.observe(iteration(Device(noise=0.1), rng))
+    report = cost.report()
+    warm = report["after_warm_up"]
+    assert warm["prefill"]["iterations"] + warm["decode"]["iterations"] == warm["units"]["iterations"] == 100
+    assert report["iterations"] == 300
+    assert 1.0 < warm["prefill"]["mape_percent"] < 10.0
+    assert report["mape_percent_by_kind"].keys() == {"prefill", "decode", "units"}
+
+
+def test_a_forward_of_many_adapters_is_learned_to_take_longer_than_one_of_one() -> None:
+    cost, rng = guessed(), random.Random(0)
+    for _ in range(300):
+        tasks = [Task(i, Kind.DECODE, 0.0, context=200, adapter=rng.randrange(9)) for i in range(16)]
+        result = Result([Outcome(task, 1, 0, Kind.DECODE) for task in tasks])
+        result.forward_s = 0.020 + 0.001 * load_of(result).adapters
+        cost.observe(result)
+    one, many = Load(decodes=16, context=3200, adapters=1), Load(decodes=16, context=3200, adapters=8)
+    assert cost.forward_s(many) - cost.forward_s(one) == pytest.approx(0.007, rel=0.1)
+
+
 def test_it_keeps_the_prices_that_a_steady_load_does_not_show() -> None:
     device = Device(noise=0.1)
     cost, rng = trained(device), random.Random(3)
@@ -117,10 +174,10 @@ def test_before_any_measurement_it_admits_that_it_may_be_wrong() -> None:
 
 def test_a_unit_of_an_unknown_kind_starts_like_a_layer_and_is_learned() -> None:
     cost = guessed()
-    assert cost.unit_s(Unit("score", 64)) == cost.unit_s(Unit("layer", 64))
+    assert cost.unit_s(Unit("other", 64)) == cost.unit_s(Unit("layer", 64))
     for _ in range(30):
-        cost.observe(Result(units=[(Unit("score", 64), 0.5)]))
-    assert cost.unit_s(Unit("score", 64)) == pytest.approx(0.5, rel=0.05)
+        cost.observe(Result(units=[(Unit("other", 64), 0.5)]))
+    assert cost.unit_s(Unit("other", 64)) == pytest.approx(0.5, rel=0.05)
 
 
 def test_the_part_of_an_iteration_that_was_fine_tuning_is_told() -> None:

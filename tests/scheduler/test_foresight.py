@@ -68,6 +68,37 @@ def test_a_request_that_comes_meanwhile_is_planned_for_at_once() -> None:
     assert life.made == 1
 
 
+def test_a_waiting_prompt_that_changed_meanwhile_is_planned_for_at_once() -> None:
+    world = world_of("fcfs", pages=500, max_sequences=1)
+    world.ask(10, 20)
+    waiting = world.ask(100, 2)
+    world.plans_ahead = True
+    for _ in range(5):
+        world.step()
+    waiting.task.tokens = 20
+    world.scheduler.update(waiting.task)
+    assert not world.step().foreseen
+    assert world.step().foreseen
+
+
+def test_a_granted_prompt_that_could_not_begin_is_planned_anew() -> None:
+    world = world_of("fcfs", pages=500)
+    world.ask(10, 20)
+    plan = world.scheduler.plan(0.0, world.room())
+    foresight = world.scheduler.foresee(plan, 0.0, world.room())
+    # The engine found no LoRA slot for it: it waits as before.
+    assert not world.scheduler.plan(plan.predicted_forward_s, world.room(), foresight).foreseen
+
+
+def test_prompts_that_only_wait_are_not_looked_at() -> None:
+    world = world_of("mace", pages=500, max_sequences=2)
+    for _ in range(1_000):
+        world.ask(10, 20)
+    foresight = world.scheduler.foresee(world.step(), world.now, world.room())
+    assert foresight is not None
+    assert len(foresight.tasks) == 2
+
+
 def test_an_iteration_that_took_much_longer_is_planned_anew() -> None:
     world = world_of("fcfs", pages=500)
     world.ask(1_000, 20)

@@ -390,5 +390,5 @@ def test_a_bin_mixes_all_three_workloads_and_adds_up() -> None:
     plan = scheduler.plan(0.0, resources())
     assert [grant.task.kind for grant in plan.grants] == [Kind.DECODE] * 4 + [Kind.PREFILL, Kind.FINETUNE]
     assert plan.pages == 4 + 7 + 7
-    load = Load(prefill_tokens=100, decodes=4, finetune_tokens=100, context=256, pairs=2 * 100 * 50.0)
+    load = Load(prefill_tokens=100, decodes=4, finetune_tokens=100, context=256, pairs=100 * 50.0)
     assert plan.predicted_forward_s == pytest.approx(scheduler.cost.forward_s(load))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+import sys
 
 import pytest
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel, Load
 from edged.scheduler.fcfs import Fcfs
+from edged.scheduler.policies import POLICIES
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Outcome, Resources, Result, Task, Unit
+from edged.scheduler.task import Kind, Outcome, Resources, Result, ServiceClass, Task, Unit
 
 AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
 
@@ -43,6 +44,39 @@ def test_no_target_is_tighter_than_its_floor() -> None:
     assert task.deadline_s == 60.0
     scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.1), now=1.0)
     assert task.deadline_s == 8.0
+
+
+def test_requests_of_the_batch_class_are_held_to_their_own_targets() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=100.0, batch_ttft_floor_ms=60_000.0, batch_tbt_floor_ms=7_000.0)
+    batch, interactive = prompt(1), prompt(2)
+    batch.service = ServiceClass.BATCH
+    for task in (batch, interactive):
+        scheduler.add(task, now=0.0)
+    assert batch.deadline_s == 60.0 > interactive.deadline_s
+    outcomes = [Outcome(task, 100, 0, Kind.DECODE) for task in (batch, interactive)]
+    scheduler.complete(Result(outcomes, 0.1), now=1.0)
+    assert batch.deadline_s == 8.0 > interactive.deadline_s
+
+
+def test_interactive_prompts_are_computed_before_those_of_the_batch_class() -> None:
+    scheduler = scheduler_of()
+    batch, interactive = prompt(1, tokens=2000), prompt(2, tokens=1024, arrival_s=0.1)
+    batch.service = ServiceClass.BATCH
+    scheduler.add(batch, now=0.0)
+    scheduler.add(interactive, now=0.1)
+    assert [grant.task for grant in scheduler.plan(0.1, AMPLE).grants] == [interactive]
+
+
+def test_a_target_that_a_lone_request_misses_is_named_with_the_way_out() -> None:
+    cost = scheduler_of().cost
+    alone_ms = cost.forward_s(Load(decodes=1)) * 1e3
+    assert scheduler_of().targets.impossible() == []
+    assert scheduler_of(tbt_factor=0.5, tbt_floor_ms=alone_ms * 1.01).targets.impossible() == []
+    (problem,) = scheduler_of(tbt_factor=0.5, tbt_floor_ms=alone_ms * 0.5).targets.impossible()
+    assert "TBT target of interactive requests" in problem
+    assert "raise scheduler.tbt_factor" in problem
+    (problem,) = scheduler_of(batch_ttft_factor=0.1, batch_ttft_floor_ms=0.001).targets.impossible()
+    assert "scheduler.batch_ttft_floor_ms" in problem
 
 
 def test_a_deadline_that_was_given_is_kept() -> None:
@@ -145,7 +179,7 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
 
 
 def test_every_policy_of_the_settings_exists_and_can_be_replaced_by_ones_own() -> None:
-    for name in get_args(SchedulerSettings.model_fields["policy"].annotation):
+    for name in POLICIES:
         assert scheduler_of(policy=name).policy.name == name
     cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
     own = Fcfs(SchedulerSettings(), cost)
@@ -158,3 +192,26 @@ def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
     plan = scheduler.plan(0.0, AMPLE)
     assert plan.predicted_forward_s == pytest.approx(scheduler.cost.prompt_s(100))
     assert math.isfinite(plan.budget_s)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -> None:
+    def calls(queued: int) -> int:
+        """Function calls of a decision, its completion and the plan made ahead."""
+        scheduler = scheduler_of(policy=policy)
+        for task_id in range(queued):
+            scheduler.add(prompt(task_id, tokens=600), now=0.0)
+        counted = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        plan = scheduler.plan(0.0, AMPLE)
+        scheduler.foresee(plan, 0.0, AMPLE)
+        scheduler.complete(Result([Outcome(grant.task, grant.tokens, 0, None) for grant in plan.grants], 0.1), 0.1)
+        sys.setprofile(None)
+        return counted
+
+    assert calls(4096) <= calls(512) + 20

@@ -182,6 +182,17 @@ def test_under_overload_fine_tuning_never_starves_and_keeps_its_share(
     assert tuning.work_s / (world.now - started_s) >= 0.8 * share
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.5])
+def test_over_minutes_of_overload_fine_tuning_gets_its_minimum_share_and_hardly_more(share: float) -> None:
+    world = world_of(pages=4000, finetune_min_share=share, device=Device(noise=0.1))
+    profile(world)
+    started_s = world.now
+    tuning = overload(world, seconds=started_s + 300.0)
+    got = tuning.work_s / (world.now - started_s)
+    assert 0.95 * share <= got <= share + 0.05
+    assert tuning.taken > 0
+
+
 def test_overload_leaves_serving_what_the_share_does_not_take() -> None:
     # Everybody is late, so fine-tuning gets no more than it is owed.
     world = world_of(pages=4000, finetune_min_share=0.1)
@@ -219,19 +230,48 @@ def test_the_same_world_is_planned_the_same_way_twice(policy: str) -> None:
     assert times() == times()
 
 
-def test_serving_is_not_slowed_beyond_its_targets_by_fine_tuning() -> None:
-    # A quarter of the device's capacity is served; the rest is free for learning.
-    world = world_of(pages=4000)
+def serve(policy: str, rate_per_s: float, **scheduler: float) -> tuple[World, list[Life]]:
+    """A minute of requests that leave much of the device free, beside a lesson without end."""
+    world = world_of(policy, pages=4000, **scheduler)
     world.teach(400, UNITS * 10, steps=1_000_000)
     lives: list[Life] = []
     while world.now < 60.0:
-        while len(lives) < world.now * 1.0:
+        while len(lives) < world.now * rate_per_s:
             lives.append(world.ask(prompt=200, answer=30))
-        world.step()
-    done = [life for life in lives if life.made == life.answer]
+        plan = world.step()
+        if not plan.grants:
+            world.now += 0.01
+    return world, [life for life in lives if life.made == life.answer]
+
+
+def gaps_of(lives: list[Life]) -> list[float]:
+    return sorted(b - a for life in lives for a, b in itertools.pairwise(life.token_times))
+
+
+def test_serving_is_not_slowed_beyond_its_targets_by_fine_tuning() -> None:
+    world, done = serve("mace", 1.0, tbt_slowdown=3.0)
     in_time = [life.token_times[0] - life.task.arrival_s <= 0.6 for life in done]
     assert sum(in_time) / len(in_time) > 0.98
-    gaps = sorted(b - a for life in done for a, b in itertools.pairwise(life.token_times))
+    gaps = gaps_of(done)
     assert gaps[int(0.9 * len(gaps))] <= 0.060
     tuning = next(iter(world.tunings.values()))
     assert tuning.work_s / world.now > 0.3
+
+
+def test_the_mean_time_between_tokens_grows_by_what_the_setting_allows() -> None:
+    def mean_gap(policy: str, **scheduler: float) -> float:
+        # What is granted in advance is used up by then.
+        done = [life for life in serve(policy, 0.8, finetune_min_share=0.0, **scheduler)[1] if life.task.arrival_s > 15]
+        gaps = gaps_of(done)
+        return sum(gaps) / len(gaps)
+
+    alone = mean_gap("fcfs")
+    assert 1.0 < mean_gap("mace", tbt_slowdown=1.05) / alone < 1.07
+    assert 1.1 < mean_gap("mace", tbt_slowdown=1.3) / alone < 1.4
+
+
+def test_what_is_free_between_requests_is_all_for_fine_tuning() -> None:
+    world, done = serve("mace", 0.5)
+    busy_s = sum(life.token_times[-1] - life.task.arrival_s for life in done)
+    tuning = next(iter(world.tunings.values()))
+    assert tuning.work_s > 0.85 * (world.now - busy_s)

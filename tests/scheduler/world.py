@@ -25,6 +25,7 @@ class Device:
     key_s: float = 1e-7
     pair_s: float = 1e-8
     unit_token_s: float = 0.0001
+    unit_base_s: float = 0.001
     free_tokens: int = 0
     noise: float = 0.0
 
@@ -42,7 +43,7 @@ class Device:
         )
 
     def unit_s(self, unit: Unit) -> float:
-        return 0.001 + self.unit_token_s * unit.tokens
+        return self.unit_base_s + self.unit_token_s * unit.tokens
 
 
 @dataclass

@@ -1,0 +1,97 @@
+"""What the model that was being served thought of each preference when it came.
+
+Owns the weights that each pair met and their judgement afterwards, by transformers and PEFT. A pair's own step scores
+it only when it is trained on, which hides how stale the answers of a policy are that trains late: this does not.
+Must not know the scheduler.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edged.align.pair import TokenPair
+from edged.engine.engine import Engine
+
+_MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
+Weights = tuple[int, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    at_s: float
+    pair: TokenPair
+    weights: Future[Weights]
+
+
+class Arrivals:
+    """The pairs of one adapter as they come. Each version that a pair meets is copied to the host once."""
+
+    def __init__(self, engine: Engine, adapter: str) -> None:
+        self._engine, self._adapter = engine, adapter
+        self._spec = engine.adapter_files.spec
+        self._arrivals: list[_Arrival] = []
+        self._version = -1
+
+    def meet(self, pair: TokenPair, at_s: float) -> None:
+        """A pair comes, `at_s` after the start of the load; call it before the engine gets it."""
+        version = self._engine.adapters().get(self._adapter, 0)
+        if version != self._version:
+            self._version = version
+            weights = self._engine.weights(self._adapter)
+        else:
+            weights = self._arrivals[-1].weights
+        self._arrivals.append(_Arrival(at_s, pair, weights))
+
+    def judge(self, model_dir: Path, device: str) -> dict[str, Any]:
+        """Means over the pairs, and the series of them. Loads the model anew: end the engine before."""
+        series = self._series(model_dir, device)
+        means = {name: float(np.mean([row[key] for row in series])) for name, key in _MEANS.items()} if series else {}
+        return {"pairs": len(series), **means, "series": series}
+
+    def _series(self, model_dir: Path, device: str) -> list[dict[str, Any]]:
+        """{"at_s", "version", "win", "clpd_nats", "pair_id"} of each.
+
+        Log-probabilities of answers are sums in nats, of the unquantized model in float32.
+        """
+        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).eval()
+        config = LoraConfig(
+            r=self._spec.rank, lora_alpha=self._spec.alpha, target_modules=list(self._spec.peft_targets)
+        )
+        model = get_peft_model(base, config).eval()
+        rows = []
+        loaded = 0
+        for arrival in self._arrivals:
+            version, tensors = arrival.weights.result()
+            if tensors and version != loaded:
+                set_peft_model_state_dict(model, tensors)
+                loaded = version
+            # A fresh LoRA, as PEFT makes it, changes nothing: that is version 0.
+            pair = arrival.pair
+            clpd = _logp(model, pair.prompt, pair.chosen) - _logp(model, pair.prompt, pair.rejected)
+            rows.append(
+                {
+                    "at_s": round(arrival.at_s, 3),
+                    "pair_id": pair.pair_id,
+                    "version": version,
+                    "win": clpd > 0.0,
+                    "clpd_nats": clpd,
+                }
+            )
+        return rows
+
+
+@torch.inference_mode()
+def _logp(model: Any, prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
+    """Sum of the answer's log-probabilities after the prompt."""
+    ids = torch.tensor([prompt + answer], device=model.device)
+    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
+    return float(logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum())

@@ -1,0 +1,260 @@
+"""Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed.
+
+Owns the order of the runs, their folder of raw reports and what happens when one fails. Must not know what a run
+measures: each is `edged bench replay` or `edged bench simulate` in a process of its own, so that nothing leaks from one
+into the next, and its command is kept beside its report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+CAPACITY_POLICY = "fcfs"
+"""Serves without training: what it finishes of a burst is the machine's capacity."""
+_OWN = "edged: "
+"""What edged's own errors begin with."""
+_SLOWEST, _START_S = 10.0, 600.0
+"""A run may take so many times its window, and that long to load and to warm up, before it is ended."""
+
+Progress = Callable[[str], None]
+
+
+class CompareError(RuntimeError):
+    """The comparison cannot begin or go on; the message says why."""
+
+
+class RunFailed(RuntimeError):
+    """One run came to no report; the message is its own last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What all runs of a comparison have in common; `device` names a simulated one, None measures this machine."""
+
+    trace: str
+    model: str
+    seconds: float
+    pairs: str | None = None
+    """Only measured runs have them: simulated pairs have lengths alone."""
+    pair_format: str = "hh"
+    config: str | None = None
+    device: str | None = None
+    score_arrivals: bool = False
+
+    def command(self, policy: str, retrain_rate: float, rate_per_s: float | None, seed: int) -> list[str]:
+        """Arguments of `edged` that do one run; without a rate the machine's capacity is measured first."""
+        learnt = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
+        options = {
+            "--device": self.device,
+            "--trace": self.trace,
+            **learnt,
+            "--model": self.model,
+            "--config": self.config,
+            "--policy": policy,
+            "--rate": rate_per_s,
+            "--retrain-rate": retrain_rate,
+            "--seconds": self.seconds,
+            "--seed": seed,
+        }
+        given = [text for name, value in options.items() if value is not None for text in (name, f"{value}")]
+        flags = ["--score-arrivals"] if self.score_arrivals else []
+        return ["bench", "simulate" if self.device else "replay", *given, *flags, "--json"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One point of the comparison; `load` is the rate as a share of the capacity where it was given so."""
+
+    policy: str
+    retrain_rate: float
+    rate_per_s: float
+    load: float | None
+    seed: int
+
+    @property
+    def file(self) -> str:
+        """Where its report lies in the folder."""
+        rate = f"rate{self.rate_per_s:g}" if self.load is None else f"load{self.load:g}"
+        return f"{self.policy}_retrain{self.retrain_rate:g}_{rate}_seed{self.seed}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What varies. Rates are requests per second, loads shares of the machine's capacity; both may be given."""
+
+    policies: tuple[str, ...]
+    retrain_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    rates_per_s: tuple[float, ...] = ()
+    loads: tuple[float, ...] = ()
+
+    def runs(self, capacity_per_s: float | None) -> Iterator[Run]:
+        """All runs in their order: policies take turns within a point, and who begins changes from point to point.
+
+        A machine's moods (heat, a neighbour) last longer than a run; they shall meet every policy alike.
+        """
+        rates: list[tuple[float, float | None]] = [(rate, None) for rate in self.rates_per_s]
+        rates += [(load * (capacity_per_s or 0.0), load) for load in self.loads]
+        first = 0
+        for seed in self.seeds:
+            for rate, load in rates:
+                for retrain_rate in self.retrain_rates:
+                    for policy in self.policies[first:] + self.policies[:first]:
+                        yield Run(policy, retrain_rate, rate, load, seed)
+                    first = (first + 1) % len(self.policies)
+
+
+def compare(
+    workload: Workload, axes: Axes, folder: Path, progress: Progress = lambda _line: None, jobs: int = 1
+) -> dict[str, Any]:
+    """Do the runs that the folder does not have yet, `jobs` at once; returns its manifest.
+
+    A run that fails is recorded with its error and does not end the others; the next call tries it again. Raises
+    CompareError when the folder holds runs of another workload, or the capacity cannot be measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _manifest(workload, folder)
+    if axes.loads and manifest["capacity_per_s"] is None:
+        manifest["capacity_per_s"] = _capacity(workload, progress)
+    runs = list(axes.runs(manifest["capacity_per_s"]))
+    known = {row["file"]: row for row in manifest["runs"]}
+    manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
+    _write(folder / MANIFEST, manifest)
+    missing = [run for run in runs if not is_done(folder / run.file)]
+    clock = _Clock(len(runs), len(missing), jobs, workload.seconds)
+    # A measured run has the machine to itself; simulated ones share its cores.
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda run: _do(workload, run, folder, clock, progress), missing))
+    return manifest
+
+
+def is_done(path: Path) -> bool:
+    """Whether a run has left a report there, not an error."""
+    return path.is_file() and "report" in json.loads(path.read_text())
+
+
+class _Clock:
+    """How far a comparison is; used by several threads."""
+
+    def __init__(self, runs: int, missing: int, jobs: int, seconds: float) -> None:
+        self._runs, self._missing, self._jobs, self._seconds = runs, missing, jobs, seconds
+        self._started_s = time.monotonic()
+        self._ended = 0
+        self._lock = threading.Lock()
+
+    def end(self) -> None:
+        """A run is over."""
+        with self._lock:
+            self._ended += 1
+
+    def __str__(self) -> str:
+        left = self._missing - self._ended
+        elapsed_s = time.monotonic() - self._started_s
+        each_s = elapsed_s / self._ended if self._ended else self._seconds / self._jobs
+        return f"{self._runs - left} of {self._runs} runs, about {max(1, round(left * each_s / 60))} min left"
+
+
+def _do(workload: Workload, run: Run, folder: Path, clock: _Clock, progress: Progress) -> None:
+    command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
+    record: dict[str, Any] = {"run": asdict(run), "command": ["edged", *command]}
+    name = run.file.removesuffix(".json")
+    started_s = time.monotonic()
+    try:
+        record["report"] = call(command, workload.seconds, lambda line: progress(f"{clock}; {name}: {line}"))
+    except RunFailed as error:
+        record["error"] = str(error)
+        progress(f"{name} failed: {error}")
+    clock.end()
+    record["wall_s"] = time.monotonic() - started_s
+    _write(folder / run.file, record)
+
+
+def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:
+    """Run `edged` with these arguments in a process of its own; returns the JSON that it prints. Raises RunFailed."""
+    limit_s = _SLOWEST * seconds + _START_S
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "edged.cli", *command], stdout=output, stderr=subprocess.PIPE, text=True
+        )
+        timer = threading.Timer(limit_s, child.kill)
+        timer.start()
+        last, said = "", ""
+        try:
+            assert child.stderr is not None
+            for line in child.stderr:
+                if line.strip():
+                    last = line.strip()
+                    # Libraries may still complain when the process ends.
+                    said = last if last.startswith(_OWN) else said
+                    progress(last)
+            code = child.wait()
+        finally:
+            late = not timer.is_alive()
+            timer.cancel()
+            child.kill()
+            child.wait()
+        if late:
+            raise RunFailed(f"no report within {limit_s:.0f} s")
+        if code:
+            raise RunFailed(said.removeprefix(_OWN) or f"ended with exit code {code}: {last}")
+        output.seek(0)
+        try:
+            report: dict[str, Any] = json.load(output)
+        except ValueError as error:
+            raise RunFailed(f"printed no JSON: {error}") from None
+        return report
+
+
+def _capacity(workload: Workload, progress: Progress) -> float:
+    """Requests per second that a burst reaches."""
+    short = replace(workload, seconds=1.0, score_arrivals=False)
+    try:
+        report = call(
+            short.command(CAPACITY_POLICY, 0.0, None, 0), short.seconds, lambda line: progress(f"capacity: {line}")
+        )
+    except RunFailed as error:
+        raise CompareError(f"the capacity, which --load is a share of, could not be measured: {error}") from None
+    return float(report["load"]["capacity_per_s"])
+
+
+def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
+    """The folder's manifest, or a new one. Raises CompareError when it is of another workload."""
+    config = Path(workload.config).read_text() if workload.config else ""
+    wanted = {**asdict(workload), "config_text": config}
+    path = folder / MANIFEST
+    if not path.is_file():
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return {
+            "created_at": created_at,
+            "workload": wanted,
+            "cores": os.cpu_count(),
+            "capacity_per_s": None,
+            "runs": [],
+        }
+    manifest: dict[str, Any] = json.loads(path.read_text())
+    for name, value in manifest["workload"].items():
+        if value != wanted[name]:
+            raise CompareError(
+                f'"{folder}" has runs with {name.replace("_", " ")} {value!r}, not {wanted[name]!r}: '
+                "runs of different workloads cannot be compared; give another folder"
+            )
+    return manifest
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all, so that an interrupted comparison leaves no half report."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,139 @@
+"""Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them.
+
+Owns the order of that and the file's place. Must not know the command line.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import edged
+from edged.bench.peaks import measure_peaks
+from edged.bench.profiling import Progress, measure
+from edged.config import Settings
+from edged.engine.engine import Engine
+from edged.engine.executor import Work
+from edged.engine.parts import EngineParts, build_parts
+from edged.engine.request import Event, FinishEvent, Request, Sampling
+from edged.engine.threads import apart, beside
+from edged.scheduler.profile import FOLDER, MemoryPeak, Profile, file_name, fit_prices, held_out_error
+
+_OVERHEAD_REQUESTS, _OVERHEAD_TOKENS = 8, 48
+_LONGEST_WAIT_S = 300.0
+
+
+class ProfilingFailed(RuntimeError):
+    """The device could not be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile and where it belongs."""
+
+    profile: Profile
+    path: Path
+
+
+def profile_device(
+    settings: Settings,
+    model_dir: Path,
+    data_dir: Path,
+    output: Path | None = None,
+    quick: bool = False,
+    progress: Progress = lambda _done, _all, _what: None,
+) -> Measured:
+    """Measure, fit and write the profile, to `output` or into the data folder.
+
+    Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
+    """
+    beside()
+    parts = apart(lambda: build_parts(_for_measuring(settings), model_dir, None))
+    try:
+        # First, while the heap has no holes that others left.
+        progress(0, 1, "memory")
+        memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
+        forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
+        progress(1, 1, "the engine's overhead")
+        overhead_s = _overhead_s(parts)
+    except RuntimeError as error:
+        raise ProfilingFailed(str(error)) from error
+    profile = Profile(
+        subject=parts.subject,
+        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        edged_version=edged.__version__,
+        prices=fit_prices(forwards, units),
+        overhead_s=overhead_s,
+        error_percent=held_out_error(forwards, units),
+        forwards=tuple(forwards),
+        units=tuple(units),
+        memory=memory,
+    )
+    path = output or data_dir / FOLDER / file_name(parts.subject)
+    profile.write(path)
+    return Measured(profile, path)
+
+
+def _for_measuring(settings: Settings) -> Settings:
+    """Steps learn from exactly the pairs that they are given, whatever they score."""
+    align = settings.align.model_copy(update={"replay_share": 0.0, "loss_threshold": 0.0, "epochs": 1})
+    guard = settings.guard.model_copy(update={"held_out_share": 0.0})
+    return settings.model_copy(update={"align": align, "guard": guard})
+
+
+def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
+    """`work` with the threads that the engine's own thread would have."""
+    if parts.threads is not None:
+        parts.threads.begin()
+    return work()
+
+
+def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
+    """None of them where this system does not tell a process's peak."""
+    try:
+        return measure_peaks(parts)
+    except OSError:
+        return {}
+
+
+def _overhead_s(parts: EngineParts) -> float:
+    """Median seconds between the work of two iterations, while some requests decode."""
+    ended = threading.Semaphore(0)
+    gaps: list[float] = []
+    last_end_s = 0.0
+    run = parts.executor.run
+
+    def watched(*arguments: Any, **named: Any) -> Work:
+        nonlocal last_end_s
+        began_s = time.perf_counter()
+        if last_end_s:
+            gaps.append(began_s - last_end_s)
+        work = run(*arguments, **named)
+        worked_s = work.forward_s + sum(seconds for _, seconds in work.units)
+        last_end_s = began_s + worked_s
+        return work
+
+    def deliver(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, FinishEvent):
+                ended.release()
+
+    setattr(parts.executor, "run", watched)  # noqa: B010 - a method of one object is watched
+    engine = Engine(parts, deliver, lambda _records: None)
+    tokens = min(_OVERHEAD_TOKENS, parts.max_context_tokens // 2)
+    engine.start()
+    try:
+        for number in range(_OVERHEAD_REQUESTS):
+            prompt = tuple((number + 8 + index) % parts.model.shape.vocab_size for index in range(tokens))
+            engine.submit(Request(f"overhead {number}", prompt, Sampling(max_tokens=tokens, ignore_eos=True)))
+        for _ in range(_OVERHEAD_REQUESTS):
+            if not ended.acquire(timeout=_LONGEST_WAIT_S):
+                raise RuntimeError(engine.error or "no answer in time")
+    finally:
+        engine.stop(0.0)
+    return statistics.median(gaps) if gaps else 0.0

@@ -1,0 +1,1 @@
+"""The report of comparisons: the paper's figures from raw runs, each beside the paper's number."""

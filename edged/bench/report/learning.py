@@ -1,0 +1,166 @@
+"""Figures of what was learnt: win rate and CLPD over time (Figure 2) and against the retrain rate (Figure 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from edged.bench.report import paper
+from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.setting import Setting
+from edged.bench.summary import CLPD, WIN_RATE, Done, Metric
+
+_STEPS, _WINDOW_SHARE = 60, 0.2
+"""A curve has so many points, each the mean over the pairs of that share of the window before it."""
+REWARD_ACCURACY = Metric("alignment.reward_accuracy", "reward accuracy", 3)
+PERIODIC = ("ekya", "periodic-async")
+CONTINUOUS = ("mace", "sync", "adainf")
+UNTRAINED = "no retraining"
+
+Value = Callable[[dict[str, Any]], float]
+"""What a scored pair is worth."""
+Pair = tuple[float, float]
+"""When it was scored, in seconds, and what came of it."""
+
+
+def over_time(setting: Setting) -> Figure | None:
+    """Figure 2, at the highest retrain rate; None where no run scored pairs (simulations do not)."""
+    point = {"rate_per_s": setting.middle_rate, "retrain_rate": setting.retrain_rates[-1]}
+    runs = {policy: setting.runs.at(policy=policy, **point) for policy in setting.policies}
+    runs = {policy: done for policy, done in runs.items() if any(scored(one.report) for one in done)}
+    if not runs:
+        return None
+    seconds = float(setting.runs.manifest["workload"]["seconds"])
+    panels = []
+    for title, value, base in (("win rate", win, base_win), ("CLPD, nats", clpd, base_clpd)):
+        curves = {
+            policy: smooth(pairs(done, scored, value), seconds) for policy, done in runs.items() if policy != "fcfs"
+        }
+        curves[UNTRAINED] = smooth(untrained(runs, value, base), seconds)
+        panels.append(Panel(title, "seconds", title, curves))
+    accuracy = {
+        policy: smooth(points, seconds)
+        for policy, done in runs.items()
+        if (points := pairs(done, trained, lambda row: float(row["reward_margin"] > 0)))
+    }
+    if accuracy:
+        panels.append(Panel("reward accuracy, as trained", "seconds", "reward accuracy", accuracy))
+    judged = any("arrivals" in one.report for done in runs.values() for one in done)
+    return Figure(
+        "fig2",
+        "Figure 2: win rate and CLPD over time by strategy",
+        _gains(runs),
+        tuple(panels),
+        "Each pair is judged by the version that was served when it came."
+        if judged
+        else "Each pair is judged when its step begins, which hides how late that was: run with --score-arrivals.",
+        {"point": point},
+    )
+
+
+def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pairs as the served model saw them when they came; else as they were before they were trained on."""
+    return report["arrivals"]["series"] if "arrivals" in report else report["series"]
+
+
+def trained(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pairs that were trained on, with the base model's opinion."""
+    series: list[dict[str, Any]] = report["series"]
+    return series
+
+
+def pairs(
+    done: Sequence[Done],
+    rows: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    value: Value,
+) -> list[Pair]:
+    """A value of each pair of several runs, in the order of their moments."""
+    return sorted((row["at_s"], value(row)) for one in done for row in rows(one.report))
+
+
+def smooth(points: Sequence[Pair], seconds: float) -> Curve:
+    """Means over a window that slides; None where no pair was in it."""
+    ends = [seconds * step / _STEPS for step in range(1, _STEPS + 1)]
+    width = seconds * _WINDOW_SHARE
+    windows = [[value for at_s, value in points if end - width < at_s <= end] for end in ends]
+    means = [round(sum(values) / len(values), 5) if values else None for values in windows]
+    return Curve([round(end, 3) for end in ends], means)
+
+
+def mean(points: Sequence[Pair]) -> float | None:
+    """Over all pairs."""
+    return sum(value for _, value in points) / len(points) if points else None
+
+
+def untrained(runs: dict[str, list[Done]], value: Value, base: Value) -> list[Pair]:
+    """What the base model thinks: of each pair as it came where fcfs ran, else of those that were trained on."""
+    alone = pairs(runs.get("fcfs", ()), scored, value)
+    return alone or pairs([one for done in runs.values() for one in done], trained, base)
+
+
+def win(row: dict[str, Any]) -> float:
+    """Whether the preferred answer was the likelier one."""
+    return float(row["win"])
+
+
+def base_win(row: dict[str, Any]) -> float:
+    """The same of the base model."""
+    return float(row["base_clpd_nats"] > 0.0)
+
+
+def clpd(row: dict[str, Any]) -> float:
+    """Contrastive log-probability difference (section 3.1 of the paper)."""
+    return float(row["clpd_nats"])
+
+
+def base_clpd(row: dict[str, Any]) -> float:
+    """The same of the base model."""
+    return float(row["base_clpd_nats"])
+
+
+def _gains(runs: dict[str, list[Done]]) -> tuple[Row, ...]:
+    """Means of the strategies over the base model's on the same stream of pairs."""
+    rows = []
+    for title, value, base, periodic, continuous in (
+        ("win rate", win, base_win, paper.PERIODIC_WIN_RATE, paper.CONTINUOUS_WIN_RATE),
+        ("CLPD", clpd, base_clpd, paper.PERIODIC_CLPD, paper.CONTINUOUS_CLPD),
+    ):
+        without = mean(untrained(runs, value, base))
+        for policy in (*PERIODIC, *CONTINUOUS):
+            if policy in runs:
+                ours = mean(pairs(runs[policy], scored, value))
+                rows.append(
+                    Row(f"{title}, {policy}", against(ours, without), periodic if policy in PERIODIC else continuous)
+                )
+    return tuple(rows)
+
+
+def against(ours: float | None, base: float | None) -> str:
+    """A gain over a base: as a ratio where that means something, with both numbers."""
+    if ours is None or base is None:
+        return "–"
+    ratio = f"{ours / base:.2f}x: " if base > 0.0 else ""
+    return f"{ratio}{told(base, 3)} to {told(ours, 3)}"
+
+
+def against_retrain_rate(setting: Setting) -> Figure | None:
+    """Figure 9; None where no run scored pairs."""
+    metrics = {"win rate": WIN_RATE, "CLPD, nats": CLPD, "reward accuracy, as trained": REWARD_ACCURACY}
+    panels = []
+    for title, metric in metrics.items():
+        curves = {p: setting.curve(metric, p, "retrain_rate", 1.0) for p in setting.policies}
+        curves = {policy: curve for policy, curve in curves.items() if any(y is not None for y in curve.y)}
+        if curves:
+            panels.append(Panel(title, "retrain rate", title, curves))
+    if not panels:
+        return None
+    rows = []
+    for title, metric, number in (
+        ("win rate", WIN_RATE, paper.WIN_RATE_TO_ADAINF),
+        ("CLPD", CLPD, paper.CLPD_TO_ADAINF),
+    ):
+        for rate in setting.retrain_rates:
+            ours = setting.mean(metric, "mace", retrain_rate=rate)
+            theirs = setting.mean(metric, "adainf", retrain_rate=rate)
+            rows.append(Row(f"{title} at {rate:.0%}, adainf to mace", against(ours, theirs), number))
+    return Figure("fig9", "Figure 9: accuracy against retrain rate", tuple(rows), tuple(panels))

@@ -1,0 +1,102 @@
+"""Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1).
+
+Owns the reading of those benchmarks' JSON. What is absent, or another benchmark's, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edged.bench.compare import CompareError
+from edged.bench.report import paper
+from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.setting import Setting
+
+_WHOLE, _BUDGET = "off", "tokens kept by a head"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CompareError when it is no JSON object."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CompareError(f'"{path}" cannot be read: {error}') from None
+    if not isinstance(value, dict):
+        raise CompareError(f'"{path}" holds no JSON object: give what a benchmark wrote')
+    return value
+
+
+def prefix_sharing(setting: Setting) -> Figure | None:
+    """Figure 8a: requests by the share of their prompt that another had computed; None where nothing was shared."""
+    tenths = [0] * 10
+    for done in setting.runs.at(policy="mace"):
+        tenths = [a + b for a, b in zip(tenths, done.report["prefix"]["requests_by_tenth"], strict=True)]
+    if not sum(tenths[1:]):
+        return None
+    total = sum(tenths)
+    names = [f"{10 * tenth}" for tenth in range(10)]
+    row = Row("share of a prompt that was there: mean", told(_mean_share(setting), 3), paper.PREFIX_RATIO)
+    panel = Panel(
+        "prefix sharing ratio",
+        "at least so many %",
+        "share of requests",
+        {"mace": Curve(names, [n / total for n in tenths])},
+        "bar",
+    )
+    return Figure("fig8a", "Figure 8a: prefix sharing ratio", (row,), (panel,), "All of mace's runs together.")
+
+
+def _mean_share(setting: Setting) -> float | None:
+    prefixes = [done.report["prefix"] for done in setting.runs.at(policy="mace")]
+    prompt = sum(prefix["prompt_tokens"] for prefix in prefixes)
+    return sum(prefix["hit_tokens"] for prefix in prefixes) / prompt if prompt else None
+
+
+def pruning(measured: dict[str, Any]) -> Figure | None:
+    """Figure 8b: time between tokens, and quality, against C_total, of tools/bench_pruning.py; None without it.
+
+    It names budgets by the tokens that a KV head keeps on the mean of the heads, and "off" what is not pruned.
+    """
+    latencies, quality = measured.get("tbt"), measured.get("quality")
+    if not latencies or not quality:
+        return None
+    budgets = sorted(int(name) for name in quality if name != _WHOLE)
+    panels = []
+    rows = []
+    for batch, found in latencies.items():
+        middles = {name: one["ms"] for name, one in found.items()}
+        columns = ([middles[str(budget)][key] for budget in budgets] for key in ("median", "low", "high"))
+        whole = [middles[_WHOLE]["median"]] * len(budgets)
+        curves = {"pruned": Curve(budgets, *columns), "not pruned": Curve(budgets, whole)}
+        panels.append(Panel(f"time between tokens, {batch} sequences", _BUDGET, "ms", curves))
+        each = ", ".join(f"{told(middles[str(budget)]['median'])} ms at {budget}" for budget in budgets)
+        rows.append(Row(f"TBT, {batch} sequences", f"{each}; {told(whole[0])} ms not pruned", paper.PRUNED_TBT))
+    for key, label in (("clpd_nats", "CLPD, nats"), ("greedy_agreement", "greedy agreement")):
+        pruned = Curve(budgets, [quality[str(budget)][key] for budget in budgets])
+        whole = [quality[_WHOLE][key]] * len(budgets)
+        panels.append(Panel(label, _BUDGET, label, {"pruned": pruned, "not pruned": Curve(budgets, whole)}))
+    title = "Figure 8b: time between tokens against C_total"
+    note = f"{measured['model']}, contexts of {measured['context_tokens']} tokens, on {measured['device']}."
+    return Figure("fig8b", title, tuple(rows), tuple(panels), note)
+
+
+def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:
+    """Table 1, of tools/bench_scheduler.py --json for each policy; None without any."""
+    known = {one["policy"]: one for one in measured if "mixes" in one and "policy" in one}
+    rows = []
+    for policy, one in known.items():
+        name = policy if policy in paper.SCHEDULER_LATENCY_MS else "mace"
+        decision = f"{decision_ms(one):.4f} ms with {one['tasks']} live tasks"
+        rows.append(Row(f"decision, {policy}: slowest mix's median", decision, paper.SCHEDULER_LATENCY_MS[name]))
+        memory = told(one["memory_mb"], 2, " MB")
+        rows.append(Row(f"memory, {policy}", memory, paper.SCHEDULER_MEMORY_MB[name]))
+    title = "Table 1: scheduler overhead"
+    return Figure("table1", title, tuple(rows), data={"measured": list(known.values())}) if rows else None
+
+
+def decision_ms(measured: dict[str, Any]) -> float:
+    """The median decision of the mix in which it takes longest."""
+    return max(float(mix["plan_ms_p50"]) for mix in measured["mixes"].values())

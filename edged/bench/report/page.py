@@ -1,0 +1,154 @@
+"""The report's folder: every figure as SVG with its data beside it, and a page that puts it all in order.
+
+Owns the folder and the page's wording. Must not know how a figure is computed or drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edged.bench.report.canvas import Canvas
+from edged.bench.report.claims import Claim, claims, scheduler_claims
+from edged.bench.report.learning import against_retrain_rate, over_time
+from edged.bench.report.overheads import prefix_sharing, pruning, read_json, scheduler_table
+from edged.bench.report.panels import Figure
+from edged.bench.report.serving import ablations, breakdown, iterations, throughput, utilisation
+from edged.bench.report.setting import Setting
+
+PAGE = "README.md"
+_OF_A_SETTING: tuple[Callable[[Setting], Figure | None], ...] = (
+    over_time,
+    utilisation,
+    prefix_sharing,
+    against_retrain_rate,
+    throughput,
+    breakdown,
+    ablations,
+    iterations,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a report is made from: folders of `edged bench compare`, and JSON files of two benchmarks."""
+
+    folders: Sequence[Path]
+    pruning: Path | None = None
+    scheduler: Sequence[Path] = ()
+
+
+def write_report(sources: Sources, output: Path) -> Path:
+    """Draw everything into `output` and return its page. Raises NoMatplotlib, CompareError."""
+    settings = [Setting.read(folder) for folder in sources.folders]
+    pruned = read_json(sources.pruning) if sources.pruning else {}
+    scheduler = [read_json(path) for path in sources.scheduler]
+    output.mkdir(parents=True, exist_ok=True)
+    canvas = Canvas(output)
+    parts = ["# MACE's figures from our runs\n", _INTRODUCTION]
+    for setting, folder in zip(settings, sources.folders, strict=True):
+        parts += _setting_part(setting, folder, canvas, output)
+    figures = [figure for figure in (pruning(pruned), scheduler_table(scheduler)) if figure is not None]
+    if figures:
+        parts.append("## Other benchmarks\n")
+        parts += [_figure_part(figure, figure.key, canvas, output, _OTHERS[figure.key]) for figure in figures]
+        parts.append(_claims_part(scheduler_claims(scheduler)))
+    page = output / PAGE
+    page.write_text("\n".join(part for part in parts if part) + "\n")
+    return page
+
+
+_INTRODUCTION = """`edged bench report` wrote this page from the runs of `edged bench compare`; nothing on it is written
+by hand but the paper's numbers (`edged/bench/report/paper.py`). Values are medians over seeds, in brackets their range.
+The numbers of each figure are in the JSON file of its name.
+"""
+_OTHERS = {
+    "fig8b": "python tools/bench_pruning.py MODEL PAIRS --output pruning.json",
+    "table1": "python tools/bench_scheduler.py --policy mace --json > scheduler-mace.json",
+}
+
+
+def _setting_part(setting: Setting, folder: Path, canvas: Canvas, output: Path) -> list[str]:
+    """All of one machine's."""
+    runs = setting.runs
+    title = f"## {setting.name}: {'simulated ' + setting.simulated if setting.simulated else 'measured'}\n"
+    if not runs.done:
+        return [title, "No run came to a report.\n", _failures(runs.failed)]
+    figures = [figure for make in _OF_A_SETTING if (figure := make(setting)) is not None]
+    command = _command(runs.manifest, setting, folder)
+    parts = [title, _about(setting), _failures(runs.failed), _claims_part(claims(setting))]
+    return parts + [_figure_part(figure, f"{figure.key}-{setting.name}", canvas, output, command) for figure in figures]
+
+
+def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, command: str) -> str:
+    """A figure, its numbers beside the paper's, and the command under it."""
+    (output / f"{name}.json").write_text(json.dumps(figure.as_json(), separators=(",", ":")) + "\n")
+    lines = [f"### {figure.title}\n"]
+    if figure.panels:
+        drawing = canvas.draw(figure, name)
+        lines.append(f"![{figure.title}]({drawing.name})\n")
+    if figure.note:
+        lines.append(f"{figure.note}\n")
+    lines.append(_table(("", "ours", "paper"), [(row.what, row.ours, str(row.paper)) for row in figure.rows]))
+    lines.append(f"[Numbers]({name}.json).\n\n```\n{command}\n```\n")
+    return "\n".join(lines)
+
+
+def _claims_part(found: Sequence[Claim]) -> str:
+    if not found:
+        return ""
+    rows = [(claim.what, claim.paper, claim.ours, claim.verdict) for claim in found]
+    return "### What must come out\n\n" + _table(("", "wanted", "ours", "verdict"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _about(setting: Setting) -> str:
+    """What ran where."""
+    workload, first = setting.runs.manifest["workload"], setting.runs.done[0].report
+    model, seeds = first["model"], setting.runs.axis("seed")
+    prompt, answer = first["load"]["mean_prompt_tokens"], first["load"]["mean_output_tokens"]
+    capacity = setting.runs.manifest["capacity_per_s"]
+    burst = f" A burst reached {capacity:.2f} requests/s." if capacity else ""
+    return (
+        f"{model['name']} ({model['dtype']} on {model['device']}), trace {first['load']['trace']}: "
+        f"prompts of {prompt:.0f} and answers of {answer:.0f} tokens, {workload['seconds']:.0f} s each, "
+        f"seeds {', '.join(map(str, seeds))}, {len(setting.runs.done)} runs.{burst} "
+        f"Figures at one point are taken at {setting.point()}.\n"
+    )
+
+
+def _failures(failed: dict[str, str]) -> str:
+    """Runs that came to nothing."""
+    return "".join(f"- {name} failed: {error}\n" for name, error in failed.items())
+
+
+def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
+    """The comparison again, as one types it."""
+    workload = manifest["workload"]
+    loads = sorted({done.run.load for done in setting.runs.done if done.run.load is not None})
+    rates = sorted({done.run.rate_per_s for done in setting.runs.done if done.run.load is None})
+    options: dict[str, Any] = {
+        "--trace": workload["trace"],
+        "--pairs": workload["pairs"],
+        "--model": workload["model"],
+        "--config": workload["config"],
+        "--device": workload["device"],
+        "--policies": ",".join(setting.runs.axis("policy")),
+        "--retrain-rates": ",".join(f"{rate:g}" for rate in setting.retrain_rates),
+        "--rates": ",".join(f"{rate:g}" for rate in rates),
+        "--loads": ",".join(f"{load:g}" for load in loads),
+        "--seeds": ",".join(map(str, setting.runs.axis("seed"))),
+        "--seconds": f"{workload['seconds']:g}",
+    }
+    words = ["edged", "bench", "compare", folder.name]
+    words += [word for name, value in options.items() if value for word in (name, str(value))]
+    return shlex.join(words + (["--score-arrivals"] if workload["score_arrivals"] else []))

@@ -1,0 +1,64 @@
+"""A figure before it is drawn: panels with their numbers, and rows that set ours beside the paper's.
+
+Owns this data and its JSON. Must not know matplotlib, nor where the numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from edged.bench.report.paper import Told
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values `y` over `x`, with their range over seeds where there is one; bars have names as `x`."""
+
+    x: Sequence[float | str]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One coordinate system with a curve, or a row of bars, for each name."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: dict[str, Curve]
+    kind: Literal["line", "bar"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison with the paper, as text."""
+
+    what: str
+    ours: str
+    paper: Told
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of the paper, from our runs; one without panels is a table alone."""
+
+    key: str
+    title: str
+    rows: tuple[Row, ...]
+    panels: tuple[Panel, ...] = ()
+    note: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What else the raw numbers need to be understood."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What is drawn, for the file beside the drawing."""
+        return {"title": self.title, **self.data, "panels": [asdict(panel) for panel in self.panels]}
+
+
+def told(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number for a table; what was not measured is a dash."""
+    return "–" if value is None else f"{value:,.{digits}f}{unit}"

@@ -1,0 +1,204 @@
+"""Figures of serving: utilisation and latencies (5, 11), throughput (10), ablations (12), iterations (13)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from edged.bench.report import paper
+from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.setting import Setting
+from edged.bench.summary import ATTAINMENT, CLPD, THROUGHPUT, Metric
+
+ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")
+STRATEGIES = {
+    "ekya": paper.PERIODIC_BUSY,
+    "periodic-async": paper.PERIODIC_BUSY,
+    "adainf": paper.CONTINUOUS_BUSY,
+    "sync": paper.CONTINUOUS_BUSY,
+    "mace": paper.HYBRID_BUSY,
+}
+"""What the paper calls periodic, continuous and hybrid."""
+MEAN_TTFT = Metric("ttft_ms.mean", "TTFT mean ms")
+MEAN_TBT = Metric("tbt_ms.mean", "TBT mean ms", 2)
+MEAN_LEARNING = Metric("finetune.latency_ms.mean", "learnt after mean ms", 0)
+_LATENCIES = (("TTFT", MEAN_TTFT, "ms"), ("TBT", MEAN_TBT, "ms"), ("fine-tuning", MEAN_LEARNING, "ms"))
+_PARTS = ("prefill", "decode", "finetune")
+
+
+def utilisation(setting: Setting) -> Figure:
+    """Figure 5: the busy share over time, what it was for, and the latencies beside."""
+    busy = {policy: _by_second(setting, policy, "busy_share") for policy in setting.policies}
+    parts = {p: Curve(_PARTS, [_share(setting, p, f"{part}_share") for part in _PARTS]) for p in setting.policies}
+    rows = []
+    for policy, number in STRATEGIES.items():
+        if policy in setting.policies:
+            share = _share(setting, policy, "busy_share")
+            rows.append(Row(f"busy, {policy}", "–" if share is None else f"{100 * share:.1f} %", number))
+    for base in ("ekya", "periodic-async"):
+        if base in setting.policies:
+            for (name, metric, _), number in zip(
+                _LATENCIES, (paper.BREAKDOWN_TTFT, paper.BREAKDOWN_TBT, paper.BREAKDOWN_FINETUNE), strict=True
+            ):
+                rows.append(Row(f"{name}, mace to {base}", _ratio(setting, metric, base), number))
+    return Figure(
+        "fig5",
+        "Figure 5: utilisation over time and latency breakdown",
+        tuple(rows),
+        (
+            Panel("busy share of each second", "seconds", "share", busy),
+            Panel("what for", "", "share", parts, "bar"),
+            *_latency_panels(setting),
+        ),
+        f"At {setting.point()}. Busy is the time of forwards and fine-tune units; "
+        "a packed forward's time is divided by the cost model's prices.",
+    )
+
+
+def breakdown(setting: Setting) -> Figure:
+    """Figure 11: latency of prefill, decode and fine-tuning by policy."""
+    rows = [
+        Row("TTFT, mace to adainf", _ratio(setting, MEAN_TTFT, "adainf"), paper.TTFT_BELOW_ADAINF),
+        Row("TBT, mace to adainf", _ratio(setting, MEAN_TBT, "adainf"), paper.TBT_BELOW_ADAINF),
+    ]
+    return Figure(
+        "fig11",
+        "Figure 11: latency breakdown",
+        tuple(rows),
+        _latency_panels(setting),
+        f"At {setting.point()}, means. Fine-tuning is the time from a pair's submission until a version has learnt it.",
+    )
+
+
+def throughput(setting: Setting) -> Figure:
+    """Figure 10: output tokens per second against the retrain rate, and against the load."""
+    by_retrain = {policy: setting.curve(THROUGHPUT, policy, "retrain_rate") for policy in setting.policies}
+    by_load = {policy: setting.curve(THROUGHPUT, policy, "rate_per_s") for policy in setting.policies}
+    orin = "orin" in (setting.simulated or "")
+    number = paper.THROUGHPUT_TO_ADAINF_ORIN if orin else paper.THROUGHPUT_TO_ADAINF
+    rows = [
+        Row(f"mace to adainf, {setting.point(rate)}", _ratio(setting, THROUGHPUT, "adainf", rate_per_s=rate), number)
+        for rate in setting.rates
+    ]
+    return Figure(
+        "fig10",
+        "Figure 10: inference throughput",
+        tuple(rows),
+        (
+            Panel(f"at {setting.load(setting.middle_rate)}", "retrain rate", "output tokens/s", by_retrain),
+            Panel(f"at {setting.headline_retrain_rate:.0%} retrain rate", "requests/s", "output tokens/s", by_load),
+        ),
+        "A policy cannot put out more than is asked for: below saturation all curves are one.",
+    )
+
+
+def ablations(setting: Setting) -> Figure | None:
+    """Figure 12: SLO attainment against the load, CLPD and throughput of MACE without one part; None without them."""
+    variants = [policy for policy in ABLATIONS if policy in setting.policies]
+    if len(variants) < 2:
+        return None
+    highest = setting.rates[-1]
+    panels = [
+        Panel(
+            "SLO attainment",
+            "requests/s",
+            "share of first tokens in time",
+            {policy: setting.curve(ATTAINMENT, policy, "rate_per_s") for policy in variants},
+        )
+    ]
+    for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s")):
+        values = {p: setting.mean(metric, p, rate_per_s=highest) for p in variants}
+        if any(value is not None for value in values.values()):
+            bars = {policy: Curve([""], [value]) for policy, value in values.items()}
+            panels.append(Panel(f"{label} at {setting.load(highest)}", "", label, bars, "bar"))
+    rows = []
+    for policy, number in (("mace-bin", paper.BIN_ATTAINMENT), ("mace-prefix", paper.PREFIX_ATTAINMENT)):
+        if policy not in variants:
+            continue
+        ours = setting.mean(ATTAINMENT, policy, rate_per_s=highest)
+        whole = setting.mean(ATTAINMENT, "mace", rate_per_s=highest)
+        rows.append(Row(f"attainment, {policy} (mace)", f"{told(ours, 3)} ({told(whole, 3)})", number))
+    for policy, clpd, tokens in (
+        ("mace-bin", paper.BIN_CLPD, paper.BIN_THROUGHPUT),
+        ("mace-prefix", paper.PREFIX_CLPD, paper.PREFIX_THROUGHPUT),
+        ("mace-prune", paper.PRUNE_CLPD, paper.PRUNE_THROUGHPUT),
+    ):
+        if policy not in variants:
+            continue
+        for name, metric, number in (("CLPD", CLPD, clpd), ("throughput", THROUGHPUT, tokens)):
+            ours = setting.mean(metric, policy, rate_per_s=highest)
+            whole = setting.mean(metric, "mace", rate_per_s=highest)
+            rows.append(Row(f"{name}, {policy} (mace)", f"{told(ours)} ({told(whole)})", number))
+    return Figure("fig12", "Figure 12: MACE without one of its parts", tuple(rows), tuple(panels))
+
+
+def iterations(setting: Setting) -> Figure:
+    """Figure 13: how many iterations the window took, and how long each was."""
+    count, latency = Metric("iterations.count", "iterations", 0), Metric("iterations.mean_ms", "iteration ms", 2)
+    kinds = ("serving", "finetune", "hybrid")
+    by_mix = {kind: Metric(f"iterations.by_mix.{kind}.mean_ms", kind, 2) for kind in kinds}
+    rows = [
+        Row(
+            f"{policy}: iterations, mean latency",
+            f"{told(setting.mean(count, policy), 0)}, {told(setting.mean(latency, policy), 2, ' ms')}",
+            paper.ITERATIONS,
+        )
+        for policy in setting.policies
+    ]
+    return Figure(
+        "fig13",
+        "Figure 13: iterations and latency of each",
+        tuple(rows),
+        (
+            Panel(
+                "iterations in the window",
+                "retrain rate",
+                "iterations",
+                {policy: setting.curve(count, policy, "retrain_rate") for policy in setting.policies},
+            ),
+            Panel(
+                "mean latency",
+                "retrain rate",
+                "ms",
+                {policy: setting.curve(latency, policy, "retrain_rate") for policy in setting.policies},
+            ),
+            Panel(
+                "mean latency by what is in it",
+                "",
+                "ms",
+                {policy: setting.bars(by_mix, policy) for policy in setting.policies},
+                "bar",
+            ),
+        ),
+        f"By kind at {setting.point()}. Policies that answer more requests in the window need more iterations.",
+    )
+
+
+def _latency_panels(setting: Setting) -> tuple[Panel, ...]:
+    """One panel each, since they differ by orders of magnitude."""
+    return tuple(
+        Panel(name, "", unit, {policy: setting.bars({"": metric}, policy) for policy in setting.policies}, "bar")
+        for name, metric, unit in _LATENCIES
+    )
+
+
+def _ratio(setting: Setting, metric: Metric, baseline: str, **fields: Any) -> str:
+    """mace's over a baseline's, with its range over seeds."""
+    ratio = setting.runs.ratio(metric, "mace", baseline, **{**setting.headline, **fields})
+    return "–" if ratio is None else f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
+
+
+def _by_second(setting: Setting, policy: str, share: str) -> Curve:
+    """The mean over seeds of each second's share."""
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for done in setting.at_headline(policy):
+        for row in done.report["timeline"]:
+            seconds[round(row["at_s"])].append(row[share])
+    ends = sorted(seconds)
+    return Curve(ends, [round(sum(seconds[end]) / len(seconds[end]), 4) for end in ends])
+
+
+def _share(setting: Setting, policy: str, share: str) -> float | None:
+    """The mean over all seconds and seeds."""
+    values = [row[share] for done in setting.at_headline(policy) for row in done.report["timeline"]]
+    return sum(values) / len(values) if values else None

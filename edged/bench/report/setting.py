@@ -1,0 +1,101 @@
+"""A comparison's folder as the report sees it: its runs, and the points at which figures are taken.
+
+Owns the choice of those points. Must not know how a figure looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edged.bench.report.panels import Curve
+from edged.bench.summary import Done, Metric, Middle, Runs
+
+HEADLINE_RETRAIN_RATE = 0.1
+"""Where the paper compares throughput (section 6.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One machine, measured or simulated, with all runs on it."""
+
+    name: str
+    runs: Runs
+
+    @classmethod
+    def read(cls, folder: Path) -> Setting:
+        """Raises CompareError when the folder is none of a comparison."""
+        return cls(folder.resolve().name, Runs.read(folder))
+
+    @property
+    def simulated(self) -> str | None:
+        """The name of the simulated device; None for a real machine."""
+        device: str | None = self.runs.manifest["workload"]["device"]
+        return device
+
+    @property
+    def policies(self) -> list[str]:
+        """All that ran, in the order of their first run."""
+        return sorted(self.runs.axis("policy"), key=lambda policy: (policy != "mace", policy))
+
+    @property
+    def rates(self) -> list[float]:
+        """Requests per second, ascending."""
+        return self.runs.axis("rate_per_s")
+
+    @property
+    def retrain_rates(self) -> list[float]:
+        """Pairs per request, ascending."""
+        return self.runs.axis("retrain_rate")
+
+    @property
+    def middle_rate(self) -> float:
+        """Where figures that do not vary the load are taken."""
+        return self.rates[len(self.rates) // 2]
+
+    @property
+    def headline_retrain_rate(self) -> float:
+        """The retrain rate next to the paper's 10 %."""
+        return min(self.retrain_rates, key=lambda rate: abs(rate - HEADLINE_RETRAIN_RATE))
+
+    @property
+    def headline(self) -> dict[str, Any]:
+        """The point of figures that vary neither load nor retrain rate."""
+        return {"rate_per_s": self.middle_rate, "retrain_rate": self.headline_retrain_rate}
+
+    def point(self, rate_per_s: float | None = None) -> str:
+        """In words: a load at the headline's retrain rate."""
+        rate = self.middle_rate if rate_per_s is None else rate_per_s
+        return f"{self.load(rate)}, {self.headline_retrain_rate:.0%} retrain rate"
+
+    def load(self, rate_per_s: float) -> str:
+        """A request rate in words, as a share of the capacity where it was given so."""
+        shares = {done.run.load for done in self.runs.at(rate_per_s=rate_per_s)}
+        share = next(iter(shares), None)
+        return f"{rate_per_s:.2f} requests/s" if share is None else f"{share:.0%} load"
+
+    def mean(self, metric: Metric, policy: str, **fields: Any) -> float | None:
+        """The median over seeds at a point, by default the headline's."""
+        middle = self.runs.middle(metric, policy=policy, **{**self.headline, **fields})
+        return middle.median if middle else None
+
+    def curve(self, metric: Metric, policy: str, axis: str, scale: float = 1.0) -> Curve:
+        """A metric over `axis` (a field of Run), at the headline otherwise."""
+        values = self.runs.axis(axis)
+        middles = [self.runs.middle(metric, policy=policy, **{**self.headline, axis: value}) for value in values]
+        return Curve(values, *(column(middles, name, scale) for name in ("median", "low", "high")))
+
+    def bars(self, metrics: dict[str, Metric], policy: str) -> Curve:
+        """Metrics at the headline, by the name of their bar."""
+        middles = [self.runs.middle(metric, policy=policy, **self.headline) for metric in metrics.values()]
+        return Curve(list(metrics), *(column(middles, name) for name in ("median", "low", "high")))
+
+    def at_headline(self, policy: str) -> list[Done]:
+        """The runs of a policy there, by seed."""
+        return self.runs.at(policy=policy, **self.headline)
+
+
+def column(middles: list[Middle | None], name: str, scale: float = 1.0) -> list[float | None]:
+    """One of median, low and high of each."""
+    return [None if middle is None else getattr(middle, name) * scale for middle in middles]

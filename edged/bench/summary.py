@@ -1,0 +1,163 @@
+"""Figures of a comparison's runs over their seeds: medians with their range, and ratios to a baseline's.
+
+Owns which figures are compared and how runs are grouped. Must not know how they were run or drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edged.bench.compare import MANIFEST, CompareError, Run
+
+BASELINES = ("adainf", "fcfs")
+"""MACE's strongest baseline, and serving alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of a report: where it is, and how a table names it."""
+
+    path: str
+    title: str
+    digits: int = 1
+    rather: str = ""
+    """Where a better measurement of the same is, if the run made it."""
+
+    def of(self, report: dict[str, Any]) -> float | None:
+        """Its value; None where the run could not tell it."""
+        for path in filter(None, (self.rather, self.path)):
+            value: Any = report
+            for key in path.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                return float(value)
+        return None
+
+
+TTFT = Metric("ttft_ms.p50", "TTFT p50 ms")
+TBT = Metric("tbt_ms.p50", "TBT p50 ms", 2)
+ATTAINMENT = Metric("slo.ttft_within_factor_share", "SLO attainment", 3)
+THROUGHPUT = Metric("throughput.output_tokens_per_s", "output tokens/s")
+LEARNING = Metric("finetune.latency_ms.p50", "learnt after p50 ms", 0)
+CLPD = Metric("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd_nats")
+WIN_RATE = Metric("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
+METRICS = (
+    TTFT,
+    Metric("ttft_ms.p95", "TTFT p95 ms"),
+    TBT,
+    Metric("tbt_ms.p95", "TBT p95 ms", 2),
+    ATTAINMENT,
+    THROUGHPUT,
+    Metric("finetune.pairs_trained", "pairs trained", 0),
+    LEARNING,
+    CLPD,
+    WIN_RATE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """Median and range over seeds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Middle | None:
+        """None where no run told it."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.median(known), min(known), max(known)) if known else None
+
+    def as_json(self) -> dict[str, float]:
+        """For reports."""
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run with its report."""
+
+    run: Run
+    report: dict[str, Any]
+
+
+class Runs:
+    """The runs of a comparison's folder."""
+
+    def __init__(self, manifest: dict[str, Any], done: Sequence[Done], failed: dict[str, str]) -> None:
+        """`failed` maps the file of a run to its error."""
+        self.manifest, self.done, self.failed = manifest, list(done), failed
+
+    @classmethod
+    def read(cls, folder: Path) -> Runs:
+        """Raises CompareError when the folder is none of a comparison."""
+        if not (folder / MANIFEST).is_file():
+            raise CompareError(f'"{folder}" has no {MANIFEST}: give a folder that edged bench compare wrote')
+        manifest = json.loads((folder / MANIFEST).read_text())
+        done, failed = [], {}
+        for row in manifest["runs"]:
+            path = folder / row["file"]
+            if not path.is_file():
+                continue
+            record = json.loads(path.read_text())
+            if "error" in record:
+                failed[row["file"]] = record["error"]
+            else:
+                done.append(Done(Run(**record["run"]), record["report"]))
+        return cls(manifest, done, failed)
+
+    def axis(self, name: str) -> list[Any]:
+        """All values of a field of Run, each once: policies in the order of the runs, the others sorted."""
+        values = list(dict.fromkeys(getattr(done.run, name) for done in self.done))
+        return values if name == "policy" else sorted(values)
+
+    def at(self, **fields: Any) -> list[Done]:
+        """The runs with these values, by seed."""
+        chosen = [done for done in self.done if all(getattr(done.run, key) == value for key, value in fields.items())]
+        return sorted(chosen, key=lambda done: done.run.seed)
+
+    def middle(self, metric: Metric, **fields: Any) -> Middle | None:
+        """A figure over the seeds of one point."""
+        return Middle.of([metric.of(done.report) for done in self.at(**fields)])
+
+    def ratio(self, metric: Metric, policy: str, baseline: str, **fields: Any) -> Middle | None:
+        """A figure over that of a baseline's run of the same seed, which ran at about the same time."""
+        theirs = {done.run.seed: metric.of(done.report) for done in self.at(policy=baseline, **fields)}
+        ratios = []
+        for done in self.at(policy=policy, **fields):
+            ours, other = metric.of(done.report), theirs.get(done.run.seed)
+            if ours is not None and other:
+                ratios.append(ours / other)
+        return Middle.of(ratios)
+
+
+def summarise(runs: Runs) -> list[dict[str, Any]]:
+    """A row per request rate, retrain rate and policy: each metric's median and range, and its ratio to baselines."""
+    points: defaultdict[tuple[float, float, float | None], list[str]] = defaultdict(list)
+    for done in runs.done:
+        policies = points[done.run.rate_per_s, done.run.retrain_rate, done.run.load]
+        if done.run.policy not in policies:
+            policies.append(done.run.policy)
+    rows = []
+    for (rate, retrain_rate, load), policies in sorted(points.items(), key=lambda item: item[0][:2]):
+        point: dict[str, Any] = {"rate_per_s": rate, "retrain_rate": retrain_rate, "load": load}
+        for policy in sorted(policies, key=runs.axis("policy").index):
+            row: dict[str, Any] = {
+                **point,
+                "policy": policy,
+                "runs": len(runs.at(policy=policy, **point)),
+                "metrics": {},
+            }
+            for metric in METRICS:
+                values = {"value": runs.middle(metric, policy=policy, **point)}
+                values |= {f"to_{base}": runs.ratio(metric, policy, base, **point) for base in BASELINES}
+                row["metrics"][metric.path] = {name: middle and middle.as_json() for name, middle in values.items()}
+            rows.append(row)
+    return rows

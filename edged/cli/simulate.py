@@ -1,0 +1,101 @@
+"""`edged bench simulate`: a load on a device that is not here, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edged.cli.client import DaemonError
+from edged.cli.options import json_option, policy_option
+
+
+class Lengths(click.ParamType):
+    """PROMPT,CHOSEN,REJECTED: three numbers of tokens."""
+
+    name = "PROMPT,CHOSEN,REJECTED"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r} is not three numbers of tokens above 0, as 100,60,60", param, ctx)
+        return tuple(map(int, parts))
+
+
+@click.command()
+@click.option(
+    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+)
+@click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
+@click.option(
+    "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
+)
+@click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
+@policy_option
+@click.option(
+    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
+)
+@click.option(
+    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
+)
+@click.option(
+    "--pair-tokens", type=Lengths(), default="100,60,60", show_default=True, help="Mean lengths of a preference pair."
+)
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@json_option
+def simulate(
+    trace: str,
+    device: str,
+    model: str,
+    quantize: str | None,
+    config: Path | None,
+    policy: str | None,
+    rate: float | None,
+    retrain_rate: float,
+    pair_tokens: tuple[int, int, int],
+    seconds: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
+
+    The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
+    lengths and no contents, so nothing is said about alignment.
+    """
+    from edged.engine.process import prepare
+
+    prepare()
+    from edged.bench.device import DeviceError
+    from edged.bench.simulation import SimulationPlan
+    from edged.bench.simulation import simulate as run
+    from edged.bench.traces import TraceError
+    from edged.cli.bench import screen
+    from edged.cli.output import make_console, print_json, show_progress
+    from edged.config import ConfigError, load_settings
+    from edged.engine.model import ModelRefused
+
+    try:
+        overrides = {"scheduler.policy": policy, "model.quantize": quantize}
+        plan = SimulationPlan(
+            trace=trace,
+            device=device,
+            model=model,
+            settings=load_settings(config, overrides=overrides),
+            rate_per_s=rate,
+            retrain_rate=retrain_rate,
+            seconds=seconds,
+            seed=seed,
+            pair_tokens=pair_tokens,
+        )
+        report = run(plan, show_progress)
+    except (ConfigError, DeviceError, ModelRefused, TraceError) as error:
+        raise DaemonError(str(error)) from None
+    if as_json:
+        print_json(report)
+    else:
+        make_console().print(screen(report))

@@ -1,0 +1,163 @@
+"""A device's profile: prices from measurements, the file, and what it may be used for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edged.scheduler.cost import CostModel, Load, roofline
+from edged.scheduler.fit import least_squares
+from edged.scheduler.profile import (
+    FOLDER,
+    ForwardTime,
+    Profile,
+    ProfileError,
+    Subject,
+    UnitTime,
+    file_name,
+    find_profile,
+    fit_prices,
+    held_out_error,
+)
+from edged.scheduler.task import Unit
+from tests.scheduler.test_cost import iteration
+from tests.scheduler.world import Device
+
+HERE = Subject(model="demo", fingerprint="f00d", device="Board 8 cores", dtype="float32", threads=2)
+
+
+def measured(device: Device, noise: float = 0.0) -> tuple[list[ForwardTime], list[UnitTime]]:
+    """A grid of forwards and units on a device."""
+    chance = random.Random(0)
+    loads = [Load(decodes=n, context=n * context) for n in (1, 4, 16, 64) for context in (16, 256, 2048)]
+    for tokens in (4, 32, 128, 512):
+        for context in (0, 256, 2048):
+            load = Load()
+            load.add_chunk(tokens, context, finetune=False)
+            loads += [load, replace(load, decodes=8, context=4096)]
+        loads.append(Load(finetune_tokens=tokens))
+    chance.shuffle(loads)
+    spread = [1.0 + noise * chance.uniform(-1, 1) for _ in loads]
+    forwards = [ForwardTime.of(load, device.forward_s(load) * s) for load, s in zip(loads, spread, strict=True)]
+    units = [
+        UnitTime(kind=kind, tokens=n, seconds=device.unit_s(Unit(kind, n)))
+        for kind in ("layer", "head")
+        for n in (32, 64, 128, 192, 256)
+    ]
+    return forwards, units
+
+
+def profile_of(device: Device, subject: Subject = HERE, noise: float = 0.0) -> Profile:
+    forwards, units = measured(device, noise)
+    return Profile(
+        subject=subject,
+        created_at="2026-01-01T00:00:00Z",
+        edged_version="0",
+        prices=fit_prices(forwards, units),
+        overhead_s=0.001,
+        error_percent=held_out_error(forwards, units),
+        forwards=tuple(forwards),
+        units=tuple(units),
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000))
+def test_prices_agree_with_least_squares_where_none_is_negative(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.uniform(0.5, 1.5, (60, 3)) * (1.0, 1e3, 1e-3)
+    seconds = rows @ (rng.uniform(0.5, 2.0, 3) / (1.0, 1e3, 1e-3)) * (1.0 + 0.01 * rng.uniform(-1, 1, 60))
+    # The oracle: numpy's least squares over the same relative errors.
+    oracle, *_ = np.linalg.lstsq(rows / seconds[:, None], np.ones(60), rcond=None)
+    assert least_squares(rows.tolist(), seconds.tolist()) == pytest.approx(oracle, rel=1e-3)
+
+
+def test_a_price_is_never_negative_and_a_feature_that_was_not_there_has_none() -> None:
+    rows = [(1.0, float(n), 0.0) for n in (1, 2, 3, 4)]
+    falling = [4.0, 3.0, 2.0, 1.0]
+    assert least_squares(rows, falling)[1:] == [0.0, 0.0]
+
+
+def test_measurements_that_stalled_do_not_set_the_prices() -> None:
+    rows = [(1.0, float(n)) for n in range(1, 21)]
+    seconds = [1.0 + 0.1 * n for n in range(1, 21)]
+    seconds[7] *= 20.0
+    assert least_squares(rows, seconds) == pytest.approx([1.0, 0.1], rel=0.05)
+
+
+def test_a_grid_of_measurements_gives_a_devices_prices_and_its_knee() -> None:
+    device = Device(pass_s=0.03, token_s=0.0001, free_tokens=64)
+    forwards, units = measured(device)
+    prices = fit_prices(forwards, units)
+    assert prices.knee_tokens == 64
+    assert prices.forward[2] == pytest.approx(device.token_s, rel=0.02)
+    assert prices.units["layer"] == pytest.approx((0.001, device.unit_token_s), rel=0.02)
+    assert max(held_out_error(forwards, units).values()) < 1.0
+
+
+def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so() -> None:
+    device, chance = Device(noise=0.05), random.Random(4)
+    guess = roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10)
+    cost = CostModel.from_profile(profile_of(device, noise=0.05), guess, "somewhere")
+    cold = CostModel(guess)
+    for _ in range(20):
+        result = iteration(device, chance)
+        cost.observe(result)
+        cold.observe(result)
+    report = cost.report()
+    assert report["source"] == "somewhere"
+    assert max(report["mape_percent_by_kind"].values()) < 15.0
+    errors = [abs(cost.unit_s(unit) / device.unit_s(unit) - 1.0) for unit in (Unit("layer", 64), Unit("head", 200))]
+    assert max(errors) < 0.1
+    assert cold.mape > 2 * cost.mape
+
+
+def test_unit_kinds_that_a_profile_lacks_are_guessed() -> None:
+    guess = roofline(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=2e10)
+    cost = CostModel.from_profile(profile_of(Device()), guess)
+    assert cost.unit_s(Unit("step", 1)) == CostModel(guess).unit_s(Unit("step", 1))
+
+
+def test_the_file_comes_back_as_it_was_written_and_leaves_no_draft(tmp_path: Path) -> None:
+    profile = profile_of(Device())
+    path = tmp_path / FOLDER / file_name(HERE)
+    profile.write(path)
+    assert Profile.read(path) == profile
+    assert find_profile("", tmp_path, HERE) == (path, profile)
+    assert [file.name for file in path.parent.iterdir()] == ["demo@Board-8-cores.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fingerprint", "beef"), ("device", "Other"), ("dtype", "bfloat16"), ("quantization", "nf4"), ("threads", 8)],
+)
+def test_a_profile_of_something_else_is_refused_with_both_sides(name: str, value: str | int, tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    profile_of(Device(), HERE.model_copy(update={name: value})).write(path)
+    with pytest.raises(ProfileError) as error:
+        find_profile(str(path), None, HERE)
+    assert f'{name} "{value}" where "{getattr(HERE, name)}" runs' in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_model_of_another_name_but_the_same_weights_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    profile_of(Device(), HERE.model_copy(update={"model": "another"})).write(path)
+    assert find_profile(str(path), None, HERE) is not None
+
+
+def test_a_file_that_is_no_profile_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"subject": 7}')
+    with pytest.raises(ProfileError, match=r"broken\.json.*subject"):
+        find_profile(str(path), None, HERE)
+    with pytest.raises(ProfileError, match="cannot be read"):
+        find_profile(str(tmp_path / "nowhere.json"), None, HERE)
+    assert find_profile("", tmp_path, HERE) is None
+    assert find_profile("", None, HERE) is None

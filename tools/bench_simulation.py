@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
+
+    python tools/bench_simulation.py TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs mace]
+                                     [--profile FILE] [--quick] [--output FILE]
+
+Measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace while learning
+the pairs (`edged bench replay`) and simulates the same requests and pairs with the profile's times, policy by policy.
+Nothing is held out for tests, which a simulation leaves out. Printed: measured, simulated, and simulated over measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edged.engine.process import prepare
+
+prepare()
+
+from edged.bench.replay import load_pairs  # noqa: E402
+from edged.bench.simulation import SimulationPlan, simulate  # noqa: E402
+from edged.config import Settings, load_settings  # noqa: E402
+from edged.engine.text import Codec  # noqa: E402
+
+FIGURES = (
+    ("output tokens/s", ("throughput", "output_tokens_per_s")),
+    ("prompt tokens/s", ("throughput", "prompt_tokens_per_s")),
+    ("TTFT p50 (ms)", ("ttft_ms", "p50")),
+    ("TTFT p95 (ms)", ("ttft_ms", "p95")),
+    ("TBT p50 (ms)", ("tbt_ms", "p50")),
+    ("TBT p95 (ms)", ("tbt_ms", "p95")),
+    ("iterations", ("scheduler", "iterations")),
+    ("mean iteration (ms)", ("iterations", "mean_ms")),
+    ("a mean prompt alone (ms)", ("slo", "forward_ms_of_mean_prompt")),
+    ("fine-tune tokens/s", ("finetune", "tokens_per_s")),
+    ("pairs trained", ("finetune", "pairs_trained")),
+    ("steps", ("finetune", "steps")),
+    ("pair to version p50 (ms)", ("finetune", "latency_ms", "p50")),
+)
+
+
+def main() -> None:
+    """Measure, simulate, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", help="as for edged bench replay")
+    parser.add_argument("pairs", type=Path, help="preference pairs: a (gzipped) JSONL file")
+    parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the pairs (default hh)")
+    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
+    parser.add_argument("--policies", nargs="+", default=["fcfs", "mace"], help="default: fcfs mace")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
+    parser.add_argument("--retrain-rate", type=float, default=0.5, help="pairs per request (default 0.5)")
+    parser.add_argument("--seconds", type=float, default=None, help="of the load (default 60; quick: 3)")
+    parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
+    parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
+    parser.add_argument("--profile", type=Path, help="this machine's (default: it is measured first)")
+    parser.add_argument("--output", type=Path, help="write a JSON report here")
+    options = parser.parse_args()
+    options.seconds = options.seconds or (3.0 if options.quick else 60.0)
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        profile = options.profile or measured_profile(options.model, Path(folder), options.quick)
+        config = Path(folder) / "settings.toml"
+        config.write_text(
+            f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n"
+        )
+        report = {policy: both(options, profile, config, policy) for policy in options.policies}
+    for policy, sides in report.items():
+        print(f"{policy}\n{'':<28}{'measured':>12}{'simulated':>12}{'ratio':>8}")
+        for line in table(sides):
+            print(line)
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def edged(arguments: Sequence[str]) -> str:
+    """What a command of `edged` printed; its progress goes to stderr."""
+    command = [sys.executable, "-m", "edged.cli", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ)
+    if done.returncode:
+        raise SystemExit(f"edged {' '.join(arguments)} failed with {done.returncode}")
+    return done.stdout
+
+
+def measured_profile(model: Path, folder: Path, quick: bool) -> Path:
+    """A profile of this machine with the model."""
+    path = folder / "profile.json"
+    edged(["profile", "--model", str(model), "--output", str(path), *(["--quick"] if quick else [])])
+    return path
+
+
+def both(options: argparse.Namespace, profile: Path, config: Path, policy: str) -> dict[str, Any]:
+    """A replay's report and its simulation's."""
+    load = ["--trace", options.trace, "--rate", f"{options.rate}", "--retrain-rate", f"{options.retrain_rate}"]
+    run = ["--seconds", f"{options.seconds}", "--seed", f"{options.seed}", "--policy", policy, "--config", str(config)]
+    what = ["--pairs", str(options.pairs), "--format", options.format, "--model", str(options.model), "--json"]
+    measured = json.loads(edged(["bench", "replay", *load, *run, *what]))
+    settings = load_settings(config, overrides={"scheduler.policy": policy})
+    plan = SimulationPlan(
+        trace=options.trace,
+        device=str(profile),
+        model=str(options.model),
+        settings=settings,
+        rate_per_s=options.rate,
+        retrain_rate=options.retrain_rate,
+        seconds=options.seconds,
+        seed=options.seed,
+        pair_lengths=list(lengths(options, settings)),
+    )
+    simulated = simulate(plan)
+    if simulated["model"]["max_context_tokens"] != measured["model"]["max_context_tokens"]:
+        longest = measured["model"]["max_context_tokens"]
+        model = plan.settings.model.model_copy(update={"max_context_tokens": longest})
+        simulated = simulate(replace(plan, settings=plan.settings.model_copy(update={"model": model})))
+    return {"measured": measured, "simulated": simulated}
+
+
+def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
+    """Tokens of the file's pairs."""
+    pairs, _ = load_pairs(options.pairs, options.format, Codec.load(options.model), settings.align.max_pair_tokens)
+    for pair in pairs:
+        yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
+
+
+def table(sides: dict[str, Any]) -> Iterator[str]:
+    """One line for each figure."""
+    for name, path in FIGURES:
+        measured, simulated = sides["measured"], sides["simulated"]
+        for key in path:
+            measured, simulated = measured[key], simulated[key]
+        ratio = f"{simulated / measured:8.2f}" if measured and simulated is not None else f"{'-':>8}"
+        shown = [f"{'-' if value is None else format(value, '12.1f'):>12}" for value in (measured, simulated)]
+        yield f"{name:<28}{''.join(shown)}{ratio}"
+
+
+if __name__ == "__main__":
+    main()
