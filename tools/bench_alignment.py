@@ -36,7 +36,7 @@ import edged  # noqa: E402
 from edged.align.pair import TokenPair  # noqa: E402
 from edged.bench import alignment  # noqa: E402
 from edged.bench.alignment import Load, Logps, Notes  # noqa: E402
-from edged.bench.replay import LOAD_SHARE, ReplayPlan, load_pairs, replay  # noqa: E402
+from edged.bench.replay import ReplayPlan, load_pairs, replay  # noqa: E402
 from edged.bench.sequential import Recipe, Reference, side_of  # noqa: E402
 from edged.bench.tastes import FIRST_ONLINE_LINE, TASTES, Taste, relabel  # noqa: E402
 from edged.bench.traces import read_trace  # noqa: E402
@@ -180,7 +180,7 @@ def capacity(options: argparse.Namespace) -> float:
     plan = ReplayPlan(
         options.trace, options.pairs, options.model, settings, options.format, retrain_rate=0.0, seconds=1.0
     )
-    return float(replay(plan, say)["load"]["rate_per_s"]) / LOAD_SHARE
+    return float(replay(plan, say)["load"]["capacity_per_s"])
 
 
 # -- one taste -------------------------------------------------------------------------------------------------------
