@@ -84,11 +84,12 @@ def test_a_price_is_never_negative_and_a_feature_that_was_not_there_has_none() -
     assert least_squares(rows, falling)[1:] == [0.0, 0.0]
 
 
-def test_measurements_that_stalled_do_not_set_the_prices() -> None:
+def test_measurements_that_went_wrong_do_not_set_the_prices() -> None:
     rows = [(1.0, float(n)) for n in range(1, 21)]
     seconds = [1.0 + 0.1 * n for n in range(1, 21)]
     seconds[7] *= 20.0
-    assert least_squares(rows, seconds) == pytest.approx([1.0, 0.1], rel=0.05)
+    seconds[12] /= 5.0
+    assert least_squares(rows, seconds) == pytest.approx([1.0, 0.1], rel=0.1)
 
 
 def test_a_grid_of_measurements_gives_a_devices_prices_and_its_knee() -> None:
