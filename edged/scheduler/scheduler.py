@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from edged.config import SchedulerSettings
 from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
-from edged.scheduler.cost import CostModel
+from edged.scheduler.cost import CostModel, Load
 from edged.scheduler.foresight import Foresight, advanced
 from edged.scheduler.past import Past
 from edged.scheduler.policies import POLICIES
@@ -151,8 +151,11 @@ class Scheduler:
         """When the next tokens of `tasks`, which are among `decodes`, are due."""
         if not tasks:
             return
+        adapters = {grant.task.adapter for grant in decodes}
+        adapters.discard(0)
         context = sum([grant.task.context for grant in decodes])
-        due_s = {service: now + self.targets.tbt_s(service, len(decodes), context) for service in ServiceClass}
+        alone = Load(decodes=len(decodes), context=context, adapters=len(adapters))
+        due_s = {service: now + self.targets.tbt_s(service, alone) for service in ServiceClass}
         for task in tasks:
             task.deadline_s = due_s[task.service]
 

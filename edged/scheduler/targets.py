@@ -44,10 +44,10 @@ class Targets:
         own = self._classes[service]
         return max(own.ttft_floor_s, own.ttft_factor * self._cost.prompt_s(tokens, context))
 
-    def tbt_s(self, service: ServiceClass, decodes: int, context: int) -> float:
-        """Beside `decodes` sequences that read `context` keys together: a multiple of a forward of these alone."""
+    def tbt_s(self, service: ServiceClass, decodes: Load) -> float:
+        """Beside `decodes`: a multiple of a forward of these alone."""
         own = self._classes[service]
-        return max(own.tbt_floor_s, own.tbt_factor * self._cost.forward_s(Load(decodes=decodes, context=context)))
+        return max(own.tbt_floor_s, own.tbt_factor * self._cost.forward_s(decodes))
 
     def impossible(self) -> list[str]:
         """A sentence for every target that this device cannot meet even for a request alone on it."""
