@@ -262,12 +262,17 @@ def test_under_pressure_sequences_are_pruned_before_anybody_is_preempted(tmp_pat
 
 
 def test_a_pruned_sequence_that_is_preempted_is_computed_again(tmp_path: Path) -> None:
-    _, status = serve(
-        tmp_path, 12, 90, 120, cache__pruning="on", cache__pruned_tokens=80, cache__prune_recent=24, cache__memory_mb=1
-    )
-    assert status["totals"]["prunings"] > 0
-    assert status["totals"]["preemptions"] > 0
-    assert status["pages"]["free"] + status["pages"]["cached"] == status["pages"]["total"]
+    driver = forced(tmp_path)
+    executor = driver.parts.executor
+    sequence = driver.begin(random_ids(120, 6), room=20)
+    for token in random_ids(10, 7):
+        driver.step([sequence], [token])
+    assert sequence.compacted is not None
+    executor.drop(sequence)
+    assert executor.pool.free_pages == executor.pool.pages - 1
+    sequence.decoding = False
+    got = driver._run([sequence], len(sequence.tokens))[0]
+    torch.testing.assert_close(got, tiny_model()(torch.tensor([sequence.tokens])).logits[0, -1], atol=2e-4, rtol=0)
 
 
 def test_a_pruning_that_fails_costs_the_sequence_its_pages_only(
