@@ -145,8 +145,9 @@ class Serving:
         return True
 
     def _count_pages(self, sequence: Sequence) -> None:
-        sequence.task.held_pages = len(sequence.pages)
-        sequence.task.capacity = len(sequence.pages) * self._page_size + sequence.computed - sequence.rows
+        task = sequence.task
+        task.held_pages, task.pruned = len(sequence.pages), sequence.computed - sequence.rows
+        task.capacity = task.held_pages * self._page_size + task.pruned
 
     def prune(self, now: float) -> None:
         """Make room in the cache before an iteration, where the settings and the policy allow it."""

@@ -311,7 +311,7 @@ def load_of(result: Result) -> Load:
         adapters.add(task.adapter)
         if task.kind is Kind.DECODE:
             load.decodes += 1
-            load.context += task.context
+            load.context += task.context - task.pruned
         elif tokens:
             load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
     adapters.discard(0)

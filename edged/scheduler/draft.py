@@ -128,7 +128,7 @@ class Draft:
         for grant in decodes:
             task = grant.task
             held = task.context
-            context += held
+            context += held - task.pruned
             adapters.add(task.adapter)
             if held >= task.capacity:
                 need += self.pages(task, 1)
@@ -166,7 +166,7 @@ class Draft:
                 self.free_pages -= pages
                 self.tokens_left -= 1
                 self.load.decodes += 1
-                self.load.context += task.context
+                self.load.context += task.context - task.pruned
                 self._adapters.add(task.adapter)
                 self.load.adapters = len(self._adapters) - 1
                 self.slack_s = min(self.slack_s, task.deadline_s - now)

@@ -70,7 +70,7 @@ class Scheduler:
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
         task.tokens = tokens
-        task.context = task.held_pages = task.capacity = task.next_unit = 0
+        task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
         self._queues.file(task)
 
     def update(self, task: Task) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
             return
         adapters = {grant.task.adapter for grant in decodes}
         adapters.discard(0)
-        context = sum([grant.task.context for grant in decodes])
+        context = sum([grant.task.context - grant.task.pruned for grant in decodes])
         alone = Load(decodes=len(decodes), context=context, adapters=len(adapters))
         due_s = {service: now + self.targets.tbt_s(service, alone) for service in ServiceClass}
         for task in tasks:

@@ -53,7 +53,9 @@ class Task:
     tokens: int = 1
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
-    """Tokens whose K/V exist already and are attended to."""
+    """Tokens that are computed already."""
+    pruned: int = 0
+    """Of these, whose K/V were given up: the rest is attended to."""
     adapter: int = 0
     """A number of the adapter that answers it; 0: the base, or not known yet."""
     held_pages: int = 0
