@@ -73,14 +73,14 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
     random = _Random(device, kv.keys.dtype)
     small.keys.copy_(random(*small.keys.shape))
     small.values.copy_(random(*small.values.shape))
-    # A single token, one of the kind that leaves rows out, and one of a pruned sequence.
+    # A single token, one of the kind that leaves rows out, and one of a pruned sequence, whose new row is in nobody's page.
     segments = [
         Segment([0], size, np.array([1, 2])),
         Segment([0] * (size + 1), size, np.array([3, 5, 4]), hidden=(0, size - 1)),
     ]
     counts = np.full((1, kv.kv_heads), 2)
     counts[0, :2] += (1, -1) if kv.kv_heads > 1 else (0,)
-    pruned = [Segment([0], 2 * size, np.array([4, 2, 1]), compacted=Compacted(2, counts, size))]
+    pruned = [Segment([0], 2 * size, np.array([4, 2, 0]), compacted=Compacted(2, counts, size))]
     query, key, value = (random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, *(kv.kv_heads,) * 2))
 
     def attended(paths: Paths) -> torch.Tensor:
