@@ -39,7 +39,8 @@ class VirtualPruner(Pruner):
                 sequence.watch = cast(Any, SimpleNamespace(observations=0))
             cast(Any, sequence.watch).observations += 1
 
-    def _prune(self, sequence: Sequence) -> None:
+    def prune(self, sequence: Sequence) -> None:
+        """Compact the old pages of a sequence that is `due`: nothing is in them."""
         slabs, old = self._rule.budget_pages, self._rule.old_pages(sequence.rows)
         free = self._free_pages
         before = sequence.compacted or Compacted(0, np.zeros((0, 0), np.int64), 0)

@@ -73,7 +73,7 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
     random = _Random(device, kv.keys.dtype)
     small.keys.copy_(random(*small.keys.shape))
     small.values.copy_(random(*small.values.shape))
-    # A single token, one of the kind that leaves rows out, and one of a pruned sequence, whose new row is in nobody's page.
+    # A single token, one of the kind that leaves rows out, one of a pruned sequence, with pages of their own to write.
     segments = [
         Segment([0], size, np.array([1, 2])),
         Segment([0] * (size + 1), size, np.array([3, 5, 4]), hidden=(0, size - 1)),
