@@ -51,9 +51,6 @@ class ModelSettings(_Section):
         description="CPU threads of an operation; 0: 1 for small models, else as many as other programs leave cores",
     )
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
-    fuse_norms: bool = Field(
-        True, description="CPU, float32: RMS norms as one operation, where it gives the same numbers"
-    )
     decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
         "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )

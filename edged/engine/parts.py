@@ -25,7 +25,6 @@ from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
 from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
-from edged.engine.norm import fuse_norms
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.prices import first_cost_model, subject_of
 from edged.engine.pruning import Pruner
@@ -135,8 +134,6 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     if settings.model.pack_weights and (reason := model.pack_weights()):
         log.info("weights are not packed: %s", reason)
-    if settings.model.fuse_norms:
-        fuse_norms(model.model)
     pages = page_count(model, settings)
     kv = model.new_kv(pages, settings.cache.page_size)
     pool = PagePool(pages, settings.cache.page_size)
