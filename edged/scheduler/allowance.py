@@ -5,28 +5,35 @@ Owns that account of seconds. Must not know who decides: a policy reads what is 
 
 from __future__ import annotations
 
+import math
+
 from edged.config import SchedulerSettings
 
 SPAN_S = 10.0
-"""Seconds of serving over which the slow-down is a mean: what was not taken in them is not made up for later."""
+"""Seconds over which the load is told, and the slow-down is a mean: what was not taken is not made up for later."""
 
 
 class Allowance:
     """Seconds of work beside serving that keep the mean time between tokens within `tbt_slowdown` of serving alone.
 
-    A second of serving earns `tbt_slowdown - 1` seconds, and the first span is granted in advance. Work beyond what is
-    left (a share that was owed, a unit that took longer than predicted) is paid back by less work later, but for what
-    is older than the span.
+    Where serving takes a share rho of the time, a request's time in a processor-sharing queue grows as 1 / (1 - rho); a
+    share f of other work makes that 1 / (1 - rho - f), so f = (tbt_slowdown - 1) * (1 - rho) of the serving time is
+    earned, to first order. The first span is granted in advance. Work beyond what is left (a share that was owed, a
+    unit that took longer than predicted) is paid back by less work later, but for what is older than the span.
     """
 
-    __slots__ = ("_most_s", "_rate", "left_s")
+    __slots__ = ("_busy_s", "_most_s", "_now", "_rate", "left_s")
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._rate = settings.tbt_slowdown - 1.0
         self._most_s = SPAN_S * self._rate
+        self._busy_s = self._now = 0.0
         self.left_s = self._most_s
         """Seconds of work that may be done now; below zero where more was done than that."""
 
-    def settle(self, serving_s: float, finetune_s: float) -> None:
+    def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
         """Account for an iteration in which somebody was served: the time for that, and the time that it grew by."""
-        self.left_s = min(self._most_s, max(-self._most_s, self.left_s + self._rate * serving_s - finetune_s))
+        self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + serving_s
+        self._now = now
+        earned_s = self._rate * serving_s * max(0.0, 1.0 - self._busy_s / SPAN_S)
+        self.left_s = min(self._most_s, max(-self._most_s, self.left_s + earned_s - finetune_s))

@@ -113,7 +113,7 @@ class Scheduler:
         finetune_s = self.cost.observe(result)
         if any([outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes]):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            queues.allowance.settle(spent_s - finetune_s, finetune_s)
+            queues.allowance.settle(spent_s - finetune_s, finetune_s, now)
         decoded: list[Task] = []
         for outcome in result.outcomes:
             task = outcome.task
