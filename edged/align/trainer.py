@@ -314,6 +314,11 @@ class Trainer:
         learner.best, learner.best_weights = None, None
         return self.version(adapter)
 
+    def introduce(self, adapter: str) -> None:
+        """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""
+        if not self.version(adapter):
+            self._restore(self._learner(adapter), None, "introduced")
+
     def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
         """Publish `weights` (None: the untrained ones) as a new version."""
         parent = self.version(learner.name)

@@ -150,6 +150,8 @@ class _Player:
     def play(self, trace: Trace, pairs: list[TokenPair]) -> dict[str, Any]:
         """Measure the machine, send the load, report."""
         plan, context = self._plan, self._engine.max_context_tokens
+        # Policies that learn late or never are spared nothing: the adapter is applied from the start.
+        self._engine.introduce(ADAPTER).result()
         forward_s = self._measure_forward(trace, context)
         capacity = None if plan.rate_per_s else self._measure_capacity(trace, context)
         rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)

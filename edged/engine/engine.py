@@ -142,6 +142,10 @@ class Engine:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
         return self._ask(lambda: self._learning.rollback(adapter, version))
 
+    def introduce(self, adapter: str) -> Future[None]:
+        """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
+        return self._ask(lambda: self._learning.introduce(adapter))
+
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter."""
 

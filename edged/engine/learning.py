@@ -284,6 +284,10 @@ class Learning:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
+    def introduce(self, adapter: str) -> None:
+        """See `Trainer.introduce`."""
+        self._trainer.introduce(adapter)
+
     def rollback(self, adapter: str, version: int) -> int:
         """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
         self._abandon(adapter)
