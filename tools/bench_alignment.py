@@ -100,6 +100,7 @@ def main() -> None:
             "trace": load.trace.name,
             "requests_per_s": rate,
             "pairs_per_s": options.pairs_per_s,
+            "settings": options.config.read_text() if options.config else "",
             "tastes": {},
         }
         for taste in options.tastes:
@@ -131,6 +132,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pairs-most", type=int, default=None, help="of a taste (default all; quick: 40)")
     parser.add_argument("--held-out", type=int, default=64, help="pairs scored over time (default 64; quick: 8)")
     parser.add_argument("--moments", type=int, default=None, help="at which they are (default 12; quick: 3)")
+    parser.add_argument("--config", type=Path, help="TOML file with further settings")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
@@ -169,9 +171,9 @@ def say(line: str) -> None:
 
 
 def settings_of(options: argparse.Namespace, policy: str) -> Settings:
-    """The defaults but for what must be told."""
+    """The defaults, or the file's, but for what must be told."""
     overrides = {"model.device": options.device, "scheduler.policy": policy}
-    return load_settings(environ={}, overrides=overrides)
+    return load_settings(options.config, environ={}, overrides=overrides)
 
 
 def capacity(options: argparse.Namespace) -> float:
