@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from edged.align.pair import PairScored, Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
+from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.bench.recorder import Recorder, request_counts, serving_figures
 from edged.bench.sequential import Reference
 from edged.bench.tastes import quarters
@@ -53,13 +53,11 @@ class Load:
 
 @dataclass
 class Notes(Recorder):
-    """Everything that a run left behind; moments are seconds since its start."""
+    """Everything that a run left behind; moments of what `Recorder` does not have are seconds since its start."""
 
     started_s: float = 0.0
     sent: dict[tuple[str, int], float] = field(default_factory=dict)
     """When each pair came, by adapter and pair id."""
-    scored_s: list[float] = field(default_factory=list)
-    """When each of `scores` was."""
     versions: list[tuple[float, VersionPublished]] = field(default_factory=list)
     files: dict[tuple[str, int], str] = field(default_factory=dict)
     """Weights of the versions on disk, by adapter and version."""
@@ -72,9 +70,7 @@ class Notes(Recorder):
         """The engine's callback for the learning loop's records."""
         now_s = time.monotonic() - self.started_s
         for record in records:
-            if isinstance(record, PairScored) and record.split == "prequential":
-                self.scored_s.append(now_s)
-            elif isinstance(record, VersionPublished):
+            if isinstance(record, VersionPublished):
                 self.versions.append((now_s, record))
             elif isinstance(record, VersionSaved):
                 self.files[record.adapter, record.version] = str(Path(record.path) / WEIGHTS_FILE)
@@ -134,6 +130,7 @@ def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair], 
             _submit(engine, notes, item, number, adapters[number % len(adapters)])
         else:
             notes.sent[item.adapter, item.pair_id] = time.monotonic() - notes.started_s
+            notes.expect_pair(item.pair_id)
             engine.submit_pairs([item])
         if at_s >= next_line_s:
             next_line_s += _LINE_EVERY_S
@@ -261,7 +258,7 @@ def learning(notes: Notes) -> dict[str, Any]:
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
     latest = {(score.adapter, score.pair_id): at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
-    waited = [at_s - notes.sent[key] for key, at_s in latest.items()]
+    waited = [at_s - notes.started_s - notes.sent[key] for key, at_s in latest.items()]
     return {
         "pairs_sent": len(notes.sent),
         "pairs_scored": len(latest),
