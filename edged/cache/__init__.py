@@ -1,4 +1,4 @@
-"""The paged K/V cache's bookkeeping: page pool and prefix trie. Must not know torch or policies."""
+"""The paged K/V cache's bookkeeping: pool, prefix trie, spill, prompts that wait, pruning. Must not know torch."""
 
 from edged.cache.pending import Pending
 from edged.cache.pool import OutOfPages, PagePool

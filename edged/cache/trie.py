@@ -78,11 +78,11 @@ class PrefixTrie:
         """Pages that `evict` could free now."""
         return self._pool.evictable_pages
 
-    def match(self, key: Key, tokens: Sequence[int], reserve: int = 0) -> list[int]:
+    def match(self, key: Key, tokens: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
         """Pages of the longest cached prefix of `tokens`, in order, retained for the caller.
 
         Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
-        are brought back, as long as that leaves `reserve` pages free or evictable.
+        are brought back, as long as that leaves `reserve` pages free or evictable. `stats` hear of it where `counted`.
         """
         path = self._path(key, tokens)
         resident = [node.page for node in path if node.handle is None]
@@ -90,9 +90,10 @@ class PrefixTrie:
         self._touch(path)
         pages = resident if len(resident) == len(path) else self._restored(path, reserve)
         self._pool.release(set(resident).difference(pages))
-        self.stats.lookups += 1
-        self.stats.prompt_tokens += len(tokens)
-        self.stats.hit_tokens += len(pages) * self._pool.page_size
+        if counted:
+            self.stats.lookups += 1
+            self.stats.prompt_tokens += len(tokens)
+            self.stats.hit_tokens += len(pages) * self._pool.page_size
         return pages
 
     def covered(self, key: Key, tokens: Sequence[int]) -> int:

@@ -53,6 +53,8 @@ class Engine:
         plans_ahead = {"auto": parts.model.device.type == "cuda", "on": True, "off": False}
         self._plans_ahead = plans_ahead[self.settings.scheduler.plan_ahead]
         self._foresight: Foresight | None = None
+        self._foreseeing_s = 0.0
+        """What the plan that comes has cost already."""
         self._serving = Serving(parts)
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
@@ -250,7 +252,8 @@ class Engine:
         started = time.perf_counter()
         foresight, self._foresight = self._foresight, None
         plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
-        self._stats.decision_ms.append((time.perf_counter() - started) * 1e3)
+        self._stats.decision_ms.append((time.perf_counter() - started + self._foreseeing_s) * 1e3)
+        self._foreseeing_s = 0.0
         return plan
 
     def _iterate(self, plan: Plan) -> None:
@@ -291,7 +294,9 @@ class Engine:
         if not self._plans_ahead:
             return
         try:
+            begun = time.perf_counter()
             self._foresight = self._scheduler.foresee(plan, started, self._resources())
+            self._foreseeing_s = time.perf_counter() - begun
         except Exception:
             # The iteration that runs has nothing to do with it.
             log.exception("the next iteration could not be planned ahead")

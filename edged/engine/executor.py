@@ -126,6 +126,13 @@ class Executor:
         """Pages of shared prefixes that nobody uses."""
         return self.trie.evictable_pages if self.trie is not None else 0
 
+    def allocate_to_write(self, pages: int) -> list[int]:
+        """As `allocate`, for what writes before the next forward: after the copies of what was evicted for it."""
+        taken = self.allocate(pages)
+        if self.spill is not None:
+            self.spill.settle()
+        return taken
+
     def run(
         self,
         plan: Plan,
@@ -271,7 +278,8 @@ class Executor:
         """
         if self.trie is None:
             return
-        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve)
+        # What a preempted sequence finds again is nothing that sharing saved.
+        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=not sequence.generated)
         if pages:
             sequence.add_pages(pages)
             sequence.computed = len(pages) * self.kv.page_size

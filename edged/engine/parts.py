@@ -214,7 +214,7 @@ def _pruner(executor: Executor, policy: type[Policy], settings: Settings, max_co
             "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
         )
         return None
-    return Pruner(settings.cache, executor.kv, executor.pool, executor.evictable_pages, executor.allocate)
+    return Pruner(settings.cache, executor.kv, executor.pool, executor.evictable_pages, executor.allocate_to_write)
 
 
 def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:

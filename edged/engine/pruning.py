@@ -6,6 +6,7 @@ budgets follow from norms (`edged.cache.pruning`), nor the scheduler.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -19,6 +20,9 @@ from edged.engine.kv import KvStore
 from edged.engine.sequence import Sequence
 from edged.engine.watch import Watch
 
+log = logging.getLogger("edged.engine")
+_MOST_FAILURES = 3
+"""Prunings that may raise before no more are tried."""
 _FIRST_LOOKS, _LOOK_EVERY = 4, 8
 """A sequence is observed in so many iterations at first, then in each so many-th."""
 
@@ -43,6 +47,7 @@ class Pruner:
         self.prunings = self.pages_returned = 0
         """Since the start; pages that other sequences go on holding are not counted."""
         self._live = self._kept_tokens = 0
+        self._failures = 0
 
     # -- when --------------------------------------------------------------------------------------------------------
 
@@ -51,6 +56,8 @@ class Pruner:
 
         The longest comes first. One is enough for an iteration, unless the next ones may find no page.
         """
+        if self._failures >= _MOST_FAILURES:
+            return
         decoding = [sequence for sequence in sequences if sequence.decoding]
         pressure = self._pressure
         pressure.update(self._free_pages, self._pool.pages, len(decoding))
@@ -85,7 +92,7 @@ class Pruner:
 
     def observer(self, sequence: Sequence) -> Watch | None:
         """What shall observe the decode that `sequence` is about to do, if it is time for that."""
-        if not self._pressure.near or not self._rule.nears(sequence.rows):
+        if not self._pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
             return None
         watch, iteration = sequence.watch, sequence.computed
         if watch is None:
@@ -138,6 +145,12 @@ class Pruner:
         for layer in range(kv.layers):
             rows = (heads.blocks(layer)[0][..., None] * kv.page_size + in_page).flatten(1)
             kv.move(layer, rows[kept[layer] // keep.shape[2], kept[layer] % keep.shape[2]], to)
+
+    def failed(self) -> None:
+        """A pruning raised; after a few of them no more are tried, since each costs its sequence a recomputation."""
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            log.error("K/V is not pruned any more: it failed %d times", _MOST_FAILURES)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

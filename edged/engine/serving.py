@@ -160,6 +160,7 @@ class Serving:
                 self._count_pages(sequence)
             except Exception:
                 log.exception("a sequence could not be pruned: it is computed again")
+                pruner.failed()
                 self.preempt(sequence.task.task_id, now)
                 self._stats.totals.preemptions += 1
 

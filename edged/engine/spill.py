@@ -88,9 +88,13 @@ class _Copies:
         """Whether a handle must be dropped before the next page can be saved."""
         return not self._free
 
+    def settle(self) -> None:
+        """What is launched from now on may write the pages whose copies are under way."""
+        self._stream.join()
+
     def join(self) -> None:
         """An iteration begins: what it launches comes after the copies that were made for it."""
-        self._stream.join()
+        self.settle()
 
     def _slab(self, page: int) -> Slab:
         heads = self._kv.kv_heads
@@ -245,6 +249,9 @@ def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> PageSpill 
     budget = settings.spill_mb << 20
     if kind == "host":
         budget = min(budget, int(psutil.virtual_memory().available * _HOST_SHARE))
+        if device.type == "cuda":
+            # Pinned memory comes in powers of two.
+            budget = 1 << max(0, budget.bit_length() - 1)
     page_bytes = kv.bytes_per_page(kv.page_size, kv.layers, kv.kv_heads, kv.head_dim, kv.keys.dtype)
     capacity = budget // page_bytes
     if not capacity:

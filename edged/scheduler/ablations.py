@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from edged.scheduler.draft import Draft
 from edged.scheduler.mace import Mace
@@ -51,5 +52,6 @@ class MacePriority(Mace):
 
     def _asking(self, draft: Draft, tuning: list[Task], waiting: list[Task], due: bool, now: float) -> Iterator[Item]:
         own = super()._asking(draft, tuning, [], due, now)
-        prompts = super()._asking(draft, [], waiting, due, now)
+        # Nobody is too late to be overtaken: deadlines count for nothing.
+        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))

@@ -132,12 +132,13 @@ class CostModel:
         """
         cost, prices = cls(guess), profile.prices
         rows = [forward.load().features(prices.knee_tokens) for forward in profile.forwards]
-        cost._fit = Fit.known(prices.forward, rows, [forward.seconds for forward in profile.forwards])
-        cost._knee, cost._prices = prices.knee_tokens, prices.forward
+        cost._fit = Fit.known(prices.forward, rows, [forward.seconds for forward in profile.forwards], guess.forward)
+        cost._knee, cost._prices = prices.knee_tokens, tuple(cost._fit.prices)
         for kind, known in prices.units.items():
             seen = [unit for unit in profile.units if unit.kind == kind]
             rows = [(1.0, float(unit.tokens)) for unit in seen]
-            cost._units[kind] = Fit.known(known, rows, [unit.seconds for unit in seen])
+            guessed = guess.units.get(kind, guess.units["layer"])
+            cost._units[kind] = Fit.known(known, rows, [unit.seconds for unit in seen], guessed)
         cost.source = source
         return cost
 

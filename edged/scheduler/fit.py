@@ -95,13 +95,19 @@ class Fit:
         self.prices = list(start)
 
     @classmethod
-    def known(cls, prices: Sequence[float], rows: Sequence[Row], seconds: Sequence[float]) -> Fit:
+    def known(
+        cls, prices: Sequence[float], rows: Sequence[Row], seconds: Sequence[float], guess: Sequence[float]
+    ) -> Fit:
         """Prices that were found from measurements, which hold them at first.
 
-        A price that was found to be zero can be learned: from a hundredth of what the feature would cost alone.
+        A price that was found to be zero can be learned: from a hundredth of what the feature would cost alone. One of
+        a feature that no measurement had is the guess.
         """
         used = [sum(row[i] for row in rows) for i in range(len(prices))]
-        least = [_LEAST_SHARE * sum(seconds) / amount if amount else 1e-12 for amount in used]
+        prices = [price if amount else other for price, amount, other in zip(prices, used, guess, strict=True)]
+        least = [
+            _LEAST_SHARE * sum(seconds) / amount if amount else other for amount, other in zip(used, guess, strict=True)
+        ]
         fit = cls([max(price, other) for price, other in zip(prices, least, strict=True)])
         fit._scale = [price / start for price, start in zip(prices, fit._start, strict=True)]
         fit.prices = list(prices)

@@ -19,6 +19,8 @@ class Past:
     """The first iteration: fixed intervals are counted from it."""
     caught_up_s: float = -math.inf
     """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
+    tuning: bool = False
+    """Whether there was any fine-tune task before the latest iteration."""
     tuned: bool = False
     """The latest iteration in which anything ran began with fine-tuning: it served nobody."""
 
@@ -26,7 +28,13 @@ class Past:
         """An iteration is about to be planned; `tuning` tells whether there is any fine-tune task."""
         if self.began_s is None:
             self.began_s = self.caught_up_s = now
+        self.tuning = tuning
         if not tuning:
+            self.caught_up_s = now
+
+    def arrive(self, now: float) -> None:
+        """The only fine-tune task comes: an engine that rested till now was caught up; after a step it is the next."""
+        if not self.tuning and self.began_s is not None:
             self.caught_up_s = now
 
     def settle(self, plan: Plan) -> None:

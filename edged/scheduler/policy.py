@@ -1,4 +1,4 @@
-"""What a scheduling policy is, and which ones there are.
+"""What a scheduling policy is.
 
 Owns the interface between the scheduler's lifecycle and its decisions. Must not know how a policy decides.
 """

@@ -143,8 +143,10 @@ class Profile(_Data):
 
 
 def file_name(subject: Subject) -> str:
-    """`<model>@<device>.json`, without what does not belong into a file's name."""
-    return "@".join(re.sub(r"[^\w.+-]+", "-", part).strip("-.") for part in (subject.model, subject.device)) + ".json"
+    """`<model>@<device>.<type>.json`, without what does not belong into a file's name."""
+    kind = f"{subject.dtype}-{subject.quantization}" if subject.quantization else subject.dtype
+    model, device = (re.sub(r"[^\w.+-]+", "-", part).strip("-.") for part in (subject.model, subject.device))
+    return f"{model}@{device}.{kind}.json"
 
 
 def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Prices:

@@ -52,7 +52,9 @@ class Scheduler:
                 self._set_due([task], self._queues.decodes, now)
         if task.kind is Kind.FINETUNE and not self._queues.finetunes:
             self._queues.arrears.start(now)
-        self._now = now
+            self._queues.past.arrive(now)
+        # A request that was held back comes with the moment of its arrival.
+        self._now = max(self._now, now)
         self._queues.file(task)
 
     def remove(self, task_id: int) -> Task | None:

@@ -101,7 +101,7 @@ class Plan:
     pages: int = 0
     """Pages that the grants will allocate."""
     budget_s: float = math.inf
-    """Latency budget: the least slack of the members."""
+    """Latency budget: the least slack of the members, less what fine-tuning may not take of it."""
     predicted_forward_s: float = 0.0
     predicted_units_s: float = 0.0
     resume_s: float = math.inf

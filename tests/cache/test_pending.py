@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -122,27 +120,21 @@ def test_two_of_one_name_are_refused() -> None:
         enter(pending, 1, "ab")
 
 
-def test_entering_costs_microseconds_with_a_thousand_waiting() -> None:
+def test_a_thousand_that_wait_are_all_handed_on() -> None:
     rng = np.random.default_rng(0)
     pending = Pending(16, lambda key, tokens: 0)
     common = rng.integers(0, 50_000, 500).tolist()
     prompts = [
         (*common[: int(rng.integers(0, 500))], *rng.integers(0, 50_000, 1_000).tolist())[:1_000] for _ in range(1_100)
     ]
-    took = []
     for name, tokens in enumerate(prompts):
-        started = time.perf_counter()
         pending.enter(name, BASE, tokens, (float(name), name))
-        took.append(time.perf_counter() - started)
-    assert np.median(took[1_000:]) < 0.5e-3
     pending.check()
     # All of them are computed, each handing its followers on.
-    started = time.perf_counter()
     ready = [name for name in range(len(prompts)) if not pending.waits(name)]
     for name in ready:
         ready += pending.computed(name, 1_000)
         ready += pending.leave(name)
-    assert (time.perf_counter() - started) / len(prompts) < 0.5e-3
     assert sorted(ready) == list(range(len(prompts)))
     assert len(pending) == 0
     assert not pending._roots

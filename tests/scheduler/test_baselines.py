@@ -73,6 +73,17 @@ def test_running_answers_stand_still_with_their_pages_while_a_step_runs(policy: 
     assert life.preemptions == 0
 
 
+@pytest.mark.parametrize("policy", ["ekya", "periodic-async"])
+def test_a_step_that_comes_after_a_rest_waits_for_its_interval(policy: str) -> None:
+    scheduler = scheduler_of(policy=policy, retrain_every_s=30.0)
+    scheduler.plan(0.0, resources())
+    add_lesson(scheduler, 9, tokens=100, now=95.0)
+    waits = scheduler.plan(95.0, resources())
+    assert not waits.grants
+    assert waits.resume_s == 120.0
+    assert tunes(scheduler.plan(120.0, resources()))
+
+
 @pytest.mark.parametrize("policy", ["adainf", "sync", "mace-bin"])
 def test_a_step_that_lacks_pages_waits_for_answers_to_end_and_nobody_enters_before_it(policy: str) -> None:
     world = world_of(policy, pages=40)

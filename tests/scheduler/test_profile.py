@@ -119,6 +119,18 @@ def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so
     assert cold.mape > 2 * cost.mape
 
 
+def test_features_that_no_measurement_had_are_guessed() -> None:
+    short = [forward for forward in measured(Device())[0] if forward.load().tokens <= 32 and not forward.adapters]
+    profile = profile_of(Device()).model_copy(
+        update={"forwards": tuple(short), "prices": fit_prices(short, measured(Device())[1])}
+    )
+    assert not any(forward.load().features(profile.prices.knee_tokens)[2] for forward in short)
+    guess = roofline(135_000_000, 2e11, 2e10)
+    cost = CostModel.from_profile(profile, guess)
+    assert cost.token_s == guess.forward[2]
+    assert cost.forward_s(Load(decodes=1, adapters=1)) > cost.forward_s(Load(decodes=1))
+
+
 def test_unit_kinds_that_a_profile_lacks_are_guessed() -> None:
     guess = roofline(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=2e10)
     cost = CostModel.from_profile(profile_of(Device()), guess)
@@ -131,7 +143,7 @@ def test_the_file_comes_back_as_it_was_written_and_leaves_no_draft(tmp_path: Pat
     profile.write(path)
     assert Profile.read(path) == profile
     assert find_profile("", tmp_path, HERE) == (path, profile)
-    assert [file.name for file in path.parent.iterdir()] == ["demo@Board-8-cores.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["demo@Board-8-cores.float32.json"]
 
 
 @pytest.mark.parametrize(
