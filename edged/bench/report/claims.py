@@ -121,8 +121,8 @@ def _attainment(setting: Setting) -> Claim:
     ours: dict[str, float] = {}
     told = []
     for rate in setting.rates:
-        mace = setting.mean(ATTAINMENT, "mace", rate_per_s=rate)
-        baselines = [setting.mean(ATTAINMENT, policy, rate_per_s=rate) for policy in ("ekya", "adainf")]
+        mace = setting.median(ATTAINMENT, "mace", rate_per_s=rate)
+        baselines = [setting.median(ATTAINMENT, policy, rate_per_s=rate) for policy in ("ekya", "adainf")]
         known = [value for value in baselines if value is not None]
         if mace is None or not known:
             continue
@@ -142,7 +142,7 @@ def _ablations(setting: Setting) -> list[Claim]:
     place = setting.load(highest)
 
     def value(metric: Metric, policy: str) -> float | None:
-        return setting.mean(metric, policy, rate_per_s=highest)
+        return setting.median(metric, policy, rate_per_s=highest)
 
     def claim(what: str, number: paper.Told, ours: float | None, form: str, holds: Callable[[float], bool]) -> Claim:
         values = {} if ours is None else {place: ours}

@@ -160,7 +160,7 @@ def against_retrain_rate(setting: Setting) -> Figure | None:
         ("CLPD", CLPD, paper.CLPD_TO_ADAINF),
     ):
         for rate in setting.retrain_rates:
-            ours = setting.mean(metric, "mace", retrain_rate=rate)
-            theirs = setting.mean(metric, "adainf", retrain_rate=rate)
+            ours = setting.median(metric, "mace", retrain_rate=rate)
+            theirs = setting.median(metric, "adainf", retrain_rate=rate)
             rows.append(Row(f"{title} at {rate:.0%}, adainf to mace", against(ours, theirs), number))
     return Figure("fig9", "Figure 9: accuracy against retrain rate", tuple(rows), tuple(panels))

@@ -75,7 +75,7 @@ class Setting:
         share = next(iter(shares), None)
         return f"{rate_per_s:.2f} requests/s" if share is None else f"{share:.0%} load"
 
-    def mean(self, metric: Metric, policy: str, **fields: Any) -> float | None:
+    def median(self, metric: Metric, policy: str, **fields: Any) -> float | None:
         """The median over seeds at a point, by default the headline's."""
         middle = self.runs.middle(metric, policy=policy, **{**self.headline, **fields})
         return middle.median if middle else None
