@@ -294,7 +294,7 @@ class Simulation:
 
 
 def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
-    """Seconds to the first token of a prompt alone on the device, under an adapter, in chunks of at most `most` tokens."""
+    """Seconds to the first token of a lone prompt under an adapter, in chunks of at most `most` tokens."""
     total_s, done = 0.0, 0
     while done < tokens:
         chunk = min(most, tokens - done)
