@@ -235,7 +235,7 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     config = Path(workload.config).read_text() if workload.config else ""
     wanted = {**asdict(workload), "config_text": config}
     path = folder / MANIFEST
-    present = {
+    present: dict[str, dict[str, Any]] = {
         "versions": {name: version(name) for name in ("edged", "torch")},
         "sizes": {name: _size(file) for name, file in (("trace", workload.trace), ("pairs", workload.pairs))},
     }
