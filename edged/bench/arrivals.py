@@ -62,6 +62,8 @@ class Arrivals:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
         from transformers import AutoModelForCausalLM
 
+        from edged.bench.sequential import answer_logp
+
         base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).eval()
         config = LoraConfig(
             r=self._spec.rank, lora_alpha=self._spec.alpha, target_modules=list(self._spec.peft_targets)
@@ -76,7 +78,9 @@ class Arrivals:
                 loaded = version
             # A fresh LoRA, as PEFT makes it, changes nothing: that is version 0.
             pair = arrival.pair
-            clpd = _logp(model, pair.prompt, pair.chosen) - _logp(model, pair.prompt, pair.rejected)
+            with torch.inference_mode():
+                chosen, rejected = (answer_logp(model, pair.prompt, answer) for answer in (pair.chosen, pair.rejected))
+            clpd = float(chosen) - float(rejected)
             rows.append(
                 {
                     "at_s": round(arrival.at_s, 3),
@@ -87,11 +91,3 @@ class Arrivals:
                 }
             )
         return rows
-
-
-@torch.inference_mode()
-def _logp(model: Any, prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
-    """Sum of the answer's log-probabilities after the prompt."""
-    ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-    return float(logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum())

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def compare(
     if axes.loads and manifest["capacity_per_s"] is None:
         manifest["capacity_per_s"] = _capacity(workload, progress)
     runs = list(axes.runs(manifest["capacity_per_s"]))
-    known = {row["file"]: row for row in manifest["runs"]}
+    known = {row["file"]: row for row in manifest["runs"] if "file" in row}
     manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
     _write(folder / MANIFEST, manifest)
     missing = [run for run in runs if not is_done(folder / run.file)]
@@ -141,8 +142,8 @@ def compare(
 
 
 def is_done(path: Path) -> bool:
-    """Whether a run has left a report there, not an error."""
-    return path.is_file() and "report" in json.loads(path.read_text())
+    """Whether a run has left a report there, not an error. Raises CompareError for a file that is damaged."""
+    return path.is_file() and "report" in read_object(path)
 
 
 class _Clock:
@@ -234,23 +235,69 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     config = Path(workload.config).read_text() if workload.config else ""
     wanted = {**asdict(workload), "config_text": config}
     path = folder / MANIFEST
+    present: dict[str, dict[str, Any]] = {
+        "versions": {name: version(name) for name in ("edged", "torch")},
+        "sizes": {name: _size(file) for name, file in (("trace", workload.trace), ("pairs", workload.pairs))},
+    }
     if not path.is_file():
         created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return {
             "created_at": created_at,
             "workload": wanted,
+            **present,
             "cores": os.cpu_count(),
             "capacity_per_s": None,
             "runs": [],
         }
-    manifest: dict[str, Any] = json.loads(path.read_text())
+    manifest = read_manifest(folder)
     for name, value in manifest["workload"].items():
-        if value != wanted[name]:
-            raise CompareError(
-                f'"{folder}" has runs with {name.replace("_", " ")} {value!r}, not {wanted[name]!r}: '
-                "runs of different workloads cannot be compared; give another folder"
-            )
-    return manifest
+        _refuse_other(folder, name.replace("_", " "), value, wanted.get(name))
+    for part, named in present.items():
+        before = manifest.get(part)
+        if not isinstance(before, dict):
+            raise CompareError(f'"{path}" tells no {part}, as an older edged wrote it: give another folder')
+        for name, value in named.items():
+            what = f"{name} version" if part == "versions" else f"a {name} file of bytes"
+            # A file that was not there gave no run.
+            if before.get(name) is not None:
+                _refuse_other(folder, what, before[name], value)
+    return {**manifest, **present}
+
+
+def _refuse_other(folder: Path, what: str, before: Any, now: Any) -> None:
+    if before != now:
+        raise CompareError(
+            f'"{folder}" has runs with {what} {before!r}, not {now!r}: '
+            "runs of different workloads cannot be compared; give another folder"
+        )
+
+
+def _size(file: str | None) -> int | None:
+    """In bytes; None where there is no such file, as for a trace that is drawn at random."""
+    return Path(file).stat().st_size if file and Path(file).is_file() else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises CompareError when the folder has none, or one without what a manifest holds."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CompareError(f'"{folder}" has no {MANIFEST}: give a folder that edged bench compare wrote')
+    manifest = read_object(path)
+    for name, kind in (("workload", dict), ("runs", list)):
+        if not isinstance(manifest.get(name), kind):
+            raise CompareError(f'"{path}" has no "{name}": give a folder that edged bench compare wrote')
+    return {"capacity_per_s": None, **manifest}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object. Raises CompareError."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CompareError(f'"{path}" cannot be read: {error}') from None
+    if not isinstance(value, dict):
+        raise CompareError(f'"{path}" holds no JSON object: give what a benchmark wrote')
+    return value
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -6,13 +6,15 @@ Owns the format of these files and of their errors. Must not know models: `edged
 from __future__ import annotations
 
 import difflib
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-_CONFIGS = Path(__file__).parents[2] / "configs"
+CHECKOUT, INSTALLED = Path(__file__).parents[2] / "configs", Path(sysconfig.get_path("data")) / "share" / "edged"
+"""Where the files lie: those of a checkout are found before those that were installed with the package."""
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Efficiency = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -83,19 +85,26 @@ class DeviceFile(_Table):
 
 
 def find_device(name_or_path: str) -> Path:
-    """The file of a device: a path, or a name from configs/devices. Raises DeviceError with the nearest name."""
-    return _find(name_or_path, "device", "devices", ".toml")
+    """The file of a device: a path, or a name from configs/devices. Raises DeviceError with the nearest name.
+
+    A name may also be that of a profile (.json) that lies there; a .toml of the same name comes first.
+    """
+    return _find(name_or_path, "device", "devices", (".toml", ".json"))
 
 
 def find_model_shape(name_or_path: str) -> Path:
     """A directory or config.json of a model: a path, or a name from configs/models. Raises DeviceError."""
-    return _find(name_or_path, "model", "models", ".json")
+    return _find(name_or_path, "model", "models", (".json",))
 
 
-def _find(name: str, what: str, folder: str, suffix: str) -> Path:
+def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
     if Path(name).exists():
         return Path(name)
-    known = {path.name.removesuffix(suffix): path for path in sorted((_CONFIGS / folder).glob(f"*{suffix}"))}
+    known: dict[str, Path] = {}
+    for place in (CHECKOUT, INSTALLED):
+        for suffix in suffixes:
+            for path in sorted((place / folder).glob(f"*{suffix}")):
+                known.setdefault(path.name.removesuffix(suffix), path)
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1)

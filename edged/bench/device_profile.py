@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 import edged
 from edged.bench.peaks import measure_peaks
@@ -19,10 +21,12 @@ from edged.bench.profiling import Progress, measure
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
+from edged.engine.loading import pick_device
+from edged.engine.memory import free_bytes, has_own_memory, total_bytes
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.request import Event, FinishEvent, Request, Sampling
 from edged.engine.threads import apart, beside
-from edged.scheduler.profile import FOLDER, MemoryPeak, Profile, file_name, fit_prices, held_out_error
+from edged.scheduler.profile import FOLDER, DeviceMemory, MemoryPeak, Profile, file_name, fit_prices, held_out_error
 
 _OVERHEAD_REQUESTS, _OVERHEAD_TOKENS = 8, 48
 _LONGEST_WAIT_S = 300.0
@@ -53,6 +57,7 @@ def profile_device(
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
     beside()
+    room = _device_memory(pick_device(settings.model.device))
     parts = apart(lambda: build_parts(_for_measuring(settings), model_dir, None))
     try:
         # First, while the heap has no holes that others left.
@@ -73,6 +78,7 @@ def profile_device(
         forwards=tuple(forwards),
         units=tuple(units),
         memory=memory,
+        device_memory=room,
     )
     path = output or data_dir / FOLDER / file_name(parts.subject)
     profile.write(path)
@@ -84,6 +90,13 @@ def _for_measuring(settings: Settings) -> Settings:
     align = settings.align.model_copy(update={"replay_share": 0.0, "loss_threshold": 0.0, "epochs": 1})
     guard = settings.guard.model_copy(update={"held_out_share": 0.0})
     return settings.model_copy(update={"align": align, "guard": guard})
+
+
+def _device_memory(device: torch.device) -> DeviceMemory:
+    kind: Literal["integrated", "discrete", "cpu"] = "cpu"
+    if device.type == "cuda":
+        kind = "discrete" if has_own_memory(device) else "integrated"
+    return DeviceMemory(kind=kind, total_bytes=total_bytes(device), available_bytes=free_bytes(device)[0])
 
 
 def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:

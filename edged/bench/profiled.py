@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from edged.bench.device import DeviceError
 from edged.bench.roofline import Memory, Model, Pass
 from edged.config import Settings
-from edged.engine.memory import free_bytes, has_own_memory
 from edged.scheduler.cost import CostModel, Prices, roofline
 from edged.scheduler.profile import Profile, ProfileError
 from edged.scheduler.task import Unit
 
 _GUESSED_RATES = (4e10, 8e9)
 """Operations and bytes per second, for kinds of units that were not measured."""
+_ENOUGH_BYTES = 1 << 40
 
 
 class ProfiledDevice:
@@ -45,24 +43,30 @@ class ProfiledDevice:
 
 
 def profiled(path: Path, shape: Path, settings: Settings) -> tuple[ProfiledDevice, Model, Memory]:
-    """The profile's device, its model and this machine's free memory. Raises DeviceError, ModelRefused."""
+    """The profile's device, its model and the memory that it had. Raises DeviceError, ModelRefused."""
     try:
         profile = Profile.read(path)
     except ProfileError as error:
         raise DeviceError(str(error)) from None
     subject = profile.subject
     cpu = subject.threads > 0
-    if not cpu and not torch.cuda.is_available():
-        raise DeviceError(
-            f'profile "{path}" is of {subject.device}, whose memory it does not tell: simulate it where it is, or from '
-            "a file as in configs/devices"
-        )
     update = {"dtype": subject.dtype, "quantize": subject.quantization}
     chosen = settings.model_copy(update={"model": settings.model.model_copy(update=update)})
     model = Model.read(shape, chosen, cuda=not cpu)
     if model.name != subject.model:
         raise DeviceError(f'profile "{path}" is of the model "{subject.model}", not of "{model.name}"')
-    here = torch.device("cpu" if cpu else "cuda")
-    kind = "cpu" if cpu else "discrete" if has_own_memory(here) else "integrated"
     guess = roofline(model.shape.parameters, *_GUESSED_RATES, model.shape.layers, model.dtype.itemsize)
-    return ProfiledDevice(profile, guess), model, Memory(subject.device, kind, free_bytes(here)[0])
+    return ProfiledDevice(profile, guess), model, _memory(profile, path, settings)
+
+
+def _memory(profile: Profile, path: Path, settings: Settings) -> Memory:
+    device, told = profile.subject.device, profile.device_memory
+    if told is not None:
+        return Memory(device, told.kind, told.available_bytes)
+    if not settings.cache.memory_mb:
+        raise DeviceError(
+            f'profile "{path}" does not tell the memory of {device}, as an older edged wrote it: set cache.memory_mb, '
+            "or measure it again with edged profile"
+        )
+    # The pages' share is given; that the rest has room is all that can be assumed.
+    return Memory(device, "cpu" if profile.subject.threads else "discrete", _ENOUGH_BYTES)

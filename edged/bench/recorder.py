@@ -142,7 +142,7 @@ def request_counts(answers: Sequence[Answer]) -> dict[str, int]:
 
 
 def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -> dict[str, Any]:
-    """Latencies of all requests; throughput within the `seconds` from `start_s`."""
+    """Latencies of the requests that were answered; throughput within the `seconds` from `start_s`."""
     ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
     end_s = start_s + seconds

@@ -19,7 +19,7 @@ from edged.bench.device import DeviceFile
 from edged.config import Settings
 from edged.engine.budget import BaseShape, Needs, adapter_weights, graph_bytes, needs
 from edged.engine.loading import ModelRefused, pick_dtype
-from edged.engine.memory import CACHE_SHARES
+from edged.engine.memory import CACHE_SHARES, refuse_longer_context
 from edged.engine.quantized import WeightForm, form_of_setting
 from edged.scheduler.cost import CostModel, Load, roofline
 from edged.scheduler.task import Unit
@@ -226,7 +226,7 @@ class Room:
 def room_for(device: Memory, model: Model, settings: Settings) -> Room:
     """The engine's own arithmetic (`edged.engine.memory`) for memory that is not here.
 
-    Raises ModelRefused, with the numbers, when not even a short sequence fits.
+    Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
     """
     shape, size = model.shape, settings.cache.page_size
     parts = needs(shape, settings, model.form, model.dtype, device.kind != "cpu", device.available_bytes)
@@ -241,5 +241,6 @@ def room_for(device: Memory, model: Model, settings: Settings) -> Room:
             f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
             f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
         )
+    refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
     left = free - pages * page_bytes
     return Room(pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)

@@ -125,13 +125,7 @@ class _Loop:
 
     def _logps(self, pair: list[list[int]]) -> Logps:
         prompt, chosen, rejected = pair
-        return self._logp(prompt, chosen), self._logp(prompt, rejected)
-
-    def _logp(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """log p(answer | prompt) by one whole forward."""
-        ids = torch.tensor([prompt + answer], device=self._recipe.device)
-        logits = self._model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
-        return logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum()
+        return answer_logp(self._model, prompt, chosen), answer_logp(self._model, prompt, rejected)
 
     @torch.no_grad()
     def _reference(self, pair: list[list[int]]) -> Logps:
@@ -141,6 +135,13 @@ class _Loop:
             with self._model.disable_adapter():
                 self._known[key] = self._logps(pair)
         return self._known[key]
+
+
+def answer_logp(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """log p(answer | prompt) in nats by one whole forward of a model of transformers or PEFT."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum()
 
 
 def _row(policy: Logps, reference: Logps) -> list[float]:

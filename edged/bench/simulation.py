@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edged.align.pair import TokenPair
-from edged.bench.device import DeviceError, find_device, find_model_shape, read_device
+from edged.bench.device import find_device, find_model_shape, read_device
 from edged.bench.profiled import profiled
 from edged.bench.recorder import (
     Answer,
@@ -36,7 +36,6 @@ from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_t
 from edged.bench.virtual_engine import ADAPTER, START_S, Coming, Device, VirtualEngine
 from edged.config import Settings
 from edged.engine.request import Request, Sampling
-from edged.scheduler.policies import POLICIES
 
 PAIR_TOKENS = (100, 60, 60)
 """Mean (prompt, chosen, rejected) tokens of a preference pair, where none are given."""
@@ -98,8 +97,6 @@ def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> d
     Everything but "measured_at" and the scheduler's "decision_ms_p50" follows from the plan. Raises DeviceError,
     ModelRefused and TraceError.
     """
-    if plan.settings.scheduler.policy not in POLICIES:
-        raise DeviceError(f'unknown policy "{plan.settings.scheduler.policy}": known are {", ".join(POLICIES)}')
     trace = read_trace(plan.trace, plan.seed)
     bench = Bench.of(plan)
     report = Simulation(plan, bench, progress).play(trace)
@@ -297,11 +294,11 @@ class Simulation:
 
 
 def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
-    """Seconds to the first token of a prompt alone on the device, in chunks of at most `most` tokens."""
+    """Seconds to the first token of a lone prompt under an adapter, in chunks of at most `most` tokens."""
     total_s, done = 0.0, 0
     while done < tokens:
         chunk = min(most, tokens - done)
-        load = Pass(chunk_context=done, sampled=int(done + chunk == tokens))
+        load = Pass(adapters=1, adapted=chunk, sampled=int(done + chunk == tokens))
         load.add_chunk(chunk, done, finetune=False)
         total_s += device.overhead_s + device.forward_s(load)
         done += chunk

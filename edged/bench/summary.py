@@ -5,7 +5,6 @@ Owns which figures are compared and how runs are grouped. Must not know how they
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edged.bench.compare import MANIFEST, CompareError, Run
+from edged.bench.compare import CompareError, Run, read_manifest, read_object
 
 BASELINES = ("adainf", "fcfs")
 """MACE's strongest baseline, and serving alone."""
@@ -97,20 +96,18 @@ class Runs:
 
     @classmethod
     def read(cls, folder: Path) -> Runs:
-        """Raises CompareError when the folder is none of a comparison."""
-        if not (folder / MANIFEST).is_file():
-            raise CompareError(f'"{folder}" has no {MANIFEST}: give a folder that edged bench compare wrote')
-        manifest = json.loads((folder / MANIFEST).read_text())
+        """Raises CompareError when the folder is none of a comparison, or a file in it is damaged."""
+        manifest = read_manifest(folder)
         done, failed = [], {}
         for row in manifest["runs"]:
-            path = folder / row["file"]
+            path = folder / str(row.get("file", ""))
             if not path.is_file():
                 continue
-            record = json.loads(path.read_text())
+            record = read_object(path)
             if "error" in record:
-                failed[row["file"]] = record["error"]
+                failed[path.name] = str(record["error"])
             else:
-                done.append(Done(Run(**record["run"]), record["report"]))
+                done.append(_done(path, record))
         return cls(manifest, done, failed)
 
     def axis(self, name: str) -> list[Any]:
@@ -136,6 +133,17 @@ class Runs:
             if ours is not None and other:
                 ratios.append(ours / other)
         return Middle.of(ratios)
+
+
+def _done(path: Path, record: dict[str, Any]) -> Done:
+    """Raises CompareError when the record is none of a run."""
+    try:
+        run = Run(**record["run"])
+    except (KeyError, TypeError):
+        run = None
+    if run is None or not isinstance(record.get("report"), dict):
+        raise CompareError(f'"{path}" does not hold a run and its report: remove it, and the comparison repeats it')
+    return Done(run, record["report"])
 
 
 def summarise(runs: Runs) -> list[dict[str, Any]]:

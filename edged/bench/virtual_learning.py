@@ -154,7 +154,8 @@ class VirtualLearning:
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
         self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
-        self.state = Version(adapter, 0)
+        # As a replay introduces its adapter: untrained weights that cost what trained ones do.
+        self.state = Version(adapter, 1)
         self._learner = Learner(adapter)
         self.pairs: dict[int, SentPair] = {}
         """By pair id."""

@@ -113,7 +113,14 @@ def page_count(model: ServedModel, settings: Settings) -> int:
             f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
             f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
         )
-    asked = min(settings.model.max_context_tokens, model.shape.max_positions)
+    refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
+    return pages
+
+
+def refuse_longer_context(settings: Settings, max_positions: int, page_bytes: int, pages: int, budget: int) -> None:
+    """Raises ModelRefused, with the arithmetic, when `pages` (of `budget` bytes) cannot hold the context asked for."""
+    size = settings.cache.page_size
+    asked = min(settings.model.max_context_tokens, max_positions)
     if (pages - 1) * size < asked:
         needed = -(-asked // size) + 1
         needed_mb = needed * page_bytes / 2**20
@@ -123,4 +130,3 @@ def page_count(model: ServedModel, settings: Settings) -> int:
             f"in {budget >> 20} MiB: raise cache.memory_mb to {math.ceil(needed_mb)}, free memory, or lower "
             "model.max_context_tokens (0: what fits)"
         )
-    return pages

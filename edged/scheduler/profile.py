@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -100,6 +101,15 @@ class MemoryPeak(_Data):
     measured_bytes: int
 
 
+class DeviceMemory(_Data):
+    """What the device had of it before anything was loaded."""
+
+    kind: Literal["integrated", "discrete", "cpu"]
+    """Whose it is: a GPU's own, the box's for both, or the box's for its CPU."""
+    total_bytes: int = Field(gt=0)
+    available_bytes: int = Field(gt=0)
+
+
 class Profile(_Data):
     """One device's file."""
 
@@ -115,6 +125,8 @@ class Profile(_Data):
     forwards: tuple[ForwardTime, ...] = ()
     units: tuple[UnitTime, ...] = ()
     memory: dict[str, MemoryPeak] = {}
+    device_memory: DeviceMemory | None = None
+    """None in files of versions that did not keep it."""
 
     @classmethod
     def read(cls, path: Path) -> Profile:

@@ -75,6 +75,31 @@ def test_a_folder_takes_runs_of_one_workload_only(workload_files: Path, tmp_path
         compare(tiny_workload(workload_files, seconds=3.0), axes, tmp_path)
 
 
+def test_runs_of_another_version_or_of_other_files_are_not_mixed(workload_files: Path, tmp_path: Path) -> None:
+    axes = Axes(("mace",), retrain_rates=(0.5,), seeds=(), rates_per_s=(6.0,))
+    pairs, folder = tmp_path / "pairs.jsonl", tmp_path / "runs"
+    pairs.write_text((workload_files / "pairs.jsonl").read_text())
+    workload = tiny_workload(workload_files, pairs=str(pairs))
+    manifest = compare(workload, axes, folder)
+    assert compare(workload, axes, folder) == manifest
+
+    def refused(told: str, **changes: object) -> None:
+        (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+        with pytest.raises(CompareError, match=told):
+            compare(workload, axes, folder)
+
+    refused("has runs with torch version '1.0', not", versions={**manifest["versions"], "torch": "1.0"})
+    refused("has runs with edged version '0', not", versions={**manifest["versions"], "edged": "0"})
+    refused("tells no versions", versions=None)
+    (folder / MANIFEST).write_text("{")
+    with pytest.raises(CompareError, match="cannot be read"):
+        compare(workload, axes, folder)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    pairs.write_text("")
+    with pytest.raises(CompareError, match="has runs with a pairs file of bytes"):
+        compare(workload, axes, folder)
+
+
 def test_figures_are_medians_over_seeds_and_ratios_are_taken_seed_by_seed() -> None:
     def done(policy: str, seed: int, tbt_ms: float | None) -> Done:
         return Done(Run(policy, 0.1, 2.0, None, seed), {"tbt_ms": {"p50": tbt_ms}})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from edged.bench import device as files
 from edged.bench.device import DeviceError, find_device, find_model_shape, read_device
 from edged.bench.roofline import LAYER_KERNELS, Memory, Model, Pass, RooflineDevice, room_for
 from edged.config import Settings
@@ -75,6 +77,36 @@ def test_an_unknown_name_is_told_the_nearest_one() -> None:
         find_device("rtx6000-ada")
     with pytest.raises(DeviceError, match='no model "Mistral7b": did you mean "mistral-7b"'):
         find_model_shape("Mistral7b")
+
+
+def test_files_of_a_checkout_come_before_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout, installed = tmp_path / "configs", tmp_path / "share"
+    monkeypatch.setattr(files, "CHECKOUT", checkout)
+    monkeypatch.setattr(files, "INSTALLED", installed)
+    for folder, names in ((checkout, ("one.toml", "mine.json")), (installed, ("one.toml", "two.toml", "one.json"))):
+        (folder / "devices").mkdir(parents=True)
+        for name in names:
+            (folder / "devices" / name).write_text("")
+    assert find_device("one") == checkout / "devices" / "one.toml"
+    assert find_device("two") == installed / "devices" / "two.toml"
+    assert find_device("mine") == checkout / "devices" / "mine.json", "a profile that lies there has a name, too"
+    with pytest.raises(DeviceError, match="known are one, mine, two"):
+        find_device("zzz")
+
+
+def test_the_package_installs_every_device_and_model() -> None:
+    root = CONFIGS.parent
+    installed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    for kind in ("devices", "models"):
+        (pattern,) = installed[f"share/edged/{kind}"]
+        assert sorted(root.glob(pattern)) == sorted((CONFIGS / kind).iterdir())
+
+
+def test_a_context_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> None:
+    settings = Settings.model_validate({"cache": {"memory_mb": 64}, "model": {"max_context_tokens": 8192}})
+    device = Memory.of(read_device(find_device("h200")))
+    with pytest.raises(ModelRefused, match=r"a context of 8192 tokens .*raise cache\.memory_mb to \d+"):
+        room_for(device, Model.read(find_model_shape("mistral-7b"), settings, cuda=True), settings)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:

@@ -45,6 +45,9 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert max(forward.adapters for forward in profile.forwards) > 1
     assert 0.0 < profile.overhead_s < 0.1
     assert profile.memory["forward"].measured_bytes > 0
+    assert profile.device_memory is not None
+    assert profile.device_memory.kind == "cpu"
+    assert 0 < profile.device_memory.available_bytes < profile.device_memory.total_bytes
     assert profile.error_percent.keys() >= {"prefill", "decode"}
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import pytest
 from click.testing import CliRunner
 
 from edged.bench.compare import Run
 from edged.bench.report import paper
-from edged.bench.report.canvas import Canvas
-from edged.bench.report.claims import Claim, claims, scheduler_claims
-from edged.bench.report.learning import smooth
+from edged.bench.report.canvas import Canvas, _bars
+from edged.bench.report.claims import Claim, claims, pruning_claim, scheduler_claims
+from edged.bench.report.learning import against_retrain_rate, over_time, smooth
 from edged.bench.report.overheads import prefix_sharing, pruning
+from edged.bench.report.page import without_folders
 from edged.bench.report.panels import Curve, Figure, Panel
 from edged.bench.report.serving import ablations, throughput
 from edged.bench.report.setting import Setting
@@ -38,6 +41,9 @@ def done(policy: str, rate: float = 2.0, seed: int = 0, retrain_rate: float = 0.
         "alignment": {"clpd_nats": figures.get("clpd")},
         "series": figures.get("series", []),
         "prefix": figures.get("prefix", {}),
+        **({"arrivals": figures["arrivals"]} if "arrivals" in figures else {}),
+        **({"requests": figures["requests"]} if "requests" in figures else {}),
+        "model": {"name": "m"},
     }
     return Done(Run(policy, retrain_rate, rate, None, seed), report)
 
@@ -53,7 +59,8 @@ def claim(found: list[Claim], start: str) -> Claim:
 
 def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: Path) -> None:
     scheduler = tmp_path / "scheduler.json"
-    scheduler.write_text(json.dumps({"policy": "mace", "tasks": 64, "memory_mb": 0.04, "mixes": {"mixed": MIX}}))
+    # As --policy all prints them.
+    scheduler.write_text(json.dumps([{"policy": "mace", "tasks": 64, "memory_mb": 0.04, "mixes": {"mixed": MIX}}]))
     output = tmp_path / "report"
     arguments = ["bench", "report", str(compared), "--output", str(output), "--scheduler", str(scheduler)]
     result = CliRunner().invoke(cli, arguments)
@@ -66,7 +73,10 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
         assert drawing.stat().st_size < LARGEST_DRAWING_BYTES
         ElementTree.parse(drawing)
         assert json.loads((output / f"{key}-tiny.json").read_text())["panels"]
-    assert "edged bench compare tiny --trace" in page
+    assert "edged bench compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh --model model" in page
+    for written in (page, *(path.read_text() for path in output.glob("*.json"))):
+        assert str(compared.parent) not in written
+        assert "/tmp" not in written
     assert str(paper.HYBRID_BUSY) in page
     assert "| TBT p50 of serving alone (fcfs) | at most 1.05x |" in page
     assert "0.0500 ms with 64 live tasks" in page
@@ -99,7 +109,7 @@ def test_without_matplotlib_the_error_tells_what_to_install(compared: Path, tmp_
     assert "pip install 'edged[report]'" in ended.stderr
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{"])
+@pytest.mark.parametrize("content", [None, "[]", "{", '{"policy": "mace"}', "[3]"])
 def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared: Path, content: str | None) -> None:
     arguments = ["bench", "report", "--output", str(tmp_path / "report")]
     if content is None:
@@ -110,6 +120,62 @@ def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1
     assert str(tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize("content", ["{}", '{"tbt": {}, "quality": {}}', '{"policy": "mace", "mixes": {}}'])
+def test_a_pruning_file_of_another_benchmark_is_an_error(tmp_path: Path, compared: Path, content: str) -> None:
+    file = tmp_path / "pruning.json"
+    file.write_text(content)
+    arguments = ["bench", "report", str(compared), "--output", str(tmp_path / "report"), "--pruning", str(file)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1
+    assert "is not what tools/bench_pruning.py" in result.stderr
+
+
+def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(compared, folder)
+    run = next(folder.glob("mace_*.json"))
+    record = json.loads(run.read_text())
+    arguments = ["bench", "report", str(folder), "--output", str(tmp_path / "report")]
+
+    def refused(content: str) -> str:
+        run.write_text(content)
+        result = CliRunner().invoke(cli, arguments)
+        assert (result.exit_code, run.name in result.stderr) == (1, True)
+        return result.stderr
+
+    assert "cannot be read" in refused("{")
+    assert "does not hold a run" in refused(json.dumps({"report": {}}))
+    del record["report"]["timeline"]
+    assert 'without "timeline"' in refused(json.dumps(record))
+    (folder / "manifest.json").write_text("{}")
+    result = CliRunner().invoke(cli, arguments)
+    assert (result.exit_code, 'no "workload"' in result.stderr) == (1, True)
+
+
+def test_folders_of_one_name_are_refused(tmp_path: Path, compared: Path) -> None:
+    folder = tmp_path / compared.name
+    shutil.copytree(compared, folder)
+    result = CliRunner().invoke(cli, ["bench", "report", str(compared), str(folder), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert str(compared) in result.stderr
+    assert str(folder) in result.stderr
+
+
+def test_absolute_paths_are_told_by_their_last_names() -> None:
+    told = 'trace "/a/b.c/d.csv" of 3.0 requests/s, see [it](fig.svg), MACE/Bin, https://a.b/c and /data/x'
+    wanted = 'trace "d.csv" of 3.0 requests/s, see [it](fig.svg), MACE/Bin, https://a.b/c and x'
+    assert without_folders(told) == wanted
+
+
+def test_what_was_not_measured_has_no_bar(tmp_path: Path) -> None:
+    curves = {"mace": Curve(["a", "b"], [1.0, None], [0.5, None], [1.5, None]), "ekya": Curve(["a", "b"], [None, None])}
+    sheet = matplotlib.figure.Figure()
+    axes = sheet.subplots()
+    _bars(axes, Panel("p", "", "y", curves, "bar"))
+    assert [bar.get_height() for bar in axes.patches] == [1.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
 
 
 def test_a_claim_is_met_where_all_loads_bear_it_out_and_else_where_it_is_met() -> None:
@@ -141,6 +207,15 @@ def test_attainment_counts_only_where_both_baselines_have_fallen() -> None:
     assert found(adainf=0.5, mace=0.96) == "met"
     assert found(adainf=0.5, mace=0.94) == "not met"
     assert found(adainf=0.6, mace=0.96) == "not shown: at no load both baselines fell so low"
+    one = [done("ekya", attained=0.1), done("mace", attained=0.96)]
+    assert claim(claims(setting(*one)), "SLO attainment").verdict == "not measured"
+
+
+def test_requests_without_an_answer_are_told_beside_latencies() -> None:
+    counts = {"sent": 10, "finished": 10}
+    runs = [done("mace", ttft=30.0, requests=counts), done("ekya", ttft=100.0, requests={**counts, "finished": 6})]
+    told = claim(claims(setting(*runs)), "TTFT p50 of Ekya's").ours
+    assert told == "0.30x at 2.00 requests/s (unanswered: mace 0%, ekya 40% at 2.00 requests/s)"
 
 
 def test_ablations_are_judged_at_the_highest_load() -> None:
@@ -148,6 +223,11 @@ def test_ablations_are_judged_at_the_highest_load() -> None:
     runs += [done("mace-bin", 1.0, attained=1.0, tokens=100.0, clpd=2.0)]
     runs += [done("mace-bin", 2.0, attained=0.1, tokens=80.0, clpd=1.0)]
     runs += [done("mace-prune", 2.0, tokens=95.0, clpd=2.5)]
+    one_seed = claim(claims(setting(*runs)), "CLPD, mace-bin to mace")
+    assert one_seed.verdict == "not shown: one seed tells no spread"
+    runs += [done("mace", 2.0, 1, attained=1.0, tokens=100.0, clpd=2.0)]
+    runs += [done("mace-bin", 2.0, 1, attained=0.1, tokens=80.0, clpd=1.0)]
+    runs += [done("mace-prefix", 2.0, seed, tokens=99.0, clpd=clpd) for seed, clpd in ((0, 1.0), (1, 2.0))]
     found = claims(setting(*runs))
     assert claim(found, "attainment as mace-bin").verdict == "met"
     assert claim(found, "throughput lost as mace-bin").verdict == "met"
@@ -155,12 +235,21 @@ def test_ablations_are_judged_at_the_highest_load() -> None:
     assert claim(found, "CLPD, mace-bin to mace") == Claim(
         "CLPD, mace-bin to mace", str(paper.BIN_CLPD), "2.00x: 1.000 to 2.000", "met"
     )
-    assert claim(found, "CLPD, mace-prune to mace").verdict == "met"
+    assert claim(found, "CLPD, mace-prefix to mace").verdict == "within the spread"
     assert claim(found, "attainment lost as mace-prefix").verdict == "not measured"
     figure = ablations(setting(*runs))
     assert figure is not None
-    assert not any("mace-prefix" in row.what for row in figure.rows)
+    assert not any("mace-priority" in row.what for row in figure.rows)
     assert ablations(setting(done("mace", attained=1.0))) is None
+
+
+def test_what_pruning_gives_up_is_told_by_its_own_benchmark() -> None:
+    runs = setting(done("mace", clpd=2.0), done("mace-prune", clpd=2.5))
+    assert pruning_claim(runs, {}).verdict == "not measured"
+    for pruned, verdict in ((0.9, "met"), (1.1, "not met")):
+        quality = {"off": {"clpd_nats": 1.0}, "64": {"clpd_nats": pruned}}
+        assert pruning_claim(runs, {"model": "m", "quality": quality}).verdict == verdict
+        assert pruning_claim(runs, {"model": "other", "quality": quality}).verdict == "not measured"
 
 
 def test_strategies_are_ordered_by_what_they_think_of_the_pairs() -> None:
@@ -168,17 +257,39 @@ def test_strategies_are_ordered_by_what_they_think_of_the_pairs() -> None:
         return [{"at_s": 1.0, "win": True, "clpd_nats": clpd, "reward_margin": 1.0, "base_clpd_nats": 1.0}]
 
     for ekya, mace, verdict in ((2.0, 3.0, "met"), (3.0, 2.0, "not met"), (0.5, 3.0, "not met")):
-        runs = [done("ekya", series=series(ekya)), done("mace", series=series(mace))]
-        assert claim(claims(setting(*runs)), "CLPD over time").verdict == verdict
+        judged = [
+            done(name, series=series(x), arrivals={"series": series(x)}) for name, x in (("ekya", ekya), ("mace", mace))
+        ]
+        assert claim(claims(setting(*judged)), "CLPD over time").verdict == verdict
+        own = [done("ekya", series=series(ekya)), done("mace", series=series(mace))]
+        assert claim(claims(setting(*own)), "CLPD over time").verdict == "not measured"
+        drawn = over_time(setting(*own))
+        assert drawn is not None
+        assert {row.ours for row in drawn.rows} == {"not measured"}
+        both = against_retrain_rate(setting(done("mace", clpd=2.0), done("adainf", clpd=1.0)))
+        assert both is not None
+        assert {row.ours for row in both.rows} == {"not measured"}
     assert claim(claims(setting(done("mace", series=series(3.0)))), "CLPD over time").verdict == "not measured"
 
 
 def test_the_schedulers_overhead_is_that_of_its_slowest_mix() -> None:
     slow = {**MIX, "plan_ms_p50": 0.2}
     measured = {"policy": "mace", "tasks": 64, "memory_mb": 6.0, "mixes": {"a": MIX, "b": slow}}
-    assert [found.verdict for found in scheduler_claims([measured])] == ["not met", "not met"]
+    assert [found.verdict for found in scheduler_claims([measured])] == ["not met", "not measured", "not met"]
     fast = {**measured, "memory_mb": 4.0, "mixes": {"a": MIX}}
-    assert [found.verdict for found in scheduler_claims([fast, {"policy": "ekya"}])] == ["met", "met"]
+    assert [found.verdict for found in scheduler_claims([fast, {"policy": "ekya"}])] == ["met", "not measured", "met"]
+
+
+def test_a_long_queue_has_a_limit_of_its_own_for_decisions_and_counts_for_memory() -> None:
+    def verdicts(queued_ms: float, queued_mb: float, queued: int = 4096) -> list[str]:
+        mixes = {"mixed": MIX, "queued": {**MIX, "plan_ms_p50": queued_ms}}
+        memory = {"memory_mb": 1.0, "memory_queued_mb": queued_mb}
+        measured = {"policy": "mace", "tasks": 64, "queued": queued, **memory, "mixes": mixes}
+        return [found.verdict for found in scheduler_claims([measured])]
+
+    assert verdicts(0.9, 4.0) == ["met", "met", "met"]
+    assert verdicts(1.1, 6.0) == ["met", "not met", "not met"]
+    assert verdicts(0.9, 4.0, queued=10) == ["met", "not measured", "met"]
 
 
 def test_curves_over_time_are_means_over_the_window_before_each_point() -> None:

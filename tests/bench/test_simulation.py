@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -15,13 +16,15 @@ from edged.align.learner import Draw
 from edged.align.pair import TokenPair
 from edged.bench.device import DeviceError
 from edged.bench.replay import ReplayPlan, replay
+from edged.bench.roofline import Pass
 from edged.bench.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.bench.traces import read_trace
 from edged.bench.virtual_learning import VirtualStep
 from edged.cli.main import cli
 from edged.config import AlignSettings, Settings
+from edged.engine.loading import ModelRefused
 from edged.scheduler.cost import Prices
-from edged.scheduler.profile import ForwardTime, Profile, Subject
+from edged.scheduler.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
 from tests.engine import test_dpo_exact as exact
 from tests.models import save_tiny, tiny_model
@@ -81,6 +84,26 @@ def test_a_lone_request_gets_its_first_token_when_the_device_says(tmp_path: Path
     device = Bench.of(what).device
     for answer, tokens in zip(simulation.engine.answers.values(), (2500, 40), strict=True):
         assert answer.ttft_s == pytest.approx(lone_ttft_s(device, tokens, most=1024), rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "mace"])
+def test_every_policy_pays_for_the_adapter_from_the_start(policy: str) -> None:
+    simulation = Simulation(what := plan(policy=policy, seconds=5.0), Bench.of(what), lambda _line: None)
+    forward_s, seen = simulation.engine.device.forward_s, []
+
+    def watched(load: Pass) -> float:
+        seen.append((load.decodes + load.prefill_tokens, load.adapters, load.adapted))
+        return forward_s(load)
+
+    simulation.engine.device.forward_s = watched  # type: ignore[method-assign]
+    simulation.play(read_trace(what.trace, what.seed))
+    serving = [(tokens, adapters, adapted) for tokens, adapters, adapted in seen if tokens]
+    assert serving
+    assert all(adapters == 1 and adapted >= tokens for tokens, adapters, adapted in serving)
+    alone: list[Pass] = []
+    device = SimpleNamespace(overhead_s=0.0, forward_s=lambda load: alone.append(load) or 0.0)
+    lone_ttft_s(cast(Any, device), 1500, most=1024)
+    assert [(load.adapters, load.adapted, load.chunk_context) for load in alone] == [(1, 1024, 0), (1, 476, 1024)]
 
 
 def test_shared_beginnings_are_computed_once(conversations: str) -> None:
@@ -195,12 +218,14 @@ def profile_of(model: Path) -> Profile:
         overhead_s=0.003,
         error_percent={},
         forwards=tuple(forwards),
+        device_memory=DeviceMemory(kind="cpu", total_bytes=8 << 30, available_bytes=6 << 30),
     )
 
 
 def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     model, path = save_tiny(tmp_path / "tiny"), tmp_path / "profile.json"
-    profile_of(model).write(path)
+    profile = profile_of(model)
+    profile.write(path)
     what = replace(plan(retrain_rate=0.0, rate_per_s=0.1, seconds=60.0), device=str(path), model=str(model))
     simulation, report = played(what)
     assert report["model"]["device"] == "A CPU 2 cores"
@@ -211,6 +236,17 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     assert gap_s == pytest.approx(0.003 + 0.01 + 0.0002 + 1e-7 * first.prompt_tokens, rel=1e-6)
     with pytest.raises(DeviceError, match='of the model "tiny", not of "mistral-3b"'):
         simulate(replace(what, model="mistral-3b"))
+    told = Bench.of(what).room
+    assert told.parts.total < 6 << 30
+    little = DeviceMemory(kind="cpu", total_bytes=8 << 30, available_bytes=32 << 20)
+    profile.model_copy(update={"device_memory": little}).write(path)
+    with pytest.raises(ModelRefused, match="and A CPU 2 cores has"):
+        Bench.of(what)
+    profile.model_copy(update={"device_memory": None}).write(path)
+    with pytest.raises(DeviceError, match=r"does not tell the memory of A CPU 2 cores.*set cache\.memory_mb"):
+        Bench.of(what)
+    given = Settings.model_validate({"cache": {"memory_mb": 8}})
+    assert Bench.of(replace(what, settings=given)).room.pages > 4
     path.write_text("{}")
     with pytest.raises(DeviceError, match="is no profile of this version"):
         simulate(what)

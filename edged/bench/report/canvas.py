@@ -107,18 +107,16 @@ def _bars(axes: Any, panel: Panel) -> None:
     groups: list[float | str] = []
     for index, (name, curve) in enumerate(panel.curves.items()):
         groups = groups or list(curve.x)
-        places = [place + (index + 0.5) * width - 0.4 for place in range(len(curve.x))]
-        heights = [0.0 if y is None else y for y in curve.y]
+        known = [(place, y) for place, y in enumerate(curve.y) if y is not None]
+        places = [place + (index + 0.5) * width - 0.4 for place, _ in known]
         errors = None
-        if curve.low:
-            pairs = [
-                (0.0, 0.0) if y is None or low is None or high is None else (y - low, high - y)
-                for y, low, high in zip(curve.y, curve.low, curve.high, strict=True)
-            ]
+        if curve.low and known:
+            ranges = [(y, curve.low[place], curve.high[place]) for place, y in known]
+            pairs = [(0.0, 0.0) if low is None or high is None else (y - low, high - y) for y, low, high in ranges]
             errors = [list(side) for side in zip(*pairs, strict=True)]
         axes.bar(
             places,
-            heights,
+            [y for _, y in known],
             width,
             yerr=errors,
             label=name,

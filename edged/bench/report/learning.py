@@ -16,6 +16,7 @@ REWARD_ACCURACY = Metric("alignment.reward_accuracy", "reward accuracy", 3)
 PERIODIC = ("ekya", "periodic-async")
 CONTINUOUS = ("mace", "sync", "adainf")
 UNTRAINED = "no retraining"
+NOT_MEASURED = "not measured"
 
 Value = Callable[[dict[str, Any]], float]
 """What a scored pair is worth."""
@@ -45,14 +46,13 @@ def over_time(setting: Setting) -> Figure | None:
     }
     if accuracy:
         panels.append(Panel("reward accuracy, as trained", "seconds", "reward accuracy", accuracy))
-    judged = any("arrivals" in one.report for done in runs.values() for one in done)
     return Figure(
         "fig2",
         "Figure 2: win rate and CLPD over time by strategy",
         _gains(runs),
         tuple(panels),
         "Each pair is judged by the version that was served when it came."
-        if judged
+        if all(judged(done) for done in runs.values())
         else "Each pair is judged when its step begins, which hides how late that was: run with --score-arrivals.",
         {"point": point},
     )
@@ -61,6 +61,11 @@ def over_time(setting: Setting) -> Figure | None:
 def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The pairs as the served model saw them when they came; else as they were before they were trained on."""
     return report["arrivals"]["series"] if "arrivals" in report else report["series"]
+
+
+def judged(done: Sequence[Done]) -> bool:
+    """Whether all of these judged pairs by what was served when they came: else policies cannot be compared."""
+    return bool(done) and all("arrivals" in one.report for one in done)
 
 
 def trained(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -129,9 +134,8 @@ def _gains(runs: dict[str, list[Done]]) -> tuple[Row, ...]:
         for policy in (*PERIODIC, *CONTINUOUS):
             if policy in runs:
                 ours = mean(pairs(runs[policy], scored, value))
-                rows.append(
-                    Row(f"{title}, {policy}", against(ours, without), periodic if policy in PERIODIC else continuous)
-                )
+                told_gain = against(ours, without) if judged(runs[policy]) else NOT_MEASURED
+                rows.append(Row(f"{title}, {policy}", told_gain, periodic if policy in PERIODIC else continuous))
     return tuple(rows)
 
 
@@ -160,7 +164,10 @@ def against_retrain_rate(setting: Setting) -> Figure | None:
         ("CLPD", CLPD, paper.CLPD_TO_ADAINF),
     ):
         for rate in setting.retrain_rates:
-            ours = setting.mean(metric, "mace", retrain_rate=rate)
-            theirs = setting.mean(metric, "adainf", retrain_rate=rate)
-            rows.append(Row(f"{title} at {rate:.0%}, adainf to mace", against(ours, theirs), number))
+            ours = setting.median(metric, "mace", retrain_rate=rate)
+            theirs = setting.median(metric, "adainf", retrain_rate=rate)
+            point = {**setting.headline, "retrain_rate": rate}
+            runs = [done for policy in ("mace", "adainf") for done in setting.runs.at(policy=policy, **point)]
+            gain = against(ours, theirs) if judged(runs) else NOT_MEASURED
+            rows.append(Row(f"{title} at {rate:.0%}, adainf to mace", gain, number))
     return Figure("fig9", "Figure 9: accuracy against retrain rate", tuple(rows), tuple(panels))

@@ -1,32 +1,19 @@
 """Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1).
 
-Owns the reading of those benchmarks' JSON. What is absent, or another benchmark's, is left out.
+Owns what is drawn of those benchmarks; `edged.bench.report.sources` has checked their JSON.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from edged.bench.compare import CompareError
 from edged.bench.report import paper
 from edged.bench.report.panels import Curve, Figure, Panel, Row, told
 from edged.bench.report.setting import Setting
+from edged.bench.report.sources import QUEUED, WHOLE
 
-_WHOLE, _BUDGET = "off", "tokens kept by a head"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises CompareError when it is no JSON object."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CompareError(f'"{path}" cannot be read: {error}') from None
-    if not isinstance(value, dict):
-        raise CompareError(f'"{path}" holds no JSON object: give what a benchmark wrote')
-    return value
+_BUDGET = "tokens kept by a head"
 
 
 def prefix_sharing(setting: Setting) -> Figure | None:
@@ -60,23 +47,23 @@ def pruning(measured: dict[str, Any]) -> Figure | None:
 
     It names budgets by the tokens that a KV head keeps on the mean of the heads, and "off" what is not pruned.
     """
-    latencies, quality = measured.get("tbt"), measured.get("quality")
-    if not latencies or not quality:
+    if not measured:
         return None
-    budgets = sorted(int(name) for name in quality if name != _WHOLE)
+    latencies, quality = measured["tbt"], measured["quality"]
+    budgets = sorted(int(name) for name in quality if name != WHOLE)
     panels = []
     rows = []
     for batch, found in latencies.items():
         middles = {name: one["ms"] for name, one in found.items()}
         columns = ([middles[str(budget)][key] for budget in budgets] for key in ("median", "low", "high"))
-        whole = [middles[_WHOLE]["median"]] * len(budgets)
+        whole = [middles[WHOLE]["median"]] * len(budgets)
         curves = {"pruned": Curve(budgets, *columns), "not pruned": Curve(budgets, whole)}
         panels.append(Panel(f"time between tokens, {batch} sequences", _BUDGET, "ms", curves))
         each = ", ".join(f"{told(middles[str(budget)]['median'])} ms at {budget}" for budget in budgets)
         rows.append(Row(f"TBT, {batch} sequences", f"{each}; {told(whole[0])} ms not pruned", paper.PRUNED_TBT))
     for key, label in (("clpd_nats", "CLPD, nats"), ("greedy_agreement", "greedy agreement")):
         pruned = Curve(budgets, [quality[str(budget)][key] for budget in budgets])
-        whole = [quality[_WHOLE][key]] * len(budgets)
+        whole = [quality[WHOLE][key]] * len(budgets)
         panels.append(Panel(label, _BUDGET, label, {"pruned": pruned, "not pruned": Curve(budgets, whole)}))
     title = "Figure 8b: time between tokens against C_total"
     note = f"{measured['model']}, contexts of {measured['context_tokens']} tokens, on {measured['device']}."
@@ -85,18 +72,33 @@ def pruning(measured: dict[str, Any]) -> Figure | None:
 
 def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:
     """Table 1, of tools/bench_scheduler.py --json for each policy; None without any."""
-    known = {one["policy"]: one for one in measured if "mixes" in one and "policy" in one}
+    known = {one["policy"]: one for one in measured}
     rows = []
     for policy, one in known.items():
         name = policy if policy in paper.SCHEDULER_LATENCY_MS else "mace"
         decision = f"{decision_ms(one):.4f} ms with {one['tasks']} live tasks"
         rows.append(Row(f"decision, {policy}: slowest mix's median", decision, paper.SCHEDULER_LATENCY_MS[name]))
-        memory = told(one["memory_mb"], 2, " MB")
+        queued_ms = queued_decision_ms(one)
+        if queued_ms is not None:
+            what = f"{queued_ms:.4f} ms with {one['queued']:,} queued besides"
+            rows.append(Row(f"decision, {policy}: median", what, paper.SCHEDULER_LATENCY_MS[name]))
+        memory = told(memory_mb(one), 2, " MB")
         rows.append(Row(f"memory, {policy}", memory, paper.SCHEDULER_MEMORY_MB[name]))
     title = "Table 1: scheduler overhead"
     return Figure("table1", title, tuple(rows), data={"measured": list(known.values())}) if rows else None
 
 
 def decision_ms(measured: dict[str, Any]) -> float:
-    """The median decision of the mix in which it takes longest."""
-    return max(float(mix["plan_ms_p50"]) for mix in measured["mixes"].values())
+    """The median decision of the mix of live tasks in which it takes longest; `queued_decision_ms` is apart."""
+    return max(float(mix["plan_ms_p50"]) for name, mix in measured["mixes"].items() if name != QUEUED)
+
+
+def queued_decision_ms(measured: dict[str, Any]) -> float | None:
+    """The median decision with thousands of prompts that wait; None where that was not measured."""
+    mix = measured["mixes"].get(QUEUED)
+    return float(mix["plan_ms_p50"]) if mix else None
+
+
+def memory_mb(measured: dict[str, Any]) -> float:
+    """The scheduler's memory at its highest, with the queue if that was measured."""
+    return max(float(measured["memory_mb"]), float(measured.get("memory_queued_mb") or 0.0))

@@ -6,21 +6,25 @@ Owns the folder and the page's wording. Must not know how a figure is computed o
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edged.bench.compare import CompareError
 from edged.bench.report.canvas import Canvas
 from edged.bench.report.claims import Claim, claims, scheduler_claims
 from edged.bench.report.learning import against_retrain_rate, over_time
-from edged.bench.report.overheads import prefix_sharing, pruning, read_json, scheduler_table
+from edged.bench.report.overheads import prefix_sharing, pruning, scheduler_table
 from edged.bench.report.panels import Figure
 from edged.bench.report.serving import ablations, breakdown, iterations, throughput, utilisation
 from edged.bench.report.setting import Setting
+from edged.bench.report.sources import read_pruning, read_scheduler
 
 PAGE = "README.md"
+_ABSOLUTE = re.compile(r"(?<![\w.:/~+-])/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
 _OF_A_SETTING: tuple[Callable[[Setting], Figure | None], ...] = (
     over_time,
     utilisation,
@@ -44,21 +48,22 @@ class Sources:
 
 def write_report(sources: Sources, output: Path) -> Path:
     """Draw everything into `output` and return its page. Raises NoMatplotlib, CompareError."""
+    _refuse_same_names(sources.folders)
     settings = [Setting.read(folder) for folder in sources.folders]
-    pruned = read_json(sources.pruning) if sources.pruning else {}
-    scheduler = [read_json(path) for path in sources.scheduler]
+    pruned = read_pruning(sources.pruning) if sources.pruning else {}
+    scheduler = [one for path in sources.scheduler for one in read_scheduler(path)]
     output.mkdir(parents=True, exist_ok=True)
     canvas = Canvas(output)
     parts = ["# MACE's figures from our runs\n", _INTRODUCTION]
     for setting, folder in zip(settings, sources.folders, strict=True):
-        parts += _setting_part(setting, folder, canvas, output)
+        parts += _setting_part(setting, folder, pruned, canvas, output)
     figures = [figure for figure in (pruning(pruned), scheduler_table(scheduler)) if figure is not None]
     if figures:
         parts.append("## Other benchmarks\n")
         parts += [_figure_part(figure, figure.key, canvas, output, _OTHERS[figure.key]) for figure in figures]
         parts.append(_claims_part(scheduler_claims(scheduler)))
     page = output / PAGE
-    page.write_text("\n".join(part for part in parts if part) + "\n")
+    page.write_text(without_folders("\n".join(part for part in parts if part)) + "\n")
     return page
 
 
@@ -72,7 +77,21 @@ _OTHERS = {
 }
 
 
-def _setting_part(setting: Setting, folder: Path, canvas: Canvas, output: Path) -> list[str]:
+def _refuse_same_names(folders: Sequence[Path]) -> None:
+    """Figures are named by the folder that they are of."""
+    known: dict[str, Path] = {}
+    for folder in folders:
+        other = known.setdefault(folder.resolve().name, folder)
+        if other is not folder:
+            raise CompareError(f'"{other}" and "{folder}" have the same last name, which figures go by: rename one')
+
+
+def without_folders(text: str) -> str:
+    """The text with the base names of absolute paths alone: where files lay on this machine is nobody's."""
+    return _ABSOLUTE.sub(r"\1", text)
+
+
+def _setting_part(setting: Setting, folder: Path, pruned: dict[str, Any], canvas: Canvas, output: Path) -> list[str]:
     """All of one machine's."""
     runs = setting.runs
     title = f"## {setting.name}: {'simulated ' + setting.simulated if setting.simulated else 'measured'}\n"
@@ -80,13 +99,13 @@ def _setting_part(setting: Setting, folder: Path, canvas: Canvas, output: Path) 
         return [title, "No run came to a report.\n", _failures(runs.failed)]
     figures = [figure for make in _OF_A_SETTING if (figure := make(setting)) is not None]
     command = _command(runs.manifest, setting, folder)
-    parts = [title, _about(setting), _failures(runs.failed), _claims_part(claims(setting))]
+    parts = [title, _about(setting), _failures(runs.failed), _claims_part(claims(setting, pruned))]
     return parts + [_figure_part(figure, f"{figure.key}-{setting.name}", canvas, output, command) for figure in figures]
 
 
 def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, command: str) -> str:
     """A figure, its numbers beside the paper's, and the command under it."""
-    (output / f"{name}.json").write_text(json.dumps(figure.as_json(), separators=(",", ":")) + "\n")
+    (output / f"{name}.json").write_text(without_folders(json.dumps(figure.as_json(), separators=(",", ":"))) + "\n")
     lines = [f"### {figure.title}\n"]
     if figure.panels:
         drawing = canvas.draw(figure, name)
@@ -116,7 +135,7 @@ def _about(setting: Setting) -> str:
     workload, first = setting.runs.manifest["workload"], setting.runs.done[0].report
     model, seeds = first["model"], setting.runs.axis("seed")
     prompt, answer = first["load"]["mean_prompt_tokens"], first["load"]["mean_output_tokens"]
-    capacity = setting.runs.manifest["capacity_per_s"]
+    capacity = setting.runs.manifest.get("capacity_per_s")
     burst = f" A burst reached {capacity:.2f} requests/s." if capacity else ""
     return (
         f"{model['name']} ({model['dtype']} on {model['device']}), trace {first['load']['trace']}: "
@@ -131,17 +150,20 @@ def _failures(failed: dict[str, str]) -> str:
     return "".join(f"- {name} failed: {error}\n" for name, error in failed.items())
 
 
+def _base_name(path: str | None) -> str | None:
+    """What a file or folder is called, wherever it lay."""
+    return Path(path).name if path else None
+
+
 def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
     """The comparison again, as one types it."""
     workload = manifest["workload"]
     loads = sorted({done.run.load for done in setting.runs.done if done.run.load is not None})
     rates = sorted({done.run.rate_per_s for done in setting.runs.done if done.run.load is None})
     options: dict[str, Any] = {
-        "--trace": workload["trace"],
-        "--pairs": workload["pairs"],
-        "--model": workload["model"],
-        "--config": workload["config"],
-        "--device": workload["device"],
+        **{f"--{name}": _base_name(workload.get(name)) for name in ("trace", "pairs")},
+        "--format": workload.get("pair_format") if workload.get("pairs") else None,
+        **{f"--{name}": _base_name(workload.get(name)) for name in ("model", "config", "device")},
         "--policies": ",".join(setting.runs.axis("policy")),
         "--retrain-rates": ",".join(f"{rate:g}" for rate in setting.retrain_rates),
         "--rates": ",".join(f"{rate:g}" for rate in rates),
@@ -151,4 +173,4 @@ def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
     }
     words = ["edged", "bench", "compare", folder.name]
     words += [word for name, value in options.items() if value for word in (name, str(value))]
-    return shlex.join(words + (["--score-arrivals"] if workload["score_arrivals"] else []))
+    return shlex.join(words + (["--score-arrivals"] if workload.get("score_arrivals") else []))

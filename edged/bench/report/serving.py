@@ -107,7 +107,7 @@ def ablations(setting: Setting) -> Figure | None:
         )
     ]
     for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s")):
-        values = {p: setting.mean(metric, p, rate_per_s=highest) for p in variants}
+        values = {p: setting.median(metric, p, rate_per_s=highest) for p in variants}
         if any(value is not None for value in values.values()):
             bars = {policy: Curve([""], [value]) for policy, value in values.items()}
             panels.append(Panel(f"{label} at {setting.load(highest)}", "", label, bars, "bar"))
@@ -115,8 +115,8 @@ def ablations(setting: Setting) -> Figure | None:
     for policy, number in (("mace-bin", paper.BIN_ATTAINMENT), ("mace-prefix", paper.PREFIX_ATTAINMENT)):
         if policy not in variants:
             continue
-        ours = setting.mean(ATTAINMENT, policy, rate_per_s=highest)
-        whole = setting.mean(ATTAINMENT, "mace", rate_per_s=highest)
+        ours = setting.median(ATTAINMENT, policy, rate_per_s=highest)
+        whole = setting.median(ATTAINMENT, "mace", rate_per_s=highest)
         rows.append(Row(f"attainment, {policy} (mace)", f"{told(ours, 3)} ({told(whole, 3)})", number))
     for policy, clpd, tokens in (
         ("mace-bin", paper.BIN_CLPD, paper.BIN_THROUGHPUT),
@@ -126,8 +126,8 @@ def ablations(setting: Setting) -> Figure | None:
         if policy not in variants:
             continue
         for name, metric, number in (("CLPD", CLPD, clpd), ("throughput", THROUGHPUT, tokens)):
-            ours = setting.mean(metric, policy, rate_per_s=highest)
-            whole = setting.mean(metric, "mace", rate_per_s=highest)
+            ours = setting.median(metric, policy, rate_per_s=highest)
+            whole = setting.median(metric, "mace", rate_per_s=highest)
             rows.append(Row(f"{name}, {policy} (mace)", f"{told(ours)} ({told(whole)})", number))
     return Figure("fig12", "Figure 12: MACE without one of its parts", tuple(rows), tuple(panels))
 
@@ -140,7 +140,7 @@ def iterations(setting: Setting) -> Figure:
     rows = [
         Row(
             f"{policy}: iterations, mean latency",
-            f"{told(setting.mean(count, policy), 0)}, {told(setting.mean(latency, policy), 2, ' ms')}",
+            f"{told(setting.median(count, policy), 0)}, {told(setting.median(latency, policy), 2, ' ms')}",
             paper.ITERATIONS,
         )
         for policy in setting.policies

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edged.bench.compare import MANIFEST, CompareError
 from edged.bench.report.panels import Curve
 from edged.bench.summary import Done, Metric, Middle, Runs
 
 HEADLINE_RETRAIN_RATE = 0.1
 """Where the paper compares throughput (section 6.2)."""
+
+_NEEDED = (
+    *("model.name", "model.dtype", "model.device", "load.trace", "load.mean_prompt_tokens", "load.mean_output_tokens"),
+    *("series", "timeline", "prefix.requests_by_tenth", "prefix.prompt_tokens", "prefix.hit_tokens", "requests.sent"),
+)
+"""Of a report; what figures take by name beside the metrics, which may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +32,19 @@ class Setting:
 
     @classmethod
     def read(cls, folder: Path) -> Setting:
-        """Raises CompareError when the folder is none of a comparison."""
-        return cls(folder.resolve().name, Runs.read(folder))
+        """Raises CompareError when the folder is none of a comparison, or a report lacks what figures are made of."""
+        runs = Runs.read(folder)
+        for key in ("device", "seconds", "trace", "model"):
+            if key not in runs.manifest["workload"]:
+                raise CompareError(f'"{folder}": its {MANIFEST} does not tell the workload\'s "{key}"')
+        for done in runs.done:
+            for path in _NEEDED:
+                if not _has(done.report, path):
+                    raise CompareError(
+                        f'"{folder / done.run.file}" has a report without "{path}", as of another version of edged: '
+                        "remove it, and the comparison repeats it"
+                    )
+        return cls(folder.resolve().name, runs)
 
     @property
     def simulated(self) -> str | None:
@@ -75,7 +93,7 @@ class Setting:
         share = next(iter(shares), None)
         return f"{rate_per_s:.2f} requests/s" if share is None else f"{share:.0%} load"
 
-    def mean(self, metric: Metric, policy: str, **fields: Any) -> float | None:
+    def median(self, metric: Metric, policy: str, **fields: Any) -> float | None:
         """The median over seeds at a point, by default the headline's."""
         middle = self.runs.middle(metric, policy=policy, **{**self.headline, **fields})
         return middle.median if middle else None
@@ -94,6 +112,14 @@ class Setting:
     def at_headline(self, policy: str) -> list[Done]:
         """The runs of a policy there, by seed."""
         return self.runs.at(policy=policy, **self.headline)
+
+
+def _has(report: Any, path: str) -> bool:
+    for key in path.split("."):
+        if not isinstance(report, dict) or key not in report:
+            return False
+        report = report[key]
+    return True
 
 
 def column(middles: list[Middle | None], name: str, scale: float = 1.0) -> list[float | None]:
