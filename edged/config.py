@@ -127,7 +127,7 @@ class SchedulerSettings(_Section):
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
     )
-    finetune_max_wait_s: Positive = Field(0.5, description="longest time that serving may starve fine-tuning")
+    finetune_max_wait_s: Positive = Field(5.0, description="longest time that serving may starve fine-tuning")
     finetune_min_share: Share = Field(0.05, description="share of time that fine-tuning keeps under overload")
     idle_quantum_ms: Positive = Field(50.0, description="fine-tuning per iteration when nothing is served")
     ttft_factor: Positive = Field(5.0, description="TTFT target over the prompt's own forward latency")

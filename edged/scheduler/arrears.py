@@ -8,7 +8,7 @@ from __future__ import annotations
 from edged.config import SchedulerSettings
 from edged.scheduler.task import Task
 
-LONGEST_WAITS, LONGEST_S = 10.0, 5.0
+LONGEST_WAITS, LONGEST_S = 2.0, 5.0
 """Waits count up to this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while there was no
 memory for fine-tuning must not stop serving later."""
 

@@ -302,7 +302,11 @@ class TestMaceFineTuning:
 
     def test_what_overdue_fine_tuning_gets_is_taken_from_the_chunk_beside_it(self) -> None:
         scheduler = scheduler_of(
-            ttft_floor_ms=60_000.0, tbt_floor_ms=300.0, idle_quantum_ms=1000.0, finetune_min_share=0.1
+            ttft_floor_ms=60_000.0,
+            tbt_floor_ms=300.0,
+            idle_quantum_ms=1000.0,
+            finetune_min_share=0.1,
+            finetune_max_wait_s=0.5,
         )
         add_lesson(scheduler, 9)
         task = add_decode(scheduler, 1, now=1.0)

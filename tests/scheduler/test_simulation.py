@@ -202,7 +202,7 @@ def test_overload_leaves_serving_what_the_share_does_not_take() -> None:
 
 def test_a_step_that_keeps_prompts_out_of_memory_ends_soon() -> None:
     # The step takes 100 of the 150 pages. At its minimum share it would hold them for 60 times its own length.
-    world = world_of(pages=150, finetune_min_share=0.01)
+    world = world_of(pages=150, finetune_min_share=0.01, finetune_max_wait_s=0.5)
     tuning = overload(world, seconds=30.0, tokens=1500)
     assert tuning.taken >= 3
 
