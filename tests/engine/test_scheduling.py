@@ -49,6 +49,7 @@ def test_under_overload_fine_tuning_keeps_its_share_of_the_engines_time(
 ) -> None:
     settings = {
         "scheduler__finetune_min_share": 0.2,
+        "scheduler__finetune_max_wait_s": 0.5,
         "align__epochs": 10_000,
         "align__loss_threshold": 0.0,
         "guard__held_out_share": 0.0,
