@@ -19,6 +19,9 @@ from edged.align.metrics import RECENT_PAIRS
 from edged.align.pair import PairRetired, PairScored, Record, StepSkipped
 from edged.engine.request import Event, FinishEvent, TokenEvent
 
+SLO_FACTOR = 5.0
+"""A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -160,6 +163,17 @@ def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -
     }
 
 
+def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+    """What was found of the prompts between two looks at the trie's counts."""
+    prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
+    return {
+        "prompt_tokens": prompt,
+        "hit_tokens": hit,
+        "hit_share": hit / prompt if prompt else 0.0,
+        "requests_by_tenth": prefix_shares(answers),
+    }
+
+
 def prefix_shares(answers: Sequence[Answer]) -> list[int]:
     """Requests by the share of their prompt that was there already: from 0 to below 0.1, ..., from 0.9 to 1."""
     ends = [answer.finish for answer in answers if answer.finish and answer.finish.prompt_tokens]
@@ -199,6 +213,19 @@ def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
     return {
         **row(sum(counts.values()), sum(seconds.values())),
         "by_mix": {mix: row(count, seconds[mix]) for mix, count in counts.items()},
+    }
+
+
+def slo_figures(
+    answers: Sequence[Answer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
+) -> dict[str, Any]:
+    """First tokens in time; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
+    return {
+        "ttft_factor": SLO_FACTOR,
+        "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * alone_s(n)),
+        "ttft_floor_ms": floor_s * 1e3,
+        "ttft_within_factor_or_floor_share": attainment(answers, lambda n: max(floor_s, SLO_FACTOR * alone_s(n))),
+        "forward_ms_of_mean_prompt": alone_s(sum(prompts) / len(prompts)) * 1e3,
     }
 
 

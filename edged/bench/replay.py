@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import (
     Recorder,
     alignment_figures,
-    attainment,
     iteration_figures,
     learning_latency,
-    prefix_shares,
+    prefix_figures,
     request_counts,
     score_series,
     serving_figures,
+    slo_figures,
 )
 from edged.bench.timeline import Timeline
-from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
+from edged.bench.traces import Arrival, Trace, burst_of, length_scale, load_figures, read_trace, scale_trace
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Request, Sampling
@@ -42,8 +42,6 @@ from edged.store.feedback import PairRow, Side
 
 ADAPTER = "replay"
 """The user whose requests are replayed and whose preferences are learnt meanwhile."""
-SLO_FACTOR = 5.0
-"""A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
 LOAD_SHARE = 0.7
 """Of the requests per second that a burst reached: the rate of a replay that names none."""
 _PROBE_REPEATS = 3
@@ -177,23 +175,21 @@ class _Player:
             "model": after["model"],
             "policy": plan.settings.scheduler.policy,
             "seed": plan.seed,
-            "load": {**self._describe(trace, load, rate), "capacity_per_s": capacity},
+            "load": {
+                **load_figures(trace, load, context),
+                "seconds": plan.seconds,
+                "rate_per_s": rate,
+                "retrain_rate": plan.retrain_rate,
+                "capacity_per_s": capacity,
+            },
             "requests": request_counts(answers),
             **serving_figures(answers, start_s, plan.seconds),
-            "slo": {
-                "ttft_factor": SLO_FACTOR,
-                "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * forward_s(n)),
-                "ttft_floor_ms": floor_s * 1e3,
-                "ttft_within_factor_or_floor_share": attainment(
-                    answers, lambda n: max(floor_s, SLO_FACTOR * forward_s(n))
-                ),
-                "forward_ms_of_mean_prompt": forward_s(_mean([len(a.prompt_ids) for a in load])) * 1e3,
-            },
+            "slo": slo_figures(answers, [len(arrival.prompt_ids) for arrival in load], forward_s, floor_s),
             "finetune": self._finetuning(before, after),
             "alignment": alignment_figures(self._recorder.scores),
             "series": score_series(self._recorder.scores, self._recorder.scored_s, start_s),
             "timeline": timeline.rows(),
-            "prefix": {**_prefix(before, after), "requests_by_tenth": prefix_shares(answers)},
+            "prefix": prefix_figures(before["prefix"], after["prefix"], answers),
             "iterations": iteration_figures(before["busy"], after["busy"]),
             "scheduler": {
                 "decision_ms_p50": after["scheduler"]["decision_ms_p50"],
@@ -231,15 +227,7 @@ class _Player:
         """Requests per second of a burst that fills the batch: requests from all over the trace, with other tokens."""
         requests = min(len(trace.rows), self._plan.settings.serving.max_sequences)
         self._progress(f"measuring a burst of {requests} requests")
-        rows = random.Random(self._plan.seed).sample(trace.rows, requests)
-        burst = scale_trace(
-            replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
-            rate_per_s=requests,
-            seconds=1.0,
-            context_tokens=context,
-            token_ids=self._token_ids,
-            seed=self._plan.seed + 1,
-        )
+        burst = burst_of(trace, requests, context_tokens=context, token_ids=self._token_ids, seed=self._plan.seed)
         started = time.monotonic()
         for arrival in burst:
             self._submit(arrival, started)
@@ -308,18 +296,6 @@ class _Player:
 
     # -- the report --------------------------------------------------------------------------------------------------
 
-    def _describe(self, trace: Trace, load: list[Arrival], rate: float) -> dict[str, Any]:
-        return {
-            "trace": trace.name,
-            "seconds": self._plan.seconds,
-            "rate_per_s": rate,
-            "recorded_rate_per_s": trace.rate_per_s,
-            "length_scale": length_scale(trace, self._engine.max_context_tokens),
-            "mean_prompt_tokens": _mean([len(arrival.prompt_ids) for arrival in load]),
-            "mean_output_tokens": _mean([arrival.output_tokens for arrival in load]),
-            "retrain_rate": self._plan.retrain_rate,
-        }
-
     def _finetuning(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         def gained(name: str) -> int:
             return int(after["totals"][name] - before["totals"][name])
@@ -334,12 +310,3 @@ class _Player:
             "pairs_waiting": sum(pair.learnt_s is None for pair in self._recorder.pairs.values()),
             "latency_ms": learning_latency(list(self._recorder.pairs.values())),
         }
-
-
-def _prefix(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    prompt, hit = (after["prefix"][name] - before["prefix"][name] for name in ("prompt_tokens", "hit_tokens"))
-    return {"prompt_tokens": prompt, "hit_tokens": hit, "hit_share": hit / prompt if prompt else 0.0}
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,17 +22,17 @@ from edged.bench.profiled import profiled
 from edged.bench.recorder import (
     Answer,
     alignment_figures,
-    attainment,
     iteration_figures,
     learning_latency,
-    prefix_shares,
+    prefix_figures,
     request_counts,
     serving_figures,
+    slo_figures,
 )
-from edged.bench.replay import LOAD_SHARE, SLO_FACTOR
+from edged.bench.replay import LOAD_SHARE
 from edged.bench.roofline import Memory, Model, Pass, RooflineDevice, Room, room_for
 from edged.bench.timeline import EVERY_S, PARTS, Look, shares
-from edged.bench.traces import Arrival, Trace, length_scale, read_trace, scale_trace
+from edged.bench.traces import Arrival, Trace, burst_of, load_figures, read_trace, scale_trace
 from edged.bench.virtual_engine import ADAPTER, START_S, Coming, Device, VirtualEngine
 from edged.config import Settings
 from edged.engine.request import Request, Sampling
@@ -152,7 +152,13 @@ class Simulation:
             "model": self._bench.model.report(self._bench.device.name, context),
             "policy": plan.settings.scheduler.policy,
             "seed": plan.seed,
-            "load": {**self._describe(trace, load, rate), "capacity_per_s": capacity},
+            "load": {
+                **load_figures(trace, load, context),
+                "seconds": plan.seconds,
+                "rate_per_s": rate,
+                "retrain_rate": plan.retrain_rate,
+                "capacity_per_s": capacity,
+            },
             "requests": request_counts(answers),
             **serving_figures(answers, start_s, plan.seconds),
             "slo": self._slo(answers, load),
@@ -160,7 +166,7 @@ class Simulation:
             "alignment": alignment_figures([]),
             "series": [],
             "timeline": shares(looks),
-            "prefix": {**_prefix(before, after), "requests_by_tenth": prefix_shares(answers)},
+            "prefix": prefix_figures(before, after, answers),
             "iterations": iteration_figures(before["busy"], after["busy"]),
             "scheduler": self._scheduling(before, after),
         }
@@ -169,15 +175,8 @@ class Simulation:
         """Requests per second of a burst that fills the batch, on an engine of its own; as a replay measures it."""
         plan = self._plan
         requests = min(len(trace.rows), plan.settings.serving.max_sequences)
-        rows = random.Random(plan.seed).sample(trace.rows, requests)
-        burst = scale_trace(
-            replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
-            rate_per_s=requests,
-            seconds=1.0,
-            context_tokens=self._engine.max_context_tokens,
-            token_ids=self._token_ids,
-            seed=plan.seed + 1,
-        )
+        context = self._engine.max_context_tokens
+        burst = burst_of(trace, requests, context_tokens=context, token_ids=self._token_ids, seed=plan.seed)
         engine = Simulation(plan, self._bench, self._progress).engine
         for number, arrival in enumerate(burst):
             engine.submit(_request(f"burst-{number}", arrival, number))
@@ -245,28 +244,14 @@ class Simulation:
             "busy": engine.busy.report(),
         }
 
-    def _describe(self, trace: Trace, load: list[Arrival], rate: float) -> dict[str, Any]:
-        return {
-            "trace": trace.name,
-            "seconds": self._plan.seconds,
-            "rate_per_s": rate,
-            "recorded_rate_per_s": trace.rate_per_s,
-            "length_scale": length_scale(trace, self._engine.max_context_tokens),
-            "mean_prompt_tokens": _mean([len(arrival.prompt_ids) for arrival in load]),
-            "mean_output_tokens": _mean([arrival.output_tokens for arrival in load]),
-            "retrain_rate": self._plan.retrain_rate,
-        }
-
     def _slo(self, answers: list[Answer], load: list[Arrival]) -> dict[str, Any]:
-        floor_s = self._plan.settings.scheduler.ttft_floor_ms / 1e3
-        alone_s = partial(lone_ttft_s, self._bench.device, most=self._plan.settings.serving.max_batch_tokens)
-        return {
-            "ttft_factor": SLO_FACTOR,
-            "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * alone_s(n)),
-            "ttft_floor_ms": floor_s * 1e3,
-            "ttft_within_factor_or_floor_share": attainment(answers, lambda n: max(floor_s, SLO_FACTOR * alone_s(n))),
-            "forward_ms_of_mean_prompt": alone_s(round(_mean([len(a.prompt_ids) for a in load]))) * 1e3,
-        }
+        settings = self._plan.settings
+        prompts = [len(arrival.prompt_ids) for arrival in load]
+
+        def alone_s(tokens: float) -> float:
+            return lone_ttft_s(self._bench.device, round(tokens), settings.serving.max_batch_tokens)
+
+        return slo_figures(answers, prompts, alone_s, settings.scheduler.ttft_floor_ms / 1e3)
 
     def _finetuning(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         tokens = after["finetune_tokens"] - before["finetune_tokens"]
@@ -316,12 +301,3 @@ def _lengths(means: tuple[int, int, int], seed: int) -> Iterator[tuple[int, int,
     while True:
         prompt, chosen, rejected = (generator.randint(max(1, mean // 2), mean * 3 // 2) for mean in means)
         yield prompt, chosen, rejected
-
-
-def _prefix(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
-    return {"prompt_tokens": prompt, "hit_tokens": hit, "hit_share": hit / prompt if prompt else 0.0}
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values)

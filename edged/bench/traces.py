@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -126,6 +126,30 @@ def scale_trace(
         seed=seed,
     )
     return [replace(arrival, at_s=arrival.at_s * stretch) for arrival in load]
+
+
+def burst_of(trace: Trace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
+    """`requests` from all over the trace within a second, with other tokens than a load of the same seed."""
+    rows = random.Random(seed).sample(trace.rows, requests)
+    return scale_trace(
+        replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
+        rate_per_s=requests,
+        seconds=1.0,
+        context_tokens=context_tokens,
+        token_ids=token_ids,
+        seed=seed + 1,
+    )
+
+
+def load_figures(trace: Trace, load: Sequence[Arrival], context_tokens: int) -> dict[str, Any]:
+    """What a report tells of a trace and of the load that it became."""
+    return {
+        "trace": trace.name,
+        "recorded_rate_per_s": trace.rate_per_s,
+        "length_scale": length_scale(trace, context_tokens),
+        "mean_prompt_tokens": sum(len(arrival.prompt_ids) for arrival in load) / len(load),
+        "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
+    }
 
 
 def scale_rows(

@@ -10,7 +10,14 @@ import click
 
 from edged.cli.client import DaemonError
 from edged.cli.compare import compare
-from edged.cli.options import json_option, policy_option
+from edged.cli.options import (
+    json_option,
+    policy_option,
+    rate_option,
+    retrain_rate_option,
+    seed_option,
+    trace_option,
+)
 from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.report import report as draw_report
 from edged.cli.simulate import simulate
@@ -25,9 +32,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
-)
+@trace_option
 @click.option(
     "--pairs",
     required=True,
@@ -38,14 +43,10 @@ def bench() -> None:
 @click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @policy_option
-@click.option(
-    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
-)
-@click.option(
-    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
-)
+@rate_option
+@retrain_rate_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@seed_option
 @click.option(
     "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
 )

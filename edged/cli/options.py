@@ -1,4 +1,4 @@
-"""Options that several commands share: where the daemon is, JSON output, watching."""
+"""Options that several commands share: where the daemon is, JSON output, watching, a load."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ interval_option = click.option(
 user_option = click.option(
     "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
 )
+trace_option = click.option(
+    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+)
+rate_option = click.option(
+    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
+)
+retrain_rate_option = click.option(
+    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
+)
+seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 policy_option = click.option(
     "--policy",
     metavar="NAME",

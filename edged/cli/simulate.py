@@ -8,7 +8,14 @@ from typing import Any
 import click
 
 from edged.cli.client import DaemonError
-from edged.cli.options import json_option, policy_option
+from edged.cli.options import (
+    json_option,
+    policy_option,
+    rate_option,
+    retrain_rate_option,
+    seed_option,
+    trace_option,
+)
 
 
 class Lengths(click.ParamType):
@@ -26,9 +33,7 @@ class Lengths(click.ParamType):
 
 
 @click.command()
-@click.option(
-    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
-)
+@trace_option
 @click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
 @click.option(
     "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
@@ -36,17 +41,13 @@ class Lengths(click.ParamType):
 @click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @policy_option
-@click.option(
-    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
-)
-@click.option(
-    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
-)
+@rate_option
+@retrain_rate_option
 @click.option(
     "--pair-tokens", type=Lengths(), default="100,60,60", show_default=True, help="Mean lengths of a preference pair."
 )
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@seed_option
 @json_option
 def simulate(
     trace: str,

@@ -12,14 +12,12 @@ no early exit, and never leaves the device.
 
 from __future__ import annotations
 
-from edged.config import SchedulerSettings
-from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import NOBODY, serve, steps, tune
-from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.phases import NOBODY, Phased, serve, steps, tune
+from edged.scheduler.queues import Queues
 from edged.scheduler.task import Plan, Resources
 
 
-class AdaInf:
+class AdaInf(Phased):
     """While there is anything to learn, steps run alone, in the order in which they came, each to its end.
 
     Only then are requests served; running answers stand still with their pages meanwhile. A step that lacks pages
@@ -27,13 +25,6 @@ class AdaInf:
     """
 
     name = "adainf"
-    trains = True
-    shares_prefixes = True
-    prunes = False
-    order = staticmethod(by_arrival)
-
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
 
     def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
         """The first step alone; serving only when there is none."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import serve, steps, tune
-from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.phases import Phased, serve, steps, tune
+from edged.scheduler.queues import Queues
 from edged.scheduler.task import Plan, Resources
 
 
-class Ekya:
+class Ekya(Phased):
     """Every `retrain_every_s` a window opens if there is anything to learn. It closes when nothing is left to learn,
     pairs that came meanwhile included, or, with the step under way, after `retrain_window_s`.
 
@@ -29,13 +29,9 @@ class Ekya:
     """
 
     name = "ekya"
-    trains = True
-    shares_prefixes = True
-    prunes = False
-    order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
+        super().__init__(settings, cost)
         self._every_s = settings.retrain_every_s
         self._window_s = settings.retrain_window_s or settings.retrain_every_s / 2.0
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import serve, steps, tune
-from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.phases import Phased, serve, steps, tune
+from edged.scheduler.queues import Queues
 from edged.scheduler.task import Plan, Resources, Task
 
 
-class MaceBin:
+class MaceBin(Phased):
     """At most `fixed_requests` sequences, or `fixed_steps` fine-tune steps, share an iteration.
 
     When a step is first in the queue, it runs alone, to its end, with the steps right behind it. Between two batches of
@@ -28,13 +28,10 @@ class MaceBin:
     """
 
     name = "mace-bin"
-    trains = True
-    shares_prefixes = True
     prunes = True
-    order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
+        super().__init__(settings, cost)
         self._requests, self._steps = settings.fixed_requests, settings.fixed_steps
 
     def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import serve, steps, tune
-from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.phases import Phased, serve, steps, tune
+from edged.scheduler.queues import Queues
 from edged.scheduler.task import Plan, Resources
 
 
-class PeriodicAsync:
+class PeriodicAsync(Phased):
     """Every `retrain_every_s` what there is to learn becomes due; it runs in iterations that have nobody to serve.
 
     It stays due, pairs that come meanwhile included, until nothing is left to learn. Under steady load it waits.
     """
 
     name = "periodic-async"
-    trains = True
-    shares_prefixes = True
-    prunes = False
-    order = staticmethod(by_arrival)
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
+        super().__init__(settings, cost)
         self._every_s = settings.retrain_every_s
         self._quantum_s = settings.idle_quantum_ms / 1000.0
 

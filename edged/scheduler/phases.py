@@ -8,13 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
 from edged.scheduler.draft import Draft
-from edged.scheduler.queues import Queues
+from edged.scheduler.queues import Queues, by_arrival
 from edged.scheduler.task import Grant, Plan, Resources, Task
 
 NOBODY = -math.inf
 """As `before_s` of `serve`: no prompt enters."""
+
+
+class Phased:
+    """What policies without hybrid bins have in common: they learn, share prefixes, and go by arrival."""
+
+    trains = True
+    shares_prefixes = True
+    prunes = False
+    order = staticmethod(by_arrival)
+
+    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        self._cost = cost
 
 
 def serve(queues: Queues, now: float, resources: Resources, cost: CostModel, before_s: float = math.inf) -> Plan:

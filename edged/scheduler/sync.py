@@ -9,14 +9,12 @@ after each step, so a stream of feedback slows answers down and does not stop th
 
 from __future__ import annotations
 
-from edged.config import SchedulerSettings
-from edged.scheduler.cost import CostModel
-from edged.scheduler.phases import NOBODY, serve, steps, tune
-from edged.scheduler.queues import Queues, by_arrival
+from edged.scheduler.phases import NOBODY, Phased, serve, steps, tune
+from edged.scheduler.queues import Queues
 from edged.scheduler.task import Plan, Resources
 
 
-class Sync:
+class Sync(Phased):
     """A step runs alone to its end as soon as it has come; between two steps there is an iteration that serves.
 
     Running answers stand still with their pages during a step. One that lacks pages waits until answers have ended;
@@ -24,13 +22,6 @@ class Sync:
     """
 
     name = "sync"
-    trains = True
-    shares_prefixes = True
-    prunes = False
-    order = staticmethod(by_arrival)
-
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
 
     def plan(self, queues: Queues, now: float, resources: Resources) -> Plan:
         """The rest of a step, or a new one if the iteration before served, else serving."""

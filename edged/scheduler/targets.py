@@ -44,10 +44,10 @@ class Targets:
         own = self._classes[service]
         return max(own.ttft_floor_s, own.ttft_factor * self._cost.prompt_s(tokens, context))
 
-    def tbt_s(self, service: ServiceClass, decodes: Load) -> float:
-        """Beside `decodes`: a multiple of a forward of these alone."""
+    def tbt_s(self, service: ServiceClass, alone_s: float) -> float:
+        """Of a decode: a multiple of a forward of the decodes that are there alone, which takes `alone_s`."""
         own = self._classes[service]
-        return max(own.tbt_floor_s, own.tbt_factor * self._cost.forward_s(decodes))
+        return max(own.tbt_floor_s, own.tbt_factor * alone_s)
 
     def impossible(self) -> list[str]:
         """A sentence for every target that this device cannot meet even for a request alone on it."""
