@@ -29,8 +29,8 @@ class Busy:
     iteration_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MIXES, 0.0))
     """Whole iterations, from before the pages are taken until the tokens are delivered."""
 
-    def add(self, cost: CostModel, result: Result, elapsed_s: float) -> None:
-        """Count an iteration; call it before its tasks advance, for it reads their contexts."""
+    def add(self, cost: CostModel, result: Result, elapsed_s: float) -> tuple[float, float, float]:
+        """Count an iteration, before its tasks advance; returns what `split` says of it."""
         prefill_s, decode_s, finetune_s = split(cost, result)
         self.prefill_s += prefill_s
         self.decode_s += decode_s
@@ -40,6 +40,7 @@ class Busy:
         mix = MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
         self.iterations[mix] += 1
         self.iteration_s[mix] += elapsed_s
+        return prefill_s, decode_s, finetune_s
 
     def report(self) -> dict[str, Any]:
         """All sums, for the status."""

@@ -22,6 +22,7 @@ import torch
 from edged.align.adapter import AdapterFiles
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
+from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
@@ -188,6 +189,10 @@ class Engine:
             "finetune": self._learning.report(),
         }
 
+    def iterations(self, since: int = 0) -> list[Iteration]:
+        """Records of the iterations after number `since` that are still kept, oldest first."""
+        return self._stats.iterations.since(since)
+
     def busy(self) -> dict[str, Any]:
         """The status' sums of where the time went, alone."""
         return self._stats.busy.report()
@@ -275,7 +280,7 @@ class Engine:
             now = time.monotonic()
             outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
-            self._account(plan, result, now - started)
+            self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self._learning.close_finished(now)
             self._failures = 0
@@ -317,14 +322,17 @@ class Engine:
             max_sequences=min(self.settings.serving.max_sequences, self.settings.serving.max_batch_tokens // 2),
         )
 
-    def _account(self, plan: Plan, result: Result, elapsed_s: float) -> None:
+    def _account(self, plan: Plan, result: Result, started_s: float, elapsed_s: float) -> None:
         stats = self._stats
-        tokens = dict.fromkeys(Kind, 0)
-        for outcome in result.outcomes:
-            tokens[outcome.task.kind] += outcome.tokens
-        predicted = plan.predicted_forward_s + plan.predicted_units_s
-        budget = plan.budget_s * 1e3 if plan.budget_s < 1e6 else None
-        stats.busy.add(self._parts.cost, result, elapsed_s)
+        iteration = stats.iterations.add(
+            plan,
+            result,
+            started_s=started_s,
+            elapsed_s=elapsed_s,
+            decision_s=stats.decision_ms[-1] * 1e-3,
+            spent_s=stats.busy.add(self._parts.cost, result, elapsed_s),
+            free_pages=self._executor.pool.free_pages,
+        )
         stats.totals.iterations += 1
         if stats.totals.iterations == _CALIBRATED_AFTER:
             for problem in self._scheduler.targets.impossible():
@@ -333,34 +341,17 @@ class Engine:
         if self._executor.pruner is not None:
             stats.totals.prunings = self._executor.pruner.prunings
             stats.totals.pruned_pages = self._executor.pruner.pages_returned
-        stats.totals.finetune_tokens += tokens[Kind.FINETUNE]
+        stats.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
         stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)
-        stats.bins.append(
-            {
-                "prefill_tokens": tokens[Kind.PREFILL],
-                "decode_tokens": tokens[Kind.DECODE],
-                "finetune_tokens": tokens[Kind.FINETUNE],
-                "finetune_units": len(result.units),
-                "latency_ms": elapsed_s * 1e3,
-                "budget_ms": budget,
-            }
-        )
         now = time.monotonic()
         stats.mark(now)
         if now - self._sampled_at_s >= _SAMPLE_EVERY_S:
             self._sampled_at_s = now
-            sample = IterationSample(
-                prefill_tokens=tokens[Kind.PREFILL],
-                decode_tokens=tokens[Kind.DECODE],
-                finetune_tokens=tokens[Kind.FINETUNE],
-                finetune_units=len(result.units),
-                latency_ms=elapsed_s * 1e3,
-                predicted_ms=predicted * 1e3,
-                budget_ms=budget,
-                free_pages=self._executor.pool.free_pages,
+            predicted_s = iteration.predicted_forward_s + iteration.predicted_units_s
+            self._journal(
+                [IterationSample(**iteration.report(), predicted_ms=predicted_s * 1e3, free_pages=iteration.free_pages)]
             )
-            self._journal([sample])
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edged.engine.busy import Busy
+from edged.engine.iterations import Iterations
 
 _RATE_SPAN_S = 10.0
+_BINS = 32
+"""Iterations that the status shows."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -61,7 +64,7 @@ class Stats:
     decision_ms: deque[float] = field(default_factory=_latencies)
     ttft_met: deque[float] = field(default_factory=_latencies)
     tbt_met: deque[float] = field(default_factory=_latencies)
-    bins: deque[dict[str, float | None]] = field(default_factory=lambda: deque(maxlen=32))
+    iterations: Iterations = field(default_factory=Iterations)
     _marks: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=256))
 
     def mark(self, now: float) -> None:
@@ -105,7 +108,7 @@ class Stats:
                 "tbt_ms": halves(self.tbt_ms),
                 "iteration_ms": halves(self.iteration_ms),
             },
-            "bins": list(self.bins),
+            "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
             "totals": totals,
             "busy": self.busy.report(),
             "slo": {"ttft_attainment": share(self.ttft_met), "tbt_attainment": share(self.tbt_met)},
