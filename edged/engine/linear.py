@@ -64,7 +64,7 @@ class _Product:
             for tile in rows.split(tiles(len(rows)))
         ]
         whole = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return whole.view(*x.shape[:-1], -1)
+        return whole.view(*x.shape[:-1], whole.shape[-1])
 
 
 def tiles(rows: int) -> list[int]:

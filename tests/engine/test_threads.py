@@ -118,7 +118,7 @@ class Layer(nn.Module):
 def test_packed_siblings_give_what_each_would_alone(bias: bool) -> None:
     torch.manual_seed(0)
     layer = Layer(bias)
-    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 40, 333)]
+    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 40, 333, 0)]
     wanted = [layer(x).detach() for x in inputs]
     pack_linears(layer)
     assert isinstance(layer.q_proj, PackedLinear)
