@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from edged.api.admission import Admission
 from edged.api.errors import ApiError, unavailable
 from edged.api.hub import Hub
+from edged.api.limits import Limits
 from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
@@ -37,6 +39,8 @@ class Services:
     hub: Hub
     teacher: Teacher
     monitor: DeviceMonitor
+    admission: Admission
+    limits: Limits
     started_at_s: float
     """Unix time."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)

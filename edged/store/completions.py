@@ -133,6 +133,12 @@ def get_completion(db: Database, completion_id: str) -> Completion | None:
     return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
 
 
+def users_of_completion(db: Database, completion_id: str) -> set[str]:
+    """Whose a completion is: the user who asked, and the adapter that answered; empty where there is neither."""
+    rows = db.execute("SELECT user, adapter FROM completions WHERE id = ?", [completion_id]).fetchall()
+    return {name for row in rows for name in row if name is not None}
+
+
 def completions_of_prompt(
     db: Database, key: str, learner: str, limit: int, rated_only: bool = False
 ) -> list[Completion]:

@@ -98,21 +98,21 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 )
 def test_a_malformed_tcp_address_is_refused(listen: str) -> None:
     with pytest.raises(ListenError, match=r"api\.listen"):
-        tcp_socket(listen, "")
+        tcp_socket(listen, False)
 
 
 def test_tcp_beyond_loopback_needs_a_token() -> None:
-    with pytest.raises(ListenError, match=r"set api\.token"):
-        tcp_socket("0.0.0.0:0", "")
-    tcp_socket("0.0.0.0:0", "secret").close()
-    tcp_socket("127.0.0.1:0", "").close()
+    with pytest.raises(ListenError, match=r"make a token"):
+        tcp_socket("0.0.0.0:0", False)
+    tcp_socket("0.0.0.0:0", True).close()
+    tcp_socket("127.0.0.1:0", False).close()
 
 
 def test_a_taken_tcp_port_is_named() -> None:
-    first = tcp_socket("127.0.0.1:0", "")
+    first = tcp_socket("127.0.0.1:0", False)
     port = first.getsockname()[1]
     with pytest.raises(ListenError, match=f"127.0.0.1:{port}.*in use"):
-        tcp_socket(f"127.0.0.1:{port}", "")
+        tcp_socket(f"127.0.0.1:{port}", False)
     first.close()
 
 

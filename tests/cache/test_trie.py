@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from edged.cache import Key, PagePool, PrefixTrie
 
-BASE: Key = (None, 0)
-ALICE: Key = ("alice", 1)
+BASE = Key(None, 0)
+ALICE = Key("alice", 1)
 
 
 def cached(trie: PrefixTrie, pool: PagePool, key: Key, tokens: Sequence[int]) -> list[int]:
@@ -59,7 +59,7 @@ def test_nothing_is_shared_between_adapters_or_versions() -> None:
     pool, trie = make()
     cached(trie, pool, ALICE, [1, 2, 3, 4])
     assert trie.match(BASE, [1, 2, 3, 4, 5]) == []
-    assert trie.match(("alice", 2), [1, 2, 3, 4, 5]) == []
+    assert trie.match(Key("alice", 2), [1, 2, 3, 4, 5]) == []
     assert len(trie.match(ALICE, [1, 2, 3, 4, 5])) == 2
 
 
@@ -140,9 +140,9 @@ def test_a_page_of_another_version_is_never_taken_over() -> None:
     pool, trie = make()
     pages = pool.allocate(3)
     trie.insert(ALICE, [1, 2, 3, 4], pages)
-    trie.insert(("alice", 2), [1, 2, 3, 4, 5, 6], pages)
+    trie.insert(Key("alice", 2), [1, 2, 3, 4, 5, 6], pages)
     trie.check()
-    assert trie.match(("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
+    assert trie.match(Key("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
 
 
 def test_the_hit_share_is_counted() -> None:
@@ -173,7 +173,7 @@ class Running:
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-keys = st.sampled_from([BASE, ALICE, ("alice", 2)])
+keys = st.sampled_from([BASE, ALICE, Key("alice", 2)])
 
 
 class TrieMachine(RuleBasedStateMachine):
