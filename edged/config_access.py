@@ -43,7 +43,7 @@ class _Grant(_Table):
 
     @model_validator(mode="after")
     def _admins_speak_for_all(self) -> _Grant:
-        if "admin" in self.roles and "users" in self.model_fields_set and self.users != ["*"]:
+        if "admin" in self.roles and not {"*", SELF}.issuperset(self.users):
             _refuse('"admin" speaks for everybody: leave "users" out')
         return self
 

@@ -16,7 +16,7 @@ import httpx2
 import openai
 import pytest
 
-from edged.api.access import token_hash
+from edged.api.tokens import token_hash
 from edged.config import ModelSettings, Settings
 from edged.daemon import ModelMissing, data_folder, find_model, run_daemon
 from tests.api.live import LiveDaemon, running, started

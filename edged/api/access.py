@@ -6,7 +6,6 @@ Owns callers and the refusals. Must not know routes nor what they do.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import ipaddress
 import os
@@ -19,6 +18,7 @@ from aiohttp import web
 
 from edged.api.errors import ApiError
 from edged.api.peers import Accounts, Peer, gid_of, loopback_uid, uid_of, unix_peer
+from edged.api.tokens import token_hash
 from edged.config_access import SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
 
 ADMIN_GROUP = "edged"
@@ -160,11 +160,6 @@ def _holder(token: AccessToken) -> Caller:
     return Caller(
         f'token "{token.name}"', token.name, f"token:{token.name}", frozenset(token.roles), tuple(users), where
     )
-
-
-def token_hash(token: str) -> str:
-    """What is kept of a token. It has 256 random bits, so that a plain hash cannot be guessed back."""
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def over_tcp(request: web.Request) -> bool:

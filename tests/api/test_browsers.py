@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from edged.api.access import Access, token_hash
+from edged.api.access import Access
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
+from edged.api.tokens import token_hash
 from edged.config import AccessSettings, ApiSettings
 
 

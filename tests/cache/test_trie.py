@@ -28,6 +28,23 @@ def make(pages: int = 8, page_size: int = 2) -> tuple[PagePool, PrefixTrie]:
     return pool, PrefixTrie(pool)
 
 
+def test_tenants_find_nothing_of_each_other() -> None:
+    pool = PagePool(8, 2)
+    trie = PrefixTrie(pool)
+    tokens = [1, 2, 3, 4, 5]
+    for tenant in ("ann", "bob"):
+        cached(trie, pool, Key("shared", 1, tenant), tokens[:4])
+        cached(trie, pool, Key(None, 0, tenant), tokens[:4])
+    assert trie.match(Key("shared", 1), tokens) == trie.match(Key("shared", 1, "cy"), tokens) == []
+    assert len(trie.match(Key("shared", 1, "ann"), tokens, counted=False)) == 2
+    trie.expire_all("ann")
+    assert trie.match(Key(None, 0, "ann"), tokens) == trie.match(Key("shared", 1, "ann"), tokens) == []
+    assert trie.covered(Key(None, 0, "bob"), tokens) == 4
+    trie.expire_version("shared", 1)
+    assert trie.covered(Key("shared", 1, "bob"), tokens) == 0
+    assert trie.covered(Key(None, 0, "bob"), tokens) == 4
+
+
 def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
     pool, trie = make()
     pages = cached(trie, pool, BASE, [1, 2, 3, 4, 5])
