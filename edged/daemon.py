@@ -38,6 +38,7 @@ from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
@@ -179,6 +180,7 @@ class Daemon:
             monitor=DeviceMonitor(facts["device"]),
             admission=Admission.for_engine(settings.serving),
             limits=Limits(settings.limits),
+            footprint=Footprint(settings.limits.stored_mb * 2**20),
             started_at_s=time.time(),
         )
         if resumed := teacher.resume(facts["fingerprint"]):

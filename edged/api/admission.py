@@ -106,14 +106,17 @@ class Admission:
             del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
-            self._inside += waiting.choices
-            waiting.turn.set_result(None)
+            # One whose client has left in this very moment will not go.
+            if not waiting.turn.cancelled():
+                self._inside += waiting.choices
+                waiting.turn.set_result(None)
 
     def _turn_away(self) -> None:
         most = max(self._queues.values(), key=lambda queue: sum(waiting.choices for waiting in queue))
         last = most[-1]
         self._remove(last)
-        last.turn.set_exception(QueueFull(self._most_waiting, self.retry_after_s()))
+        if not last.turn.cancelled():
+            last.turn.set_exception(QueueFull(self._most_waiting, self.retry_after_s()))
 
     def _remove(self, waiting: _Waiting) -> None:
         queue = self._queues.get(waiting.tenant)

@@ -19,6 +19,7 @@ from edged.api.limits import LimitReached
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
+from edged.store.footprint import StorageFull
 
 log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,6 +97,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(error), code=error.kind)
         case CodecError():
             return bad_request(str(error), code="bad_text")
+        case StorageFull():
+            return ApiError(403, str(error), code="storage_full", kind="permission_error")
         case StoreError():
             log.error("%s", error)
             return unavailable(str(error), "store_failed")

@@ -25,6 +25,7 @@ from edged.config import USER_NAME
 from edged.store import utc_now
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
+from edged.store.footprint import Footprint
 
 log = logging.getLogger("edged.api")
 
@@ -40,7 +41,7 @@ async def post_feedback(request: web.Request) -> web.Response:
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body, caller))
+    written = services.store.write(lambda db: _record(db, body, caller, services.footprint))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
@@ -80,16 +81,24 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller) -> FeedbackResult:
+def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint) -> FeedbackResult:
+    """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
+    users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
+    if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
+        # Nor does it say that there is such a one.
+        raise unknown_completion(body.completion_id)
+    for user in users:
+        footprint.demand_room(db, user)
     if isinstance(body, SignalRequest):
-        if not all(map(caller.speaks_for, users_of_completion(db, body.completion_id))):
-            # Nor does it say that there is such a one.
-            raise unknown_completion(body.completion_id)
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
-        return record_signal(db, report, utc_now())
-    messages = [message.plain() for message in body.messages] if body.messages is not None else None
-    pair = (body.user, body.chosen, body.rejected)
-    return record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+        result = record_signal(db, report, utc_now())
+    else:
+        messages = [message.plain() for message in body.messages] if body.messages is not None else None
+        pair = (body.user, body.chosen, body.rejected)
+        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+    for user in users:
+        footprint.learned(db, user, () if result.duplicate else result.pair_ids)
+    return result
 
 
 def _learn(services: Services, written: Future[FeedbackResult]) -> None:

@@ -283,9 +283,14 @@ class Generation:
             prompt=ask.prompt,
         )
         insert_completion(db, completion, self._services.settings.store.keep_completions)
+        if ask.adapter is not None:
+            self._services.footprint.added(db, ask.adapter, completion.size)
         taught = ask.teaches and completion.learner and ask.messages
         result = note_next_turn(db, completion.id, now) if taught else None
-        return () if result is None or result.duplicate else result.pair_ids
+        if result is None or result.duplicate:
+            return ()
+        self._services.footprint.learned(db, completion.learner or "", result.pair_ids)
+        return result.pair_ids
 
 
 def _nth(sampling: Sampling, index: int) -> Sampling:

@@ -21,6 +21,7 @@ from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
 from edged.store import Store
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -41,6 +42,7 @@ class Services:
     monitor: DeviceMonitor
     admission: Admission
     limits: Limits
+    footprint: Footprint
     started_at_s: float
     """Unix time."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)

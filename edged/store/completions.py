@@ -58,6 +58,13 @@ class Completion:
         return self.adapter
 
     @property
+    def size(self) -> int:
+        """About as many bytes as it takes in the store."""
+        texts = [str(self.messages or self.prompt or ""), *(choice.text for choice in self.choices)]
+        ids = (self.prompt_ids, *(choice.token_ids for choice in self.choices))
+        return sum(map(len, texts)) + sum(len(str(part)) for part in ids)
+
+    @property
     def prompt_key(self) -> str:
         """Equal for equal prompts, see `prompt_key`."""
         return prompt_key(self.messages, self.prompt, self.prompt_ids)

@@ -99,6 +99,24 @@ async def test_a_client_that_leaves_at_the_moment_of_its_turn_gives_it_on() -> N
     assert scene.order == ["ann", "cy"]
 
 
+async def test_a_turn_that_comes_to_one_who_is_leaving_goes_to_the_next() -> None:
+    scene = Scene(1, 3)
+    await scene.ask("ann")
+    gone = [await scene.ask("bob") for _ in range(2)]
+    await scene.ask("cy")
+    for task in gone:
+        task.cancel()
+    scene.admission.leave(1)
+    late = await scene.ask("dan")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert scene.order == ["ann", "cy"]
+    await scene.end()
+    assert scene.order == ["ann", "cy", "dan"]
+    assert late.done()
+    assert scene.admission.waiting == 0
+
+
 async def test_how_long_to_wait_follows_from_the_rate_of_late() -> None:
     scene = Scene(1, 10)
     for _ in range(11):
