@@ -217,6 +217,7 @@ class ApiSettings(_Section):
 
     socket: str = Field("", description="Unix socket; empty: EDGED_SOCKET, then the runtime folders")
     listen: str = Field("", description="HOST:PORT of an additional TCP listener; empty: none")
+    token: str = Field("", description="an admin's token over TCP, in clear; of those in [access] a hash is kept")
     socket_mode: Literal["0600", "0660", "0666"] = Field(
         "0660", description="who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
     )
@@ -293,8 +294,6 @@ def _explain(item: Any) -> str:
     """One validation error as a sentence: the dotted name, the value, the way out."""
     where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
-    if dotted == "api.token":
-        return 'setting "api.token" is no more: write the lines that `edged token new NAME --roles admin` prints'
     if item["type"] == "extra_forbidden":
         return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
     if item["type"] == "literal_error":

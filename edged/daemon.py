@@ -118,8 +118,8 @@ class Daemon:
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
         try:
-            access = Access(self._settings.access)
             api = self._settings.api
+            access = Access(self._settings.access, api.token)
             listener = UnixListener(socket_paths(api.socket, self._environ)[0], int(api.socket_mode, 8))
             try:
                 return await self._serve(listener, access, store, folder)

@@ -16,13 +16,11 @@ import httpx2
 import openai
 import pytest
 
-from edged.api.tokens import token_hash
 from edged.config import ModelSettings, Settings
 from edged.daemon import ModelMissing, data_folder, find_model, run_daemon
 from tests.api.live import LiveDaemon, running, started
 from tests.models import save_tiny
 
-TOKENS = json.dumps([{"name": "operator", "sha256": token_hash("secret"), "roles": ["admin"]}])
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -33,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[LiveDaemon]:
-    with running(tmp_path_factory.mktemp("daemon"), model, api__listen="127.0.0.1:0", access__tokens=TOKENS) as live:
+    with running(tmp_path_factory.mktemp("daemon"), model, api__listen="127.0.0.1:0", api__token="secret") as live:
         yield live
 
 
@@ -90,7 +88,7 @@ def test_a_listener_open_to_the_network_needs_a_token(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start(tmp_path, model, listen="0.0.0.0:0") == 1
-    assert "make a token" in capsys.readouterr().err
+    assert "set api.token" in capsys.readouterr().err
 
 
 def test_models_are_named_after_their_directory(model: Path) -> None:

@@ -72,10 +72,12 @@ class Caller:
 class Access:
     """Finds the caller of a request; the settings are resolved to uids, gids and hashes once."""
 
-    def __init__(self, settings: AccessSettings) -> None:
-        """Raises AccessError for a rule whose account or group does not exist."""
+    def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
+        """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
         self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
-        self._tokens = settings.tokens
+        self._tokens = list(settings.tokens)
+        if admin_token:
+            self._tokens.append(AccessToken(name="api.token", sha256=token_hash(admin_token), roles=["admin"]))
         self._accounts = Accounts()
         self._admin_gid = gid_of(ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()

@@ -53,7 +53,7 @@ def make_app(
     limits: LimitSettings | None = None,
 ) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
-    access = access or Access(AccessSettings())
+    access = access or Access(AccessSettings(), settings.token)
     checks = [_caller_check(access), _phase_check, _body_check((limits or LimitSettings()).body_s)]
     if not access.has_tokens:
         checks.insert(0, _browser_check(settings.listen))
@@ -127,7 +127,7 @@ def _name_in(host: str) -> str:
 
 
 def _forbidden(message: str, code: str) -> ApiError:
-    return ApiError(403, f"{message}; or make a token (`edged token new`)", code=code, kind="permission_error")
+    return ApiError(403, f"{message}; or set api.token", code=code, kind="permission_error")
 
 
 @web.middleware

@@ -16,6 +16,9 @@ from edged.config import LimitSettings
 
 log = logging.getLogger("edged.api")
 
+_BACKLOG = 1024
+"""Clients that may wait to be accepted."""
+
 
 class Connection(web.RequestHandler):
     """aiohttp's connection, which is dropped when its first header or the reading of an answer takes too long.
@@ -77,7 +80,7 @@ class Site(web.SockSite):
     """A listening socket whose connections are `Connection`s."""
 
     def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings) -> None:
-        super().__init__(runner, listener)
+        super().__init__(runner, listener, backlog=_BACKLOG)
         self._listener, self._limits = listener, limits
 
     async def start(self) -> None:

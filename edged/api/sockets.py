@@ -72,7 +72,7 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
         raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
     if not has_tokens and not ipaddress.ip_address(address[0]).is_loopback:
         raise ListenError(
-            f'api.listen = "{listen}" is reachable from other machines: make a token (`edged token new`), '
+            f'api.listen = "{listen}" is reachable from other machines: set api.token or make one (`edged token new`), '
             "or listen on 127.0.0.1"
         )
     listener = socket.socket(family, kind, protocol)

@@ -9,18 +9,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from edged.api.access import Access
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
-from edged.api.tokens import token_hash
-from edged.config import AccessSettings, ApiSettings
+from edged.config import ApiSettings
 
 
 async def answer(headers: dict[str, str], token: str = "", unix: Path | None = None) -> tuple[int, str | None]:
     """Status and error code of the status probe's answer to a request with these headers."""
-    tokens = [{"name": "operator", "sha256": token_hash(token), "roles": ["admin"]}] if token else []
-    access = Access(AccessSettings.model_validate({"tokens": tokens}))
-    runner = web.AppRunner(make_app(ApiSettings(), Lifecycle(), access))
+    runner = web.AppRunner(make_app(ApiSettings(token=token), Lifecycle()))
     await runner.setup()
     port = unused_port()
     site = web.UnixSite(runner, str(unix)) if unix else web.TCPSite(runner, "127.0.0.1", port)

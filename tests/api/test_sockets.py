@@ -44,6 +44,12 @@ def test_the_socket_is_for_owner_and_group_and_goes_with_the_daemon(tmp_path: Pa
     assert not path.exists()
 
 
+def test_its_mode_says_who_may_open_it(tmp_path: Path) -> None:
+    listener = UnixListener(tmp_path / "edged.sock", 0o666)
+    assert stat.S_IMODE(listener.path.stat().st_mode) == 0o666
+    listener.close()
+
+
 def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "edged.sock"
     leave_socket(path)
@@ -102,7 +108,7 @@ def test_a_malformed_tcp_address_is_refused(listen: str) -> None:
 
 
 def test_tcp_beyond_loopback_needs_a_token() -> None:
-    with pytest.raises(ListenError, match=r"make a token"):
+    with pytest.raises(ListenError, match=r"set api\.token"):
         tcp_socket("0.0.0.0:0", False)
     tcp_socket("0.0.0.0:0", True).close()
     tcp_socket("127.0.0.1:0", False).close()

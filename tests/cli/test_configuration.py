@@ -104,7 +104,6 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
             '"ann" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"',
         ),
         ('[access]\ntokens = "{"\n', 'setting "access.tokens": it is neither a list of tables nor JSON'),
-        ('[api]\ntoken = "secret"\n', "write the lines that `edged token new NAME --roles admin` prints"),
     ],
 )
 def test_a_wrong_choice_is_told_the_nearest_one_or_what_there_is(tmp_path: Path, text: str, message: str) -> None:
