@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-"""What a user (and so an adapter) may be called: it becomes a folder's name."""
+from edged.config_access import USER_NAME as USER_NAME
+from edged.config_access import AccessSettings as AccessSettings
+from edged.config_access import LimitSettings as LimitSettings
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -91,6 +92,9 @@ class CacheSettings(_Section):
     page_size: Count = Field(16, description="tokens of one page")
     memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
     prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+    share_across: Literal["all", "user"] = Field(
+        "all", description="whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
+    )
     spill: Literal["auto", "off", "host", "disk"] = Field(
         "auto", description="where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
     )
@@ -213,7 +217,10 @@ class ApiSettings(_Section):
 
     socket: str = Field("", description="Unix socket; empty: EDGED_SOCKET, then the runtime folders")
     listen: str = Field("", description="HOST:PORT of an additional TCP listener; empty: none")
-    token: str = Field("", description="bearer token of the TCP listener; needed beyond loopback")
+    token: str = Field("", description="an admin's token over TCP, in clear; of those in [access] a hash is kept")
+    socket_mode: Literal["0600", "0660", "0666"] = Field(
+        "0660", description="who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
+    )
     max_body_kb: Count = Field(1024, description="largest request body in KiB")
     max_stop_chars: Count = Field(1024, description="longest stop string")
 
@@ -238,6 +245,8 @@ class Settings(_Section):
     align: AlignSettings = AlignSettings()
     guard: GuardSettings = GuardSettings()
     api: ApiSettings = ApiSettings()
+    access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
     store: StoreSettings = StoreSettings()
 
 
@@ -286,12 +295,13 @@ def _explain(item: Any) -> str:
     where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
-        known = Settings.model_fields if len(where) == 1 else _section_fields(where[0])
-        return f'unknown setting "{dotted}": {_nearest(where[-1], known)}'
+        return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
     if item["type"] == "literal_error":
-        choices = get_args(_section_fields(where[0])[where[1]].annotation)
+        choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+    return f'setting "{dotted}"' + (
+        f": {item['msg']}" if item["type"] == "edged" else f" = {item['input']!r}: {item['msg']}"
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -300,6 +310,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
-def _section_fields(section: str) -> dict[str, Any]:
-    field = Settings.model_fields.get(section)
-    return dict(field.annotation.model_fields) if field and field.annotation else {}
+def _fields_at(where: Iterable[str]) -> dict[str, Any]:
+    """The settings of a section, or of a table in one of its lists."""
+    model: Any = Settings
+    for part in where:
+        if not part.isdigit():
+            model = model.model_fields[part].annotation
+            model = get_args(model)[0] if get_args(model) else model
+    return dict(model.model_fields)

@@ -22,9 +22,13 @@ from transformers.utils import logging as transformers_logging
 
 import edged
 from edged.align.journal import Journal
+from edged.api.access import Access, AccessError
 from edged.api.addresses import socket_paths
+from edged.api.admission import Admission
 from edged.api.app import make_app
+from edged.api.connections import Site
 from edged.api.hub import Hub
+from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
 from edged.api.teacher import Teacher
@@ -34,6 +38,7 @@ from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
@@ -55,7 +60,7 @@ def run_daemon(settings: Settings) -> int:
     transformers_logging.disable_progress_bar()
     try:
         return asyncio.run(Daemon(settings, os.environ).run())
-    except (ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
+    except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
         print(f"edged: {error}", file=sys.stderr, flush=True)
         return 1
 
@@ -113,27 +118,29 @@ class Daemon:
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
         try:
-            listener = UnixListener(socket_paths(self._settings.api.socket, self._environ)[0])
+            api = self._settings.api
+            access = Access(self._settings.access, api.token)
+            listener = UnixListener(socket_paths(api.socket, self._environ)[0], int(api.socket_mode, 8))
             try:
-                return await self._serve(listener, store, folder)
+                return await self._serve(listener, access, store, folder)
             finally:
                 listener.close()
         finally:
             store.close()
 
-    async def _serve(self, listener: UnixListener, store: Store, folder: Path) -> int:
+    async def _serve(self, listener: UnixListener, access: Access, store: Store, folder: Path) -> int:
         runner = web.AppRunner(
-            make_app(self._settings.api, self._lifecycle),
-            access_log=None,
+            make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
             handle_signals=False,
             handler_cancellation=True,
             shutdown_timeout=_HANDLERS_END_S,
         )
         await runner.setup()
         try:
-            await web.SockSite(runner, listener.socket).start()
-            if self._settings.api.listen:
-                await web.SockSite(runner, tcp_socket(self._settings.api.listen, self._settings.api.token)).start()
+            limits, listen = self._settings.limits, self._settings.api.listen
+            await Site(runner, listener.socket, limits).start()
+            if listen:
+                await Site(runner, tcp_socket(listen, access.has_tokens), limits).start()
             model = self._settings.model.path
             log.info("edged %s loads %s; socket %s, data in %s", edged.__version__, model, listener.path, folder)
             hub = Hub(asyncio.get_running_loop())
@@ -171,6 +178,9 @@ class Daemon:
             hub=hub,
             teacher=teacher,
             monitor=DeviceMonitor(facts["device"]),
+            admission=Admission.for_engine(settings.serving),
+            limits=Limits(settings.limits),
+            footprint=Footprint(settings.limits.stored_mb * 2**20),
             started_at_s=time.time(),
         )
         if resumed := teacher.resume(facts["fingerprint"]):

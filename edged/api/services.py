@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from edged.api.admission import Admission
 from edged.api.errors import ApiError, unavailable
 from edged.api.hub import Hub
+from edged.api.limits import Limits
 from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
 from edged.store import Store
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -37,6 +40,9 @@ class Services:
     hub: Hub
     teacher: Teacher
     monitor: DeviceMonitor
+    admission: Admission
+    limits: Limits
+    footprint: Footprint
     started_at_s: float
     """Unix time."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)

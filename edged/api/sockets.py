@@ -16,7 +16,6 @@ from pathlib import Path
 
 from edged.api.addresses import MOST_PATH_BYTES, too_long
 
-SOCKET_MODE = 0o660
 _BACKLOG = 1024
 
 
@@ -25,14 +24,14 @@ class ListenError(RuntimeError):
 
 
 class UnixListener:
-    """A listening Unix socket that group members may use, and the lock that keeps a second daemon off it.
+    """A listening Unix socket, and the lock that keeps a second daemon off it.
 
     The lock is a file beside the socket, held until `close` or the end of the process, however it ends; so a socket
     file whose lock is free and on which nobody answers is a dead daemon's, and is replaced.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Bind and listen. Raises ListenError."""
+    def __init__(self, path: Path, mode: int = 0o660) -> None:
+        """Bind and listen; `mode` are the socket file's permissions. Raises ListenError."""
         self.path = path
         if too_long(path):
             raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
@@ -43,7 +42,7 @@ class UnixListener:
             raise _cannot(path, error) from None
         try:
             _remove_stale(path)
-            self.socket = _bind(path)
+            self.socket = _bind(path, mode)
             self._inode = os.stat(path).st_ino
         except OSError as error:
             os.close(self._lock)
@@ -61,8 +60,8 @@ class UnixListener:
         os.close(self._lock)
 
 
-def tcp_socket(listen: str, token: str) -> socket.socket:
-    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback without a token."""
+def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
+    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback where there are no tokens."""
     host, separator, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
@@ -71,9 +70,10 @@ def tcp_socket(listen: str, token: str) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
-    if not token and not ipaddress.ip_address(address[0]).is_loopback:
+    if not has_tokens and not ipaddress.ip_address(address[0]).is_loopback:
         raise ListenError(
-            f'api.listen = "{listen}" is reachable from other machines: set api.token, or listen on 127.0.0.1'
+            f'api.listen = "{listen}" is reachable from other machines: set api.token or make one (`edged token new`), '
+            "or listen on 127.0.0.1"
         )
     listener = socket.socket(family, kind, protocol)
     try:
@@ -136,12 +136,12 @@ def _remove_stale(path: Path) -> None:
     raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind(path: Path, mode: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(os.fspath(path))
         # Nobody can connect before `listen`, so that there is no moment with wider permissions.
-        os.chmod(path, SOCKET_MODE)
+        os.chmod(path, mode)
         listener.listen(_BACKLOG)
     except OSError:
         listener.close()

@@ -102,8 +102,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineBusy or RequestRefused."""
+    def submit(self, request: Request, asked_s: float | None = None) -> None:
+        """Queue a request; `asked_s` is when it was asked for, where that is some time ago (monotonic clock).
+
+        Raises EngineBusy or RequestRefused.
+        """
         if self.error or self._stopping:
             raise EngineStopping(self.error or "the daemon is stopping")
         total = len(request.prompt_ids) + request.sampling.max_tokens
@@ -117,7 +120,7 @@ class Engine:
         if self._serving.waiting + self._requests_waiting >= self.settings.serving.max_queue:
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
         self._requests_waiting += 1
-        submitted = time.monotonic()
+        submitted = time.monotonic() if asked_s is None else asked_s
 
         def take() -> None:
             self._requests_waiting -= 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edged.cache import Key
 from edged.engine.batch import NO_SLOT
 from edged.engine.compacted import Compacted
 from edged.engine.request import FinishEvent, FinishReason, Request
@@ -64,9 +65,13 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def trie_key(self) -> tuple[str | None, int]:
-        """Under which key its pages may be shared: all untrained adapters answer as the base."""
-        return (self.request.adapter, self.kv_version) if self.kv_version else (None, 0)
+    def trie_key(self) -> Key:
+        """Under which key its pages may be shared."""
+        return self.key_under(self.kv_version)
+
+    def key_under(self, version: int) -> Key:
+        """The key of K/V that `version` of its adapter computes: all untrained adapters answer as the base."""
+        return Key(self.request.adapter if version else None, version, self.request.tenant)
 
     @property
     def shareable(self) -> bool:

@@ -295,7 +295,7 @@ class Serving:
                 if sequence.admitted and sequence.request.adapter == state.name:
                     self._move(sequence, state, slot)
         if self._executor.trie is not None and previous:
-            self._executor.trie.expire((state.name, previous))
+            self._executor.trie.expire_version(state.name, previous)
         self._following.renew(state.name)
 
     def forget(self, adapter: str) -> None:
