@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, status
+from edged.api import adapters, completions, feedback, models, settings_route, status
 from edged.api.errors import ApiError, Handler, errors_as_json
+from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import ApiSettings
 
@@ -26,6 +27,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
     app = web.Application(
         middlewares=[
+            request_lines,
             errors_as_json,
             _token_check(settings.token) if settings.token else _browser_check(settings.listen),
             _phase_check,
@@ -33,6 +35,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
         client_max_size=settings.max_body_kb * 1024,
     )
     app[LIFECYCLE] = lifecycle
+    app.on_response_prepare.append(add_request_id)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -47,6 +50,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
+            web.post("/v1/reload", settings_route.reload),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
         ]

@@ -17,6 +17,7 @@ from edged.api import wire
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
 from edged.api.models import check_tokens, split_model
+from edged.api.request_log import name_request, note
 from edged.api.schemas import ChatRequest, CompletionRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.engine.request import Sampling
@@ -139,6 +140,8 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
     generation = Generation(services, ask)
+    name_request(request, ask.completion_id)
+    note(request, completion=ask.completion_id, user=ask.user, adapter=ask.adapter, prompt_tokens=len(ask.prompt_ids))
     generation.start()
     try:
         if body.stream:
@@ -151,6 +154,8 @@ async def _answer(
         # The client vanished (the handler is cancelled), or it will get an error.
         generation.abandon()
         raise
+    finally:
+        note(request, **generation.facts())
     return web.json_response(wire.full(generation, services.codec), dumps=wire.dumps)
 
 
@@ -177,7 +182,9 @@ async def _stream(
         generation.abandon()
     except Exception as error:
         generation.abandon()
-        await _last_words(response, as_api_error(error).body())
+        answer = as_api_error(error)
+        note(request, error=answer.code)
+        await _last_words(response, answer.body())
     return response
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.align.signals import FeedbackError
+from edged.config import ConfigError
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
@@ -77,6 +78,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(error), code=error.kind)
         case CodecError():
             return bad_request(str(error), code="bad_text")
+        case ConfigError():
+            return bad_request(str(error), code="bad_settings")
         case StoreError():
             log.error("%s", error)
             return unavailable(str(error), "store_failed")
