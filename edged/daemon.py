@@ -76,6 +76,8 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
         else:
             print(f"edged: {error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        logs.take_down()
 
 
 def _set_up_logs(settings: Settings) -> None:

@@ -44,14 +44,19 @@ def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str
     handler = _Handler(stream)
     handler.addFilter(_with_request)
     handler.setFormatter(_Redacted(_JsonLines(in_journal) if json_lines else _Lines(), secrets))
-    root = logging.getLogger()
-    for earlier in [known for known in root.handlers if isinstance(known, _Handler)]:
-        root.removeHandler(earlier)
-    root.addHandler(handler)
-    root.setLevel(logging.WARNING)
+    take_down()
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("edged").setLevel(settings.level.upper())
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_failure
+
+
+def take_down() -> None:
+    """Write no more lines to where `set_up` sent them."""
+    root = logging.getLogger()
+    for handler in [known for known in root.handlers if isinstance(known, _Handler)]:
+        root.removeHandler(handler)
 
 
 def writes_json(settings: LogSettings, environ: Mapping[str, str], stream: TextIO) -> bool:
