@@ -235,6 +235,16 @@ class StoreSettings(_Section):
     save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
 
 
+class LogSettings(_Section):
+    """What the daemon says on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug has a line for every request; info only for those that failed or were slow"
+    )
+    format: Literal["auto", "human", "json"] = Field("auto", description="auto: JSON lines under systemd, else plain")
+    slow_ttft_s: Positive = Field(10.0, description="a request whose first token took longer is a warning")
+
+
 class Settings(_Section):
     """All settings of one daemon."""
 
@@ -248,6 +258,7 @@ class Settings(_Section):
     access: AccessSettings = AccessSettings()
     limits: LimitSettings = LimitSettings()
     store: StoreSettings = StoreSettings()
+    log: LogSettings = LogSettings()
 
 
 def load_settings(

@@ -6,6 +6,8 @@ Owns composition, signals and the exit code. Must not know algorithms.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -13,30 +15,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from transformers.utils import logging as transformers_logging
 
 import edged
+from edged import logs
 from edged.align.journal import Journal
+from edged.align.pair import Record
+from edged.align.told import Told
 from edged.api.access import Access, AccessError
-from edged.api.addresses import socket_paths
 from edged.api.admission import Admission
 from edged.api.app import make_app
 from edged.api.connections import Site
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
+from edged.api.sockets import ListenError, Listeners, take_addresses
 from edged.api.teacher import Teacher
-from edged.config import ModelSettings, Settings
+from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
+from edged.reload import Reloaded, Reloader, adopted
+from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
 from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
@@ -54,15 +60,33 @@ class ModelMissing(RuntimeError):
     """The model that the settings name cannot be found; the message says where it was looked for."""
 
 
-def run_daemon(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. What prevents a start goes to stderr in one sentence."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. What prevents a start goes to stderr in one sentence.
+
+    `load` reads the settings again when they shall be reloaded, as they were read for this start.
+    """
+    _set_up_logs(settings)
     transformers_logging.disable_progress_bar()
+    # The library's own handler would write lines of another form.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    # The watchdog's SIGABRT leaves the stacks of all threads in the journal.
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     try:
-        return asyncio.run(Daemon(settings, os.environ).run())
+        return asyncio.run(Daemon(settings, os.environ, load).run())
     except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
-        print(f"edged: {error}", file=sys.stderr, flush=True)
+        if logs.writes_json(settings.log, os.environ, sys.stderr):
+            logs.event(log, logging.ERROR, "start_refused", str(error))
+        else:
+            print(f"edged: {error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        logs.take_down()
+
+
+def _set_up_logs(settings: Settings) -> None:
+    logs.set_up(settings.log, logs.secrets_of(settings, os.environ), os.environ, sys.stderr)
 
 
 def find_model(settings: ModelSettings) -> tuple[Path, str]:
@@ -103,9 +127,15 @@ def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
 class Daemon:
     """One daemon's life: take the addresses, load, serve, drain, stop."""
 
-    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: Settings, environ: Mapping[str, str], load: Callable[[], Settings] | None = None
+    ) -> None:
         self._settings, self._environ = settings, environ
         self._lifecycle = Lifecycle()
+        self._manager = ServiceManager(environ)
+        self._reloader = Reloader(settings, load)
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
         self._signals = 0
         self._journal: Journal | None = None
@@ -115,20 +145,21 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        # A terminal that closes ends what runs in it; elsewhere SIGHUP means "read your settings again".
+        loop.add_signal_handler(signal.SIGHUP, self._on_signal if sys.stdin.isatty() else self._on_hangup)
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
         try:
-            api = self._settings.api
-            access = Access(self._settings.access, api.token)
-            listener = UnixListener(socket_paths(api.socket, self._environ)[0], int(api.socket_mode, 8))
+            access = Access(self._settings.access, self._settings.api.token)
+            listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
             try:
-                return await self._serve(listener, access, store, folder)
+                return await self._serve(listeners, access, store, folder)
             finally:
-                listener.close()
+                listeners.close()
         finally:
             store.close()
 
-    async def _serve(self, listener: UnixListener, access: Access, store: Store, folder: Path) -> int:
+    async def _serve(self, listeners: Listeners, access: Access, store: Store, folder: Path) -> int:
         runner = web.AppRunner(
             make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
             handle_signals=False,
@@ -137,19 +168,17 @@ class Daemon:
         )
         await runner.setup()
         try:
-            limits, listen = self._settings.limits, self._settings.api.listen
-            await Site(runner, listener.socket, limits).start()
-            if listen:
-                await Site(runner, tcp_socket(listen, access.has_tokens), limits).start()
-            model = self._settings.model.path
-            log.info("edged %s loads %s; socket %s, data in %s", edged.__version__, model, listener.path, folder)
+            for item in listeners.sockets:
+                await Site(runner, item, self._settings.limits).start()
+            self._tell_start(listeners, folder)
             hub = Hub(asyncio.get_running_loop())
             loading = asyncio.ensure_future(_in_thread(lambda: self._load(store, hub, folder), "edged-loader"))
             stopping = asyncio.ensure_future(self._stop.wait())
-            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            async with _beside(self._manager.loading(self._settings.model.path)):
+                await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 # The loader cannot be interrupted, and nothing has been acknowledged that is not on disk.
-                listener.close()
+                listeners.close()
                 store.close()
                 os._exit(0)
             services = loading.result()
@@ -163,7 +192,13 @@ class Daemon:
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
         codec = Codec.load(model_dir)
-        engine = Engine.build(settings, model_dir, hub.deliver, lambda records: journal.append(records), folder)
+        told = Told()
+
+        def take(records: list[Record]) -> None:
+            journal.append(records)
+            told.tell(records)
+
+        engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
@@ -182,7 +217,9 @@ class Daemon:
             limits=Limits(settings.limits),
             footprint=Footprint(settings.limits.stored_mb * 2**20),
             started_at_s=time.time(),
+            reload=self._reload,
         )
+        self._connect(services, journal)
         if resumed := teacher.resume(facts["fingerprint"]):
             log.info("%d pairs were open and go on", resumed)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
@@ -191,31 +228,65 @@ class Daemon:
         gc.freeze()
         return services
 
+    def _connect(self, services: Services, journal: Journal) -> None:
+        """Say who takes over settings that change at run time, in the order in which they do."""
+        engine = services.engine
+
+        async def configure_engine(settings: Settings) -> None:
+            await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
+
+        for apply in (
+            _set_up_logs,
+            configure_engine,
+            self._lifecycle.configure,
+            lambda settings: services.teacher.configure(settings.align),
+            lambda settings: journal.configure(settings.store.keep_samples),
+        ):
+            self._reloader.on_change(apply)
+
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
         self._lifecycle.ready(services)
-        notify_systemd("READY=1", self._environ)
-        log.info("edged serves %s, context %d tokens", services.model, services.engine.max_context_tokens)
-        while not self._stop.is_set() and not services.engine.error:
-            try:
-                await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
-            except TimeoutError:
-                continue
+        self._loaded.set()
+        self._manager.ready(_status(services))
+        self._tell_ready(services)
+        engine = services.engine
+        async with _beside(self._manager.watch(lambda: engine.last_sign_s, lambda: _status(services))):
+            while not self._stop.is_set() and not engine.error:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
         self._lifecycle.drain()
-        notify_systemd("STOPPING=1", self._environ)
-        log.info("edged stops: running answers have %g s", self._settings.serving.drain_s)
+        drain_s = self._reloader.settings.serving.drain_s
+        self._manager.stopping(drain_s)
+        logs.event(log, logging.INFO, "stopping", f"edged stops: running answers have {drain_s:g} s", drain_s=drain_s)
         for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
-        await _in_thread(lambda: services.engine.stop(self._settings.serving.drain_s), "edged-stopper")
+        started = time.monotonic()
+        await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()
         if self._journal is not None:
             self._journal.flush()
-        if services.engine.error:
-            log.error("%s", services.engine.error)
+        if engine.error:
+            logs.event(log, logging.ERROR, "engine_failed", engine.error)
             return 1
+        seconds = time.monotonic() - started
+        logs.event(log, logging.INFO, "stopped", f"edged has stopped after {seconds:.1f} s", seconds=round(seconds, 2))
         return 0
+
+    def _tell_start(self, listeners: Listeners, folder: Path) -> None:
+        model, sockets = self._settings.model.path, listeners.names
+        message = f"edged {edged.__version__} loads {model}; socket {', '.join(sockets)}, data in {folder}"
+        logs.event(log, logging.INFO, "start", message, model=model, sockets=sockets, data_dir=str(folder))
+
+    def _tell_ready(self, services: Services) -> None:
+        seconds, context = time.monotonic() - self._lifecycle.opened_s, services.engine.max_context_tokens
+        memory = services.monitor.read()["process_rss_bytes"]
+        message = f"edged serves {services.model}, context {context} tokens; loaded in {seconds:.1f} s"
+        message += f", {memory >> 20} MiB of memory"
+        fields = {"model": services.model, "context_tokens": context, "seconds": round(seconds, 2), "rss_bytes": memory}
+        logs.event(log, logging.INFO, "ready", message, **fields)
 
     def _on_signal(self) -> None:
         """First signal: drain. Second: stop now; what was acknowledged is on disk."""
@@ -224,6 +295,49 @@ class Daemon:
         services = self._lifecycle.services
         if self._signals > 1 and services is not None:
             threading.Thread(target=services.engine.stop, args=(0.0,), daemon=True).start()
+
+    def _on_hangup(self) -> None:
+        reload = asyncio.ensure_future(self._reload_when_loaded())
+        self._reloads.add(reload)
+        reload.add_done_callback(self._reloads.discard)
+
+    async def _reload_when_loaded(self) -> None:
+        """What is wrong with the settings is in the log."""
+        await self._loaded.wait()
+        if self._lifecycle.phase == "ready":
+            with contextlib.suppress(ConfigError):
+                await self._reload()
+
+    async def _reload(self) -> Reloaded:
+        """Read the settings again. Raises ConfigError, and nothing has changed then."""
+        assert self._lifecycle.services is not None
+        self._manager.reloading()
+        try:
+            return await self._reloader.reload()
+        finally:
+            self._manager.ready(_status(self._lifecycle.services))
+
+
+def _status(services: Services) -> str:
+    """What `systemctl status` shows."""
+    queue = services.engine.queue()
+    running = queue["prefill"] + queue["decode"]
+    return (
+        f"serves {services.model}: {running} requests running, {queue['waiting']} waiting, "
+        f"{queue['finetune']} pairs to learn"
+    )
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Have `work` done meanwhile; it is cancelled at the end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _in_thread(fn: Callable[[], T], name: str) -> T:

@@ -77,6 +77,12 @@ class AdapterState:
         """All A and B, in a fixed order."""
         return [tensor for pair in self.weights.values() for tensor in pair]
 
+    def configure(self, align: AlignSettings) -> None:
+        """Step by other settings from now on; AdamW's moments stay."""
+        self.align = align
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = align.weight_decay
+
     def _new_optimizer(self) -> None:
         self._optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True

@@ -42,6 +42,10 @@ class Journal:
         self._keep_samples = keep_samples
         self._samples: list[tuple[str, IterationSample]] = []
 
+    def configure(self, keep_samples: int) -> None:
+        """Keep another number of samples from now on."""
+        self._keep_samples = keep_samples
+
     def append(self, records: Sequence[Record]) -> None:
         """Queue `records` for the store; returns at once. A failed write is logged, since nobody waits for it."""
         now = utc_now()

@@ -41,6 +41,12 @@ class Shelf:
             self.versions[name], problems = files.newest(name)
             self.problems += problems
 
+    def configure(self, align: AlignSettings) -> None:
+        """Have all adapters trained by other settings from their next step on."""
+        self._align = align
+        for place in self._places.values():
+            place.state.configure(align)
+
     # -- states ------------------------------------------------------------------------------------------------------
 
     def resident(self, adapter: str) -> bool:
@@ -92,6 +98,7 @@ class Shelf:
         if state.name not in self._places:
             self.problems += [problem for problem in problems if problem not in self.problems]
             self.versions[state.name] = state.version
+            state.configure(self._align)
             self._places[state.name] = _Place(state, state.version, state.version)
 
     def reset(self, adapter: str) -> AdapterState:

@@ -71,6 +71,11 @@ class Trainer:
         """Whom to tell of a new version: called with its state and the version that it follows."""
         self._published = published
 
+    def configure(self, align: AlignSettings, guard: GuardSettings) -> None:
+        """Take over other settings for the steps and judgements to come."""
+        self._align, self._guard = align, guard
+        self.shelf.configure(align)
+
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def versions(self) -> dict[str, int]:

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, status
+from edged.api import adapters, completions, feedback, models, settings_route, status
 from edged.api.access import CALLER, Access, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
+from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import AccessSettings, ApiSettings, LimitSettings
 from edged.config_access import Role
@@ -57,8 +58,10 @@ def make_app(
     checks = [_caller_check(access), _phase_check, _body_check((limits or LimitSettings()).body_s)]
     if not access.has_tokens:
         checks.insert(0, _browser_check(settings.listen))
-    app = web.Application(middlewares=[errors_as_json, *checks], client_max_size=settings.max_body_kb * 1024)
+    middlewares = [request_lines, errors_as_json, *checks]
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE] = lifecycle
+    app.on_response_prepare.append(add_request_id)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -73,6 +76,7 @@ def make_app(
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
+            web.post("/v1/reload", settings_route.reload),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
         ]

@@ -18,6 +18,7 @@ from edged.api.access import Caller, caller_of
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
 from edged.api.models import check_tokens, split_model
+from edged.api.request_log import name_request, note
 from edged.api.schemas import ChatRequest, CompletionRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.engine.request import Sampling
@@ -145,6 +146,8 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
     generation, limits = Generation(services, ask), services.limits
+    name_request(request, ask.completion_id)
+    note(request, completion=ask.completion_id, user=ask.user, adapter=ask.adapter, prompt_tokens=len(ask.prompt_ids))
     most_tokens = len(ask.prompt_ids) + ask.choices * ask.sampling.max_tokens
     limits.begin(ask.tenant, ask.choices, most_tokens)
     headers = wire.rate_headers(limits.remaining(ask.tenant))
@@ -162,6 +165,7 @@ async def _answer(
         raise
     finally:
         limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
+        note(request, **generation.facts())
     return web.json_response(wire.full(generation, services.codec), headers=headers, dumps=wire.dumps)
 
 
@@ -188,7 +192,9 @@ async def _stream(
         generation.abandon()
     except Exception as error:
         generation.abandon()
-        await _last_words(response, as_api_error(error).body())
+        answer = as_api_error(error)
+        note(request, error=answer.code)
+        await _last_words(response, answer.body())
     return response
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from edged.align.signals import FeedbackError
 from edged.api.admission import QueueFull
 from edged.api.limits import LimitReached
+from edged.config import ConfigError
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
@@ -99,6 +100,8 @@ def as_api_error(error: Exception) -> ApiError:
             return bad_request(str(error), code="bad_text")
         case StorageFull():
             return ApiError(403, str(error), code="storage_full", kind="permission_error")
+        case ConfigError():
+            return bad_request(str(error), code="bad_settings")
         case StoreError():
             log.error("%s", error)
             return unavailable(str(error), "store_failed")

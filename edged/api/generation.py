@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from sqlite_utils import Database
 
@@ -236,6 +236,20 @@ class Generation:
                 self._write()
             except StoreError as error:
                 log.warning("an abandoned completion was not stored: %s", error)
+
+    def facts(self) -> dict[str, Any]:
+        """What the log tells of it: counts and times, no text."""
+        ended = [answer.finish for answer in self.answers if answer.finish is not None]
+        facts: dict[str, Any] = {
+            "version": self.version,
+            "choices": len(self.answers),
+            "completion_tokens": sum(len(answer.token_ids) for answer in self.answers),
+        }
+        if ended:
+            facts["ttft_ms"] = round(max(event.ttft_s for event in ended) * 1e3, 1)
+            facts["queue_ms"] = round(max(event.queue_s for event in ended) * 1e3, 1)
+            facts["finish_reason"] = next((answer.reason for answer in self.answers if answer.finish), "")
+        return facts
 
     def _write(self) -> Future[tuple[int, ...]]:
         """Queue the record; what follows from it is learned even if nobody waits for this any more."""

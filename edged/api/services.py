@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from aiohttp import web
@@ -20,6 +21,7 @@ from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
+from edged.reload import Reloaded, adopted
 from edged.store import Store
 from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
@@ -45,6 +47,8 @@ class Services:
     footprint: Footprint
     started_at_s: float
     """Unix time."""
+    reload: Callable[[], Awaitable[Reloaded]]
+    """Reads the settings again; raises ConfigError."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""
 
@@ -56,6 +60,11 @@ class Lifecycle:
     phase: Phase = "loading"
     services: Services | None = None
     opened_s: float = field(default_factory=time.monotonic)
+
+    def configure(self, settings: Settings) -> None:
+        """Requests from now on are answered under other settings."""
+        if self.services is not None:
+            self.services = replace(self.services, settings=adopted(self.services.settings, settings))
 
     def ready(self, services: Services) -> None:
         """Requests are served from now on."""

@@ -1,4 +1,4 @@
-"""Where the daemon listens: the Unix socket's file, the TCP address.
+"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it.
 
 Owns taking and giving back those addresses. Must not know HTTP.
 """
@@ -12,11 +12,15 @@ import os
 import socket
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from edged.api.addresses import MOST_PATH_BYTES, too_long
+from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
+from edged.config import ApiSettings
 
 _BACKLOG = 1024
+_FIRST_INHERITED = 3
+"""SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 
 
 class ListenError(RuntimeError):
@@ -60,6 +64,91 @@ class UnixListener:
         os.close(self._lock)
 
 
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """All sockets that the daemon listens on. `unix` is the one that it has made itself, if it has."""
+
+    sockets: tuple[socket.socket, ...]
+    unix: UnixListener | None
+
+    @property
+    def names(self) -> list[str]:
+        """Each socket as people write it: a path, or HOST:PORT."""
+        return [_name(item) for item in self.sockets]
+
+    def close(self) -> None:
+        """Let all of them go. The files of those that systemd opened stay: it listens on."""
+        if self.unix is not None:
+            self.unix.close()
+        for item in self.sockets:
+            item.close()
+
+
+def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str, str]) -> Listeners:
+    """Listen where systemd says, else where the settings say. Raises ListenError.
+
+    A Unix socket of systemd's takes the place of `api.socket`, its TCP sockets that of `api.listen`.
+    """
+    inherited = inherited_sockets(environ, os.getpid())
+    for item in inherited:
+        if item.family != socket.AF_UNIX:
+            _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], has_tokens)
+    taken = list(inherited)
+    if settings.listen and all(item.family == socket.AF_UNIX for item in inherited):
+        taken.append(tcp_socket(settings.listen, has_tokens))
+    unix = None
+    if not any(item.family == socket.AF_UNIX for item in inherited):
+        try:
+            unix = UnixListener(socket_paths(settings.socket, environ)[0], int(settings.socket_mode, 8))
+        except ListenError:
+            for item in taken:
+                item.close()
+            raise
+        taken.insert(0, unix.socket)
+    return Listeners(tuple(taken), unix)
+
+
+def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socket]:
+    """The listening sockets that systemd has passed to process `pid` (sd_listen_fds(3)). Raises ListenError."""
+    count = environ.get("LISTEN_FDS", "")
+    if environ.get("LISTEN_PID") != str(pid) or not count.isdigit():
+        return []
+    names = environ.get("LISTEN_FDNAMES", "").split(":")
+    taken: list[socket.socket] = []
+    for number in range(int(count)):
+        descriptor = _FIRST_INHERITED + number
+        name = names[number] if number < len(names) and names[number] else f"number {number}"
+        try:
+            item = socket.socket(fileno=descriptor)
+            listens = item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ListenError(f"systemd's socket {name} (descriptor {descriptor}) cannot be used: {error}") from None
+        known = item.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+        if not known or not listens or item.type != socket.SOCK_STREAM:
+            raise ListenError(
+                f"systemd's socket {name} is not a Unix or TCP socket that listens: use ListenStream= with Accept=no"
+            )
+        # What the daemon starts shall not keep the address.
+        item.set_inheritable(False)
+        taken.append(item)
+    return taken
+
+
+def _name(item: socket.socket) -> str:
+    address = item.getsockname()
+    if isinstance(address, tuple):
+        return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+    return os.fsdecode(address)
+
+
+def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
+    if not has_tokens and not ipaddress.ip_address(host).is_loopback:
+        raise ListenError(
+            f"{what} is reachable from other machines: set api.token or make one (`edged token new`), "
+            "or listen on 127.0.0.1"
+        )
+
+
 def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback where there are no tokens."""
     host, separator, port = listen.rpartition(":")
@@ -70,11 +159,7 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
-    if not has_tokens and not ipaddress.ip_address(address[0]).is_loopback:
-        raise ListenError(
-            f'api.listen = "{listen}" is reachable from other machines: set api.token or make one (`edged token new`), '
-            "or listen on 127.0.0.1"
-        )
+    _refuse_open_to_all(f'api.listen = "{listen}"', str(address[0]), has_tokens)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,18 +169,6 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
         listener.close()
         raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
     return listener
-
-
-def notify_systemd(state: str, environ: Mapping[str, str]) -> None:
-    """Tell systemd (`READY=1`, `STOPPING=1`, ...) where it asked to be told; see sd_notify(3)."""
-    address = environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier,
-        contextlib.suppress(OSError),
-    ):
-        notifier.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 def _lock(path: Path) -> int:

@@ -33,6 +33,9 @@ class Teacher:
 
     def __init__(self, store: Store, codec: Codec, engine: Engine, align: AlignSettings) -> None:
         self._store, self._codec, self._engine, self._align = store, codec, engine, align
+        self._withheld: set[int] = set()
+        """Pairs that came while learning was switched off."""
+        self._ref_model = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
     def resume(self, ref_model: str) -> int:
@@ -42,6 +45,7 @@ class Teacher:
 
         `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
         """
+        self._ref_model = ref_model
         on_disk = self._engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
@@ -70,6 +74,12 @@ class Teacher:
         if not written.cancelled() and not written.exception():
             self.learn_soon(written.result())
 
+    def configure(self, align: AlignSettings) -> None:
+        """Take over other settings; where learning is switched on, what came before is handed over now."""
+        self._align = align
+        if align.enabled:
+            self._thread.submit(self._release).add_done_callback(_report)
+
     def settled(self) -> Future[None]:
         """Resolves when everything that was to be learned until now has reached the engine."""
         return self._thread.submit(lambda: None)
@@ -81,8 +91,16 @@ class Teacher:
     def _learn(self, pair_ids: Sequence[int]) -> None:
         self._submit(self._store.read(lambda db: get_pairs(db, pair_ids)))
 
+    def _release(self) -> None:
+        """On the teacher's thread: hand over what was withheld, as it is in the store by now."""
+        withheld, self._withheld = self._withheld, set()
+        if withheld:
+            rows = self._store.read(lambda db: load_open_pairs(db, self._ref_model))
+            self._submit([row for row in rows if row.id in withheld])
+
     def _submit(self, rows: Sequence[PairRow]) -> None:
         if not self._align.enabled:
+            self._withheld |= {row.id for row in rows}
             return
         pairs: list[TokenPair] = []
         for row in rows:

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "metrics": ("edged.cli.metrics", "metrics"),
     "adapters": ("edged.cli.adapters", "adapters"),
     "feedback": ("edged.cli.feedback", "feedback"),
+    "reload": ("edged.cli.reload", "reload"),
     "config": ("edged.cli.configure", "config"),
     "token": ("edged.cli.token", "token"),
     "profile": ("edged.cli.profile", "profile"),

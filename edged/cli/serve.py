@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -34,7 +35,8 @@ def serve(
 
     Runs in the foreground until SIGTERM or Ctrl-C; running answers are finished first.
 
-    Flags win over environment variables (EDGED_SECTION__KEY), and these over the file.
+    Flags win over environment variables (EDGED_SECTION__KEY), and these over the file. `edged reload`, or SIGHUP where
+    no terminal is, reads them again.
     """
     from edged.config import ConfigError, load_settings
 
@@ -45,8 +47,9 @@ def serve(
         "store.data_dir": data_dir,
         "scheduler.policy": policy,
     }
+    load = functools.partial(load_settings, config, overrides=flags)
     try:
-        settings = load_settings(config, overrides=flags)
+        settings = load()
     except ConfigError as error:
         raise DaemonError(str(error)) from None
     from edged.engine.process import prepare, restart_in_huge_pages
@@ -56,7 +59,7 @@ def serve(
     prepare(settings.model.keep_freed_memory)
     from edged.daemon import run_daemon
 
-    code = run_daemon(settings)
+    code = run_daemon(settings, load)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -25,8 +24,8 @@ from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
-from edged.engine.process import give_back_memory
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
+from edged.engine.rest import Rest
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
 from edged.scheduler.foresight import Foresight
@@ -37,8 +36,6 @@ _MOST_FAILURES = 3
 _SAMPLE_EVERY_S = 1.0
 _CALIBRATED_AFTER = 50
 """Iterations after which the cost model is believed about what this device can do at all."""
-_GIVE_BACK_AFTER_S = 30.0
-"""Idle seconds after which free heap memory is returned to the system."""
 
 
 class Engine:
@@ -51,8 +48,6 @@ class Engine:
         self.error: str | None = None
         self._parts, self._deliver, self._journal = parts, deliver, journal
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
-        plans_ahead = {"auto": parts.model.device.type == "cuda", "on": True, "off": False}
-        self._plans_ahead = plans_ahead[self.settings.scheduler.plan_ahead]
         self._foresight: Foresight | None = None
         self._foreseeing_s = 0.0
         """What the plan that comes has cost already."""
@@ -66,8 +61,7 @@ class Engine:
         self._deadline_s: float | None = None
         self._failures = 0
         self._sampled_at_s = 0.0
-        self._idle_since_s: float | None = None
-        """When the engine ran out of work; -inf once its free memory was given back."""
+        self._rest = Rest()
         self._thread = threading.Thread(target=self._run, name="edged-engine", daemon=True)
 
     @classmethod
@@ -165,6 +159,21 @@ class Engine:
         """Stop opening fine-tune steps (those under way end), or go on."""
         self._post(lambda: self._learning.pause(paused))
 
+    def configure(self, settings: Settings) -> Future[None]:
+        """Go on under other settings, between two iterations; those that `edged.reload` does not name are the same."""
+
+        def configure() -> None:
+            self._scheduler.configure(settings.scheduler)
+            self._learning.configure(settings)
+            self.settings, self._foresight = settings, None
+
+        return self._ask(configure)
+
+    @property
+    def last_sign_s(self) -> float:
+        """When the engine thread last went on, on the monotonic clock; now, while it has nothing to do."""
+        return self._rest.last_sign_s
+
     @property
     def adapter_files(self) -> AdapterFiles:
         """Where the adapters' versions are."""
@@ -188,9 +197,13 @@ class Engine:
         return {
             **self._stats.report(time.monotonic()),
             **self._parts.report(),
-            "queue": {**self._serving.queue_report(), "finetune": self._learning.pairs_queued},
+            "queue": self.queue(),
             "finetune": self._learning.report(),
         }
+
+    def queue(self) -> dict[str, int]:
+        """Requests by stage, and pairs that wait to be learned."""
+        return {**self._serving.queue_report(), "finetune": self._learning.pairs_queued}
 
     def iterations(self, since: int = 0) -> list[Iteration]:
         """Records of the iterations after number `since` that are still kept, oldest first."""
@@ -229,17 +242,18 @@ class Engine:
             self._parts.threads.begin()
         try:
             while not self._done():
+                self._rest.sign()
                 self._take_inbox()
                 self._learning.feed(time.monotonic(), self._serving.refused)
                 self._serving.prune(time.monotonic())
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:
-                    self._idle_since_s = None
+                    self._rest.work()
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._rest(plan.resume_s)
+                    self._wait(plan.resume_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
@@ -299,7 +313,8 @@ class Engine:
 
     def _foresee(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
-        if not self._plans_ahead:
+        ahead = self.settings.scheduler.plan_ahead
+        if ahead == "off" or (ahead == "auto" and self._parts.model.device.type != "cuda"):
             return
         try:
             begun = time.perf_counter()
@@ -371,24 +386,12 @@ class Engine:
         if self._parts.trainer.shelf.crowded:
             self._parts.trainer.tidy(self._serving.adapters)
 
-    def _rest(self, resume_s: float) -> None:
+    def _wait(self, resume_s: float) -> None:
         """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
-        due = self._learning.next_save_s()
-        now = time.monotonic()
-        if self._idle_since_s is None:
-            self._idle_since_s = now
-        keep_until = self._idle_since_s + _GIVE_BACK_AFTER_S
-        if now >= keep_until > 0:
-            give_back_memory()
-            self._idle_since_s = -math.inf
-        waits = [max(0.0, then - now) for then in (due, resume_s) if then is not None and then < math.inf]
-        if keep_until > now:
-            waits.append(keep_until - now)
-        with self._wake:
-            if not self._inbox and not self._stopping:
-                self._wake.wait(min(waits, default=None))
-            elif self._stopping and not self._inbox:
-                self._wake.wait(0.01)
+        wait_s = self._rest.wait_s((self._learning.next_save_s(), resume_s))
+        with self._wake, self._rest:
+            if not self._inbox:
+                self._wake.wait(0.01 if self._stopping else wait_s)
 
     def _done(self) -> bool:
         if not self._stopping:

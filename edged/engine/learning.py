@@ -15,6 +15,7 @@ from typing import Any
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.config import Settings
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
@@ -44,7 +45,7 @@ class Learning:
         self._on_fetched, self._post = on_fetched, post
         self._trainer, self._scheduler = parts.trainer, parts.scheduler
         self._page_size = parts.executor.pool.page_size
-        self._save_every_s = parts.settings.store.save_every_s
+        self._settings = parts.settings
         self._tasks: dict[int, Task] = {}
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps under way, by task id."""
@@ -56,7 +57,7 @@ class Learning:
         """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
-        self._paused = not parts.settings.align.enabled
+        self._paused = False
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
@@ -79,13 +80,24 @@ class Learning:
         """Open no new steps, or go on."""
         self._paused = paused
 
+    def configure(self, settings: Settings) -> None:
+        """Take over other settings; steps under way end as they began."""
+        self._settings = settings
+        self._trainer.configure(settings.align, settings.guard)
+        self._trainer.shelf.files.keep = settings.store.keep_versions
+
+    @property
+    def _opens(self) -> bool:
+        """Whether steps are opened at all."""
+        return self._settings.align.enabled and not self._paused
+
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
         None while requests wait for LoRA slots.
         """
         # A request that waits for a slot gets the next one.
-        if self._paused or slots_wanted:
+        if not self._opens or slots_wanted:
             return
         while len(self.jobs) < self._most_open:
             adapter = self._next_ready()
@@ -141,7 +153,7 @@ class Learning:
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
         free: then it is the packed forward that saves time.
         """
-        settings, model = self._parts.settings, self._parts.model
+        settings, model = self._settings, self._parts.model
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         if not settings.align.keep_graph or self._graphs_fail or (serving and model.device.type == "cuda"):
@@ -315,7 +327,7 @@ class Learning:
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._journal(records)
-        for snapshot in self._trainer.shelf.to_save(now, self._save_every_s):
+        for snapshot in self._trainer.shelf.to_save(now, self._settings.store.save_every_s):
             self._saver.submit(self._save, snapshot)
 
     def _save(self, snapshot: Snapshot) -> None:
@@ -335,7 +347,7 @@ class Learning:
 
     def next_save_s(self) -> float | None:
         """When the next version is due to be saved."""
-        return self._trainer.shelf.next_save_s(self._save_every_s)
+        return self._trainer.shelf.next_save_s(self._settings.store.save_every_s)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
@@ -357,7 +369,7 @@ class Learning:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains and not self._paused,
+            "enabled": self.trains and self._opens,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,

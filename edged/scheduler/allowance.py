@@ -25,11 +25,15 @@ class Allowance:
     __slots__ = ("_busy_s", "_most_s", "_now", "_rate", "left_s")
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self._rate = settings.tbt_slowdown - 1.0
-        self._most_s = SPAN_S * self._rate
+        self.configure(settings)
         self._busy_s = self._now = 0.0
         self.left_s = self._most_s
         """Seconds of work that may be done now; below zero where more was done than that."""
+
+    def configure(self, settings: SchedulerSettings) -> None:
+        """Earn at another rate from now on."""
+        self._rate = settings.tbt_slowdown - 1.0
+        self._most_s = SPAN_S * self._rate
 
     def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
         """Account for an iteration in which somebody was served: the time for that, and the time that it grew by."""

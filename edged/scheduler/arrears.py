@@ -23,10 +23,14 @@ class Arrears:
     __slots__ = ("_longest_s", "_since_s", "_stopped_s", "share")
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self.share = settings.finetune_min_share
-        self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
+        self.configure(settings)
         self._since_s = 0.0
         self._stopped_s = 0.0
+
+    def configure(self, settings: SchedulerSettings) -> None:
+        """Take over another share and another longest wait; what is owed stays owed."""
+        self.share = settings.finetune_min_share
+        self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
 
     def wait_s(self, now: float) -> float:
         """Seconds that fine-tuning has waited."""

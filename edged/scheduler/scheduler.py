@@ -41,6 +41,13 @@ class Scheduler:
         self._queues = Queues(policy.order, Arrears(settings), Allowance(settings), Past())
         self.targets = Targets(settings, cost)
 
+    def configure(self, settings: SchedulerSettings) -> None:
+        """Decide by other settings from the next plan on; the policy stays. What was owed and spent still is."""
+        self.policy = type(self.policy)(settings, self.cost)
+        self.targets = Targets(settings, self.cost)
+        self._queues.arrears.configure(settings)
+        self._queues.allowance.configure(settings)
+
     def add(self, task: Task, now: float) -> None:
         """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
         if self._queues.get(task.task_id) is not None:

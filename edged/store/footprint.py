@@ -91,7 +91,7 @@ def stored_bytes(db: Database, user: str) -> int:
 
 
 def trim_completions(db: Database, user: str, excess_bytes: int) -> int:
-    """Delete a user's oldest completions that no feedback refers to, until `excess_bytes` are gone; returns how many."""
+    """Delete a user's oldest completions without feedback until `excess_bytes` are gone; returns how many."""
     return db.execute(
         f"""DELETE FROM completions WHERE rowid IN (
                 SELECT rowid FROM (

@@ -5,6 +5,7 @@ The processes are forked from one that has imported everything, so that a start 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -41,13 +42,15 @@ def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
     if download_s:
         find_model = daemon.find_model
         daemon.find_model = lambda model: (time.sleep(download_s), find_model(model))[1]
-    sys.exit(daemon.run_daemon(load_settings()))
+    load = functools.partial(load_settings, settings.get("EDGED_CONFIG"))
+    sys.exit(daemon.run_daemon(load(), load))
 
 
 class LiveDaemon:
     """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`.
 
-    The model is there after `download_s` seconds, as one that comes from the hub.
+    The model is there after `download_s` seconds, as one that comes from the hub. Other settings may come from a file,
+    `config=PATH`.
     """
 
     def __init__(self, folder: Path, model: Path, download_s: float = 0.0, **settings: Any) -> None:

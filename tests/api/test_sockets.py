@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edged.api.addresses import socket_paths
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
+from edged.api.sockets import ListenError, UnixListener, inherited_sockets, tcp_socket
 
 
 def leave_socket(path: Path) -> None:
@@ -122,11 +122,8 @@ def test_a_taken_tcp_port_is_named() -> None:
     first.close()
 
 
-def test_systemd_is_told_where_it_asks(tmp_path: Path) -> None:
-    path = tmp_path / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(path))
-        notify_systemd("READY=1", {"NOTIFY_SOCKET": str(path)})
-        assert manager.recv(64) == b"READY=1"
-    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
-    notify_systemd("READY=1", {})
+def test_sockets_meant_for_another_process_are_not_taken() -> None:
+    environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2"}
+    assert inherited_sockets(environ, os.getpid() + 1) == []
+    assert inherited_sockets({**environ, "LISTEN_FDS": ""}, os.getpid()) == []
+    assert inherited_sockets({"LISTEN_FDS": "2"}, os.getpid()) == []

@@ -1,0 +1,119 @@
+"""Each request's id, and the one line that the log has of it.
+
+Owns `X-Request-Id` and which requests an operator is told of. Must not know what requests do, nor see their bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from aiohttp import web
+
+from edged import logs
+from edged.api.errors import ApiError, Handler
+from edged.api.services import LIFECYCLE
+
+log = logging.getLogger("edged.api")
+
+HEADER = "X-Request-Id"
+_VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+"""What a client may call its request: it comes back in a header and stands in the log."""
+_ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
+"""Where a request keeps its id, whether that is the client's choice, and what `note` was told."""
+_PROBES = ("/healthz", "/readyz")
+_FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
+"""Of failed and slow requests of one route and status: a box that is overloaded need not say so a thousand times."""
+_sparing = logs.Sparing(_FAILED_BURST, _FAILED_EVERY_S)
+
+
+def name_request(request: web.Request, name: str) -> None:
+    """Call a request `name`, such as its completion's id, unless the client has named it."""
+    if not request.get(_CHOSEN):
+        request[_ID] = name
+        logs.request_id.set(name)
+
+
+def note(request: web.Request, **fields: Any) -> None:
+    """Say more of a request in its line: counts and ids, nobody's text."""
+    request[_NOTES] = {**request.get(_NOTES, {}), **fields}
+
+
+@web.middleware
+async def request_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id and, when it ends, its line. Raises ApiError for an id that cannot be one."""
+    given = request.headers.get(HEADER, "")
+    valid = bool(_VALID.fullmatch(given))
+    request[_ID] = given if valid else f"req-{secrets.token_hex(16)}"
+    request[_CHOSEN] = valid
+    token = logs.request_id.set(request[_ID])
+    started = time.monotonic()
+    try:
+        response = await (_refuse if given and not valid else handler)(request)
+        _tell(request, response.status, time.monotonic() - started)
+        return response
+    except asyncio.CancelledError:
+        note(request, left=True)
+        _tell(request, 499, time.monotonic() - started)
+        raise
+    finally:
+        logs.request_id.reset(token)
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer names its request (a handler of `on_response_prepare`)."""
+    if name := request.get(_ID):
+        response.headers[HEADER] = name
+
+
+async def _refuse(request: web.Request) -> web.StreamResponse:
+    given = request.headers[HEADER]
+    message = f"{HEADER} {given[:40]!r} cannot be used: 1 to 128 of letters, digits and . _ : @ / + = -"
+    return ApiError(400, message, param=HEADER, code="bad_request_id").response()
+
+
+def _tell(request: web.Request, status: int, seconds: float) -> None:
+    """Failed and slow requests are warnings; others only show at level debug."""
+    route = request.match_info.route.resource
+    path = route.canonical if route is not None else "unknown"
+    fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
+    fields |= request.get(_NOTES, {})
+    level, why = _judged(request, fields)
+    if level > logging.DEBUG:
+        missed = _sparing.left_out(f"{path} {status} {why}")
+        if missed is None:
+            return
+        if missed:
+            fields["left_out"] = missed
+    elif not log.isEnabledFor(level):
+        return
+    sentence = f"{request.method} {path}: {why or status} after {seconds:.2f} s"
+    logs.event(log, level, "request", sentence + _details(fields), request_id=request[_ID], **fields)
+
+
+def _judged(request: web.Request, fields: dict[str, Any]) -> tuple[int, str]:
+    """(level, what was wrong)."""
+    if request.path in _PROBES:
+        return logging.DEBUG, ""
+    if error := fields.get("error"):
+        return logging.WARNING, f"failed ({error})"
+    # Before the model is there, and from SIGTERM on, 503 is what there is to say.
+    if fields["status"] >= 500 and request.app[LIFECYCLE].phase == "ready":
+        return logging.WARNING, f"failed ({fields['status']})"
+    if fields["status"] in (401, 403, 429):
+        return logging.WARNING, f"refused ({fields['status']})"
+    services = request.app[LIFECYCLE].services
+    ttft_ms = fields.get("ttft_ms")
+    if services is not None and ttft_ms is not None and ttft_ms > services.settings.log.slow_ttft_s * 1e3:
+        return logging.WARNING, "slow"
+    return logging.DEBUG, ""
+
+
+def _details(fields: dict[str, Any]) -> str:
+    """What people want to see at once of a completion."""
+    shown = [f"{key} {fields[key]}" for key in ("user", "completion_tokens", "ttft_ms", "left_out") if key in fields]
+    return f" ({', '.join(shown)})" if shown else ""

@@ -1,0 +1,131 @@
+"""Settings that change while the daemon runs: which they are, and how they reach the parts.
+
+Owns the list of them, their reading, and the account of what was applied and what needs a restart. Must not know what a
+setting does: the parts are handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edged import logs
+from edged.config import ConfigError, GuardSettings, LogSettings, SchedulerSettings, Settings
+
+log = logging.getLogger("edged")
+
+RELOADABLE: dict[str, frozenset[str]] = {
+    "serving": frozenset({"max_queue", "default_max_tokens", "drain_s"}),
+    # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
+    "scheduler": frozenset(SchedulerSettings.model_fields) - {"policy", "profile"},
+    # The others size the memory of slots, steps and windows, or say what an adapter is.
+    "align": frozenset(
+        {
+            *("enabled", "beta", "loss", "learning_rate", "weight_decay", "max_grad_norm", "epochs"),
+            *("micro_batch_pairs", "replay_share", "loss_threshold", "keep_graph"),
+        }
+    ),
+    "guard": frozenset(GuardSettings.model_fields),
+    "api": frozenset({"max_stop_chars"}),
+    "store": frozenset({"keep_completions", "keep_samples", "keep_versions", "save_every_s"}),
+    "log": frozenset(LogSettings.model_fields),
+}
+"""What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:
+through `Reloader.on_change`, or at each use through `services_of(request).settings`."""
+
+_HIDDEN = "***"
+Apply = Callable[[Settings], Awaitable[None] | None]
+"""Takes over the settings that hold from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting whose value in file and environment is not the one in use."""
+
+    setting: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What came of a reload."""
+
+    applied: tuple[Change, ...]
+    needs_restart: tuple[Change, ...]
+
+    def report(self) -> dict[str, Any]:
+        """As `POST /v1/reload` answers it."""
+        return {
+            "applied": [asdict(change) for change in self.applied],
+            "needs_restart": [asdict(change) for change in self.needs_restart],
+        }
+
+    def sentence(self) -> str:
+        """For the log."""
+        applied = ", ".join(f"{change.setting} = {change.new!r}" for change in self.applied)
+        waiting = ", ".join(change.setting for change in self.needs_restart)
+        return f"settings reloaded: {applied or 'nothing to apply'}" + (
+            f"; needs a restart: {waiting}" if waiting else ""
+        )
+
+
+def compare(old: Settings, new: Settings) -> Reloaded:
+    """How `new` differs from `old`; values of tokens are not shown."""
+    changes: tuple[list[Change], list[Change]] = ([], [])
+    for section in type(new).model_fields:
+        before, after = getattr(old, section), getattr(new, section)
+        for key in type(after).model_fields:
+            values = getattr(before, key), getattr(after, key)
+            if values[0] != values[1]:
+                shown = (_HIDDEN, _HIDDEN) if "token" in key and isinstance(values[1], str) else values
+                can = key in RELOADABLE.get(section, ())
+                changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
+    return Reloaded(*map(tuple, changes))
+
+
+def adopted(current: Settings, new: Settings) -> Settings:
+    """`current` with what can change at run time taken from `new`."""
+    update = {}
+    for section, keys in RELOADABLE.items():
+        own, other = getattr(current, section), getattr(new, section)
+        update[section] = own.model_copy(update={key: getattr(other, key) for key in keys})
+    return current.model_copy(update=update)
+
+
+class Reloader:
+    """Reads the settings again and hands them to the parts. Used on the event loop's thread."""
+
+    def __init__(self, settings: Settings, load: Callable[[], Settings] | None) -> None:
+        """`load` reads file, environment and flags as at the start, or raises ConfigError; None: nothing can."""
+        self.settings, self._load = settings, load
+        self._parts: list[Apply] = []
+        self._one_at_a_time = asyncio.Lock()
+
+    def on_change(self, apply: Apply) -> None:
+        """Have a part take over changed settings; parts are asked in the order in which they came."""
+        self._parts.append(apply)
+
+    async def reload(self) -> Reloaded:
+        """Apply what can change. Raises ConfigError, and nothing has changed then."""
+        if self._load is None:
+            raise ConfigError("this daemon was not started from a file or the environment: nothing can be read again")
+        async with self._one_at_a_time:
+            try:
+                new = await asyncio.to_thread(self._load)
+            except ConfigError as error:
+                message = f"settings are not reloaded, the old ones hold: {error}"
+                logs.event(log, logging.ERROR, "reload_refused", message)
+                raise
+            result = compare(self.settings, new)
+            self.settings = adopted(self.settings, new)
+            for apply in self._parts:
+                waiting = apply(self.settings)
+                if inspect.isawaitable(waiting):
+                    await waiting
+            logs.event(log, logging.INFO, "reload", result.sentence(), **result.report())
+            return result

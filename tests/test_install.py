@@ -1,0 +1,142 @@
+"""`tools/install` into a folder: what it writes, that it may be run again, what it keeps and what it takes away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+INSTALL = Path(__file__).parents[1] / "tools" / "install"
+UNITS = Path("usr/local/lib/systemd/system")
+
+pytestmark = pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment with an edged in it, by name."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "edged").symlink_to("/bin/true")
+    return folder
+
+
+def run(*arguments: object, code: int = 0, **environment: str) -> str:
+    """Run the script as it is; its output and errors."""
+    result = subprocess.run(
+        [str(INSTALL), *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def files(root: Path) -> dict[str, float]:
+    """Every file below, with when it was written."""
+    return {str(path.relative_to(root)): path.lstat().st_mtime_ns for path in root.rglob("*") if not path.is_dir()}
+
+
+def test_an_installation_has_units_settings_user_and_command_and_can_be_repeated(tmp_path: Path, venv: Path) -> None:
+    root = tmp_path / "root"
+    run("--root", root, "--venv", venv)
+    assert (root / UNITS / "edged.service").is_file()
+    assert (root / UNITS / "edged.socket").is_file()
+    assert os.readlink(root / "usr/local/bin/edged") == "/opt/edged/bin/edged"
+    assert (root / "opt/edged/bin/edged").exists()
+    user = next(line for line in (root / "etc/passwd").read_text().splitlines() if line.startswith("edged:"))
+    assert user.endswith(":/var/lib/edged:/usr/sbin/nologin")
+    groups = (root / "etc/group").read_text()
+    assert all(f"{group}:x:" in groups for group in ("edged", "video", "render"))
+    config = root / "etc/edged/edged.toml"
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    before = files(root)
+    assert "writing" not in run("--root", root, "--venv", venv)
+    assert files(root) == before
+
+
+def test_edited_settings_are_kept_and_untouched_ones_follow_a_new_default(tmp_path: Path, venv: Path) -> None:
+    root = tmp_path / "root"
+    run("--root", root, "--venv", venv)
+    config, default = root / "etc/edged/edged.toml", root / "usr/local/lib/edged/edged.toml"
+    # As an earlier release had installed them.
+    for path in (config, default):
+        path.write_text("# defaults of an earlier release\n")
+    run("--root", root, "--venv", venv)
+    assert "[model]" in config.read_text()
+    config.write_text("[model]\npath = 'mine'\n")
+    assert f"keeping {config} as it was edited" in run("--root", root, "--venv", venv)
+    assert config.read_text() == "[model]\npath = 'mine'\n"
+
+
+def test_uninstalling_keeps_data_unless_it_is_told_otherwise(tmp_path: Path, venv: Path) -> None:
+    root = tmp_path / "root"
+    run("--root", root, "--venv", venv)
+    data = root / "var/lib/edged/edged.db"
+    data.parent.mkdir(parents=True)
+    data.write_text("precious")
+    assert "kept:" in run("--root", root, "--uninstall")
+    left = files(root)
+    assert {"etc/edged/edged.toml", "var/lib/edged/edged.db"} <= set(left)
+    assert not [path for path in left if path.startswith(("usr/", "opt/"))]
+    assert (venv / "bin/edged").is_symlink()
+    run("--root", root, "--uninstall")
+    if os.getuid() == 0:
+        run("--root", root, "--uninstall", "--purge")
+        assert not (root / "var/lib/edged").exists()
+        assert not (root / "etc/edged").exists()
+        assert "edged:" not in (root / "etc/passwd").read_text()
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path, venv: Path) -> None:
+    root = tmp_path / "root"
+    output = run("--root", root, "--venv", venv, "--dry-run")
+    assert f"would run: install -D -m 644 {INSTALL.parent.parent}/systemd/edged.service" in output
+    assert "edged is installed" not in output
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--bogus"], 'unknown option "--bogus"', 2),
+        (["--purge"], "goes with --uninstall alone", 1),
+        (["--root"], "--root needs a folder", 1),
+        (["--root", "/tmp/x", "--venv", "/no/such"], "--venv /no/such has no bin/edged", 1),
+        (["--root", "/tmp/x", "--wheels", "/no/such"], "--wheels /no/such is not a folder", 1),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(arguments: list[str], message: str, code: int) -> None:
+    assert message in run(*arguments, code=code)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_installing_for_real_needs_root() -> None:
+    def become_nobody() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+
+    nobody: Callable[[], None] = become_nobody
+    result = subprocess.run(
+        ["bash", "-s"], input=INSTALL.read_bytes().replace(b'here="$(cd', b'here="$(true; cd', 1), preexec_fn=nobody,
+        capture_output=True, cwd=INSTALL.parent,
+    )  # fmt: skip
+    assert b"needs root: sudo tools/install" in result.stderr
+
+
+@pytest.mark.slow
+def test_an_environment_of_its_own_runs_the_daemon(tmp_path: Path) -> None:
+    """The real thing: a venv with edged in it, by the torch that is here already."""
+    root = tmp_path / "root"
+    run("--root", root, PYTHON=sys.executable)
+    python, script = root / "opt/edged/bin/python", root / "opt/edged/bin/edged"
+    assert script.read_text().startswith("#!/opt/edged/bin/python")
+    shown = subprocess.run([python, "-m", "edged.cli", "--version"], capture_output=True, text=True, cwd=tmp_path)
+    assert shown.stdout.startswith("edged, version")
+    before = (root / "opt/edged/edged-stamp").stat().st_mtime_ns
+    assert "installing" not in run("--root", root, PYTHON=sys.executable)
+    assert (root / "opt/edged/edged-stamp").stat().st_mtime_ns == before

@@ -1,0 +1,144 @@
+"""Settings that change while the daemon runs: what is applied, what needs a restart, what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edged.config import Settings, load_settings
+from edged.reload import RELOADABLE, adopted, compare
+from tests.api.live import LiveDaemon, running
+from tests.cli.conftest import edged
+from tests.engine.harness import random_ids, random_pairs, request, running_engine
+from tests.models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def settings(**values: Any) -> Settings:
+    return load_settings(environ={}, overrides={name.replace("__", "."): value for name, value in values.items()})
+
+
+def test_every_reloadable_setting_exists() -> None:
+    for section, keys in RELOADABLE.items():
+        assert keys <= set(type(getattr(Settings(), section)).model_fields), section
+
+
+def test_changes_are_told_apart_by_whether_they_need_a_restart_and_tokens_are_not_shown() -> None:
+    new = settings(model__path="other", api__token="sesame", serving__max_queue=5, align__rank=8, align__epochs=2)
+    result = compare(Settings(), new)
+    assert {change.setting: (change.old, change.new) for change in result.applied} == {
+        "serving.max_queue": (1024, 5),
+        "align.epochs": (1, 2),
+    }
+    restart = {change.setting: change.new for change in result.needs_restart}
+    assert restart == {"model.path": "other", "align.rank": 8, "api.token": "***"}
+    taken = adopted(Settings(), new)
+    assert (taken.serving.max_queue, taken.align.epochs) == (5, 2)
+    assert (taken.model.path, taken.align.rank, taken.api.token) == ("demo", 16, "")
+
+
+def call(daemon: LiveDaemon, *arguments: str, code: int = 0) -> str:
+    result = edged(*arguments, EDGED_SOCKET=str(daemon.socket))
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+def test_reload_applies_what_can_change_and_names_the_rest(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("")
+    with running(tmp_path, model, config=config, scheduler__tau_tasks=99) as daemon:
+        assert call(daemon, "reload") == "nothing has changed\n"
+        config.write_text(
+            "serving.default_max_tokens = 3\nmodel.threads = 2\nscheduler.tau_tasks = 5\nlog.level = 'debug'\n"
+        )
+        told = call(daemon, "reload")
+        assert "applied: serving.default_max_tokens: 512 -> 3\n" in told
+        assert "needs a restart: model.threads: 0 -> 2\n" in told
+        # The environment still wins over the file.
+        assert "tau_tasks" not in told
+        with daemon.http() as http:
+            body = {"prompt": "a", "ignore_eos": True}
+            assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+        assert "POST /v1/completions" in daemon.log
+        again = json.loads(call(daemon, "reload", "--json"))
+        assert again == {"applied": [], "needs_restart": [{"setting": "model.threads", "old": 0, "new": 2}]}
+
+
+def test_a_bad_file_is_refused_by_name_and_the_old_settings_hold(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("[serving]\ndefault_max_tokens = 3\n")
+    with running(tmp_path, model, config=config) as daemon:
+        config.write_text("[serving]\ndefault_max_tokens = 4\nmax_queue = -1\n")
+        assert 'setting "serving.max_queue" = -1' in call(daemon, "reload", code=1)
+        daemon.signal(1)
+        wait_for_line(daemon, "the old ones hold", 2)
+        config.unlink()
+        assert "does not exist" in call(daemon, "reload", code=1)
+        with daemon.http() as http:
+            body = {"prompt": "a", "ignore_eos": True}
+            assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+
+
+def wait_for_line(daemon: LiveDaemon, text: str, times: int) -> None:
+    end = time.monotonic() + 20
+    while daemon.log.count(text) < times:
+        assert time.monotonic() < end, daemon.log
+        time.sleep(0.05)
+
+
+def test_learning_switched_on_learns_what_came_before(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("[align]\nenabled = false\n[guard]\nheld_out_share = 0.0\n")
+    with running(tmp_path, model, config=config) as daemon, daemon.http() as http:
+        for i in range(3):
+            body = {"user": "tom", "prompt": f"q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+            assert http.post("/v1/feedback", json=body).status_code == 200
+        assert http.get("/v1/status").json()["finetune"]["enabled"] is False
+        config.write_text("[guard]\nheld_out_share = 0.0\n")
+        call(daemon, "reload")
+        end = time.monotonic() + 30
+        while http.get("/v1/adapters/tom").json().get("pairs_trained") != 3:
+            assert time.monotonic() < end, daemon.log
+            time.sleep(0.05)
+
+
+def test_a_share_changed_at_run_time_changes_what_the_engine_does(tmp_path: Path) -> None:
+    """Under endless overload fine-tuning gets nothing without a share, and its steps run once it has one."""
+    starving = {"scheduler__finetune_min_share": 0.0, "scheduler__finetune_max_wait_s": 3600.0}
+    busy = {"scheduler__tbt_slowdown": 1.0, "scheduler__tbt_floor_ms": 0.001, "scheduler__tbt_factor": 0.01}
+    with running_engine(tmp_path, **starving, **busy) as (engine, client):
+        for i in range(8):
+            engine.submit(request(f"r{i}", random_ids(8, i), tokens=150))
+        client.wait(lambda: all(client.tokens[f"r{i}"] for i in range(8)))
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: all(len(client.tokens[f"r{i}"]) > 20 for i in range(8)))
+        assert engine.status()["finetune"]["steps"] == 0
+        new = settings(scheduler__finetune_min_share=0.9, scheduler__finetune_max_wait_s=0.01)
+        engine.configure(adopted(engine.settings, new)).result(10)
+        client.wait(lambda: all(f"r{i}" in client.finished for i in range(8)))
+        assert engine.status()["finetune"]["steps"] > 0
+
+
+def test_a_learning_rate_changed_at_run_time_is_the_next_steps(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, _):
+        moved = []
+        for i, rate in enumerate((1e-3, 1e-9)):
+            engine.configure(adopted(engine.settings, settings(align__learning_rate=rate))).result(10)
+            before = engine.weights("ann").result(10)[1]
+            engine.submit_pairs(random_pairs(4, seed=i, first_id=1 + 4 * i))
+            end = time.monotonic() + 30
+            while engine.status()["finetune"]["steps"] <= i:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            after = engine.weights("ann").result(10)[1]
+            moved.append(max(float((after[k] - before[k]).abs().max()) if k in before else 1.0 for k in after))
+        assert moved[1] < 1e-8 < moved[0]

@@ -1,0 +1,74 @@
+# Making a Python environment that edged runs in: shared by tools/env and tools/install, which source this file.
+# shellcheck shell=bash
+
+TORCH=2.13.0
+TORCH_AT_LEAST=2.6
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+fail() { echo "tools/${0##*/}: $*" >&2; exit 1; }
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+recent_enough() { [ "$("$1" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)" = True ]; }
+
+# Prints "VERSION FOLDER" of the torch that interpreter $1 can import; fails when there is none.
+torch_of() {
+    "$1" -c 'import os, torch; print(torch.__version__, os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null
+}
+
+choose_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        recent_enough "$PYTHON" || fail "PYTHON=$PYTHON is $(version_of "$PYTHON" || echo "no interpreter"): edged needs Python 3.11 or newer"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if recent_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "edged needs Python 3.11 or newer, and python3 is $(version_of python3 || echo missing): install one and run PYTHON=/path/to/python $0"
+}
+
+# The sum of files $2... by interpreter $1.
+digest_of() {
+    "$1" -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest())' "${@:2}"
+}
+
+# A new environment in folder $1 by interpreter $2. A torch that $2 can import already is seen from it.
+make_venv() {
+    local venv=$1 python=$2 options=(--clear) outside
+    echo "making $venv with $python ($(version_of "$python"))"
+    outside=$(torch_of "$python" || true)
+    [ -n "$outside" ] && options+=(--system-site-packages)
+    "$python" -m venv "${options[@]}" "$venv" || fail "$python cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+    if [ -n "$outside" ] && ! torch_of "$venv/bin/python" >/dev/null; then
+        # The interpreter is itself in a virtual environment, whose packages --system-site-packages does not reach.
+        echo "${outside#* }" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/edged-torch.pth"
+    fi
+}
+
+# Install edged into environment $1: pip's arguments follow, such as "--editable .". PIP_OPTIONS are given to every pip.
+# A torch that is there is never replaced; else the pinned CPU build is installed.
+install_edged() {
+    local venv=$1 found constraints pip
+    shift
+    pip=("$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_OPTIONS[@]+"${PIP_OPTIONS[@]}"})
+    [ -t 1 ] || pip+=(--quiet)
+    if ! found=$(torch_of "$venv/bin/python"); then
+        echo "installing torch $TORCH (CPU build)"
+        # The CPU build is not on PyPI: it comes from a mirror that pip is configured for, else from PyTorch's own index.
+        "${pip[@]}" "torch==$TORCH+cpu" 2>/dev/null || "${pip[@]}" "torch==$TORCH" --extra-index-url "$CPU_INDEX" || return 1
+        found=$(torch_of "$venv/bin/python") || fail "torch $TORCH was installed but cannot be imported: $venv/bin/python -c 'import torch'"
+    else
+        echo "using torch ${found% *} from ${found#* }"
+    fi
+    "$venv/bin/python" -c 'import sys; least, have = ([int(part) for part in text.split("+")[0].split(".")[:2]] for text in sys.argv[1:]); sys.exit(have < least)' \
+        "$TORCH_AT_LEAST" "${found%% *}" || fail "torch ${found%% *} (${found#* }) is too old: edged needs $TORCH_AT_LEAST or newer"
+    constraints=$(mktemp)
+    echo "torch==${found%% *}" >"$constraints"
+    "${pip[@]}" --constraint "$constraints" "$@" || { rm -f "$constraints"; return 1; }
+    rm -f "$constraints"
+}
