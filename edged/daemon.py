@@ -32,6 +32,7 @@ from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
+from edged.governors.governors import Governors
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
 from edged.telemetry.device import DeviceMonitor
@@ -161,6 +162,10 @@ class Daemon:
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
         teacher = Teacher(store, codec, engine, settings.align)
+        monitor = DeviceMonitor(facts["device"])
+        governors = Governors(settings.governor, engine.use, engine.limit)
+        monitor.subscribe(governors.hear)
+        governors.hear(monitor.latest)
         services = Services(
             settings=settings,
             model=name,
@@ -170,7 +175,8 @@ class Daemon:
             codec=codec,
             hub=hub,
             teacher=teacher,
-            monitor=DeviceMonitor(facts["device"]),
+            monitor=monitor,
+            governors=governors,
             started_at_s=time.time(),
         )
         if resumed := teacher.resume(facts["fingerprint"]):
@@ -183,6 +189,7 @@ class Daemon:
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
+        services.monitor.start()
         self._lifecycle.ready(services)
         notify_systemd("READY=1", self._environ)
         log.info("edged serves %s, context %d tokens", services.model, services.engine.max_context_tokens)
@@ -197,6 +204,7 @@ class Daemon:
         for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
+        services.monitor.stop()
         await _in_thread(lambda: services.engine.stop(self._settings.serving.drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()

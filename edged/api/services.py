@@ -18,6 +18,7 @@ from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
+from edged.governors.governors import Governors
 from edged.store import Store
 from edged.telemetry.device import DeviceMonitor
 
@@ -37,6 +38,7 @@ class Services:
     hub: Hub
     teacher: Teacher
     monitor: DeviceMonitor
+    governors: Governors
     started_at_s: float
     """Unix time."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)

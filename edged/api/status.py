@@ -25,6 +25,7 @@ async def status(request: web.Request) -> web.Response:
         **services.engine.status(),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
+        "governors": services.governors.report(),
     }
     return web.json_response(body, dumps=wire.dumps)
 

@@ -24,13 +24,15 @@ from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
+from edged.engine.limiter import Limiter
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
+from edged.governors.limits import Limits, Use
 from edged.scheduler.foresight import Foresight
-from edged.scheduler.task import Kind, Plan, Resources, Result
+from edged.scheduler.task import Kind, Plan, Result
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
@@ -59,6 +61,7 @@ class Engine:
         self._serving = Serving(parts)
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
+        self._limiter = Limiter(parts, self._serving, self._learning)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -162,6 +165,15 @@ class Engine:
         """Stop opening fine-tune steps (those under way end), or go on."""
         self._post(lambda: self._learning.pause(paused))
 
+    def limit(self, limits: Limits) -> None:
+        """Keep to these limits from the next iteration on, as far as requests at hand allow."""
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._limiter.take(limits))
+
+    def use(self) -> Use:
+        """What governors see."""
+        return self._limiter.use()
+
     @property
     def adapter_files(self) -> AdapterFiles:
         """Where the adapters' versions are."""
@@ -227,6 +239,9 @@ class Engine:
         try:
             while not self._done():
                 self._take_inbox()
+                if self._limiter.settle():
+                    # A plan that was made ahead counted on other pages.
+                    self._foresight = None
                 self._learning.feed(time.monotonic(), self._serving.refused)
                 self._serving.prune(time.monotonic())
                 plan = self._plan()
@@ -256,7 +271,7 @@ class Engine:
     def _plan(self) -> Plan:
         started = time.perf_counter()
         foresight, self._foresight = self._foresight, None
-        plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
+        plan = self._scheduler.plan(time.monotonic(), self._limiter.resources(), foresight)
         self._stats.decision_ms.append((time.perf_counter() - started + self._foreseeing_s) * 1e3)
         self._foreseeing_s = 0.0
         return plan
@@ -300,7 +315,7 @@ class Engine:
             return
         try:
             begun = time.perf_counter()
-            self._foresight = self._scheduler.foresee(plan, started, self._resources())
+            self._foresight = self._scheduler.foresee(plan, started, self._limiter.resources())
             self._foreseeing_s = time.perf_counter() - begun
         except Exception:
             # The iteration that runs has nothing to do with it.
@@ -310,17 +325,6 @@ class Engine:
         if not self._learning.preempt(task_id, now):
             self._serving.preempt(task_id, now)
             self._stats.totals.preemptions += 1
-
-    def _resources(self) -> Resources:
-        pool = self._executor.pool
-        return Resources(
-            free_pages=pool.free_pages + self._executor.evictable_pages(),
-            total_pages=self._parts.pages,
-            page_size=pool.page_size,
-            max_tokens=self.settings.serving.max_batch_tokens,
-            # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
-            max_sequences=min(self.settings.serving.max_sequences, self.settings.serving.max_batch_tokens // 2),
-        )
 
     def _account(self, plan: Plan, result: Result, started_s: float, elapsed_s: float) -> None:
         stats = self._stats
@@ -378,6 +382,8 @@ class Engine:
         if now >= keep_until > 0:
             give_back_memory()
             self._idle_since_s = -math.inf
+        if self._limiter.unsettled:
+            return
         waits = [max(0.0, then - now) for then in (due, resume_s) if then is not None and then < math.inf]
         if keep_until > now:
             waits.append(keep_until - now)

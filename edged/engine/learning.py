@@ -57,6 +57,8 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = not parts.settings.align.enabled
+        self._held = False
+        """Governors allow no step."""
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
@@ -79,13 +81,30 @@ class Learning:
         """Open no new steps, or go on."""
         self._paused = paused
 
+    def hold(self, held: bool) -> None:
+        """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
+        if held and not self._held:
+            self._abandon_all()
+        self._held = held
+
+    def release(self, busy: Collection[str]) -> None:
+        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first."""
+        self.flush(float("inf"))
+        self._trainer.tidy(busy, 0)
+
+    def restart_above(self, page: int) -> None:
+        """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""
+        for task_id, job in list(self.jobs.items()):
+            if any((stream.pages >= page).any() for stream in job.step.group.streams):
+                self.preempt(task_id, time.monotonic())
+
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
         None while requests wait for LoRA slots.
         """
         # A request that waits for a slot gets the next one.
-        if self._paused or slots_wanted:
+        if self._paused or self._held or slots_wanted:
             return
         while len(self.jobs) < self._most_open:
             adapter = self._next_ready()
@@ -284,6 +303,10 @@ class Learning:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
+    def _abandon_all(self) -> None:
+        for job in list(self.jobs.values()):
+            self._abandon(job.step.adapters[0])
+
     def introduce(self, adapter: str) -> None:
         """See `Trainer.introduce`."""
         self._trainer.introduce(adapter)
@@ -339,8 +362,7 @@ class Learning:
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
-        for job in list(self.jobs.values()):
-            self._abandon(job.step.adapters[0])
+        self._abandon_all()
         self.flush(float("inf"))
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=True)
@@ -358,6 +380,7 @@ class Learning:
         jobs = list(self.jobs.values())
         return {
             "enabled": self.trains and not self._paused,
+            "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,
