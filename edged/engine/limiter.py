@@ -33,7 +33,7 @@ class Limiter:
         self._most_moved = max(1, _MOST_MOVED // self._page_bytes)
         self._longest = -(-parts.max_context_tokens // page_size)
         """Pages of the longest request that may come."""
-        self._own_memory = has_own_memory(parts.model.device)
+        self._gives_back = self._kv.gives_back and not has_own_memory(parts.model.device)
         self.limits = Limits()
 
     def use(self) -> Use:
@@ -44,9 +44,10 @@ class Limiter:
             page_bytes=self._page_bytes,
             pages=self._parts.pages,
             resident_pages=min(resident, self._parts.pages),
+            live_pages=self._live_pages,
             running=self._serving.admitted,
             max_sequences=settings.serving.max_sequences,
-            own_memory=self._own_memory,
+            gives_back=self._gives_back,
             prunes=self._executor.pruner is not None,
             drift=self._parts.cost.drift,
             serving_s=stats.busy.prefill_s + stats.busy.decode_s,

@@ -18,12 +18,14 @@ class Use:
     """All pages that the engine was made with."""
     resident_pages: int
     """Those that take memory now."""
+    live_pages: int
+    """Those of them that answers and fine-tune steps hold; the others are caches."""
     running: int
     """Sequences that hold pages."""
     max_sequences: int
     """As it is set."""
-    own_memory: bool
-    """Whether K/V lie in a GPU's own memory: giving them up helps no neighbour on the box."""
+    gives_back: bool
+    """Whether pages that nobody holds go back to the box; those in a GPU's own memory never were the box's."""
     prunes: bool
     """Whether sequences can be pruned at all."""
     drift: float

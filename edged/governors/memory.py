@@ -63,9 +63,11 @@ class MemoryGovernor:
         if spare < 0 or pressed:
             self._calm_since_s = None
             patience_s = _ACUTE_PATIENCE_S if 2 * reading.memory_available_bytes < reserve else _PATIENCE_S
-            if not self.step or now - self._changed_s >= patience_s:
+            caches_do = self.step == CACHES and not pressed and _cached_bytes(use) >= -spare
+            if not self.step or (now - self._changed_s >= patience_s and not caches_do):
                 self._harder(use, now)
-        elif spare < 2 * margin:
+        elif spare < (2 * margin if self.step == CACHES else 3 * margin // 4):
+            # Caches are kept so small that the margin is just there: it takes more for them to grow again.
             self._calm_since_s = None
         elif self._calm_since_s is None:
             self._calm_since_s = now
@@ -115,7 +117,7 @@ class MemoryGovernor:
 
     def _budget(self, spare: int, margin: int, pressed: bool, use: Use) -> int | None:
         """Pages that may take memory: from the first step on never more than before."""
-        if use.own_memory:
+        if not use.gives_back:
             return None
         pages = use.resident_pages
         if spare < 0:
@@ -131,10 +133,15 @@ class MemoryGovernor:
 
 
 def _steps(use: Use) -> tuple[int, ...]:
-    """Those that help here, in order: what lies in a GPU's own memory is not the box's to have back."""
-    if use.own_memory:
+    """Those that help here, in order: what cannot be given back to the box helps no neighbour."""
+    if not use.gives_back:
         return (FINETUNING, ADMISSION)
     return (CACHES, PRUNING, FINETUNING, ADMISSION) if use.prunes else (CACHES, FINETUNING, ADMISSION)
+
+
+def _cached_bytes(use: Use) -> int:
+    """What caches take, and so can give."""
+    return max(0, use.resident_pages - use.live_pages) * use.page_bytes
 
 
 def _reason(reading: Reading, reserve: int, pressed: bool) -> str:
