@@ -2,8 +2,9 @@
 
 Owns address space and what is behind it. Must not know pages, layers or heads: it is told ranges of bytes.
 
-An anonymous mapping on the CPU: what is given back reads as zeros, and comes back by itself when it is written. Torch's
-own memory elsewhere, unless `edged.engine.cuda_memory` can map it piece by piece.
+An anonymous mapping on the CPU: what is given back reads as zeros, and comes back by itself when it is written. On an
+integrated GPU, whose memory is the box's, pieces that are mapped one by one (`edged.engine.cuda_memory`). Elsewhere
+torch's own memory: what a discrete GPU gave back would be no neighbour's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Backing(Protocol):
         ...
 
     def take_back(self, ranges: Ranges) -> None:
-        """Have the memory again, zeros in it. Raises MemoryError, and has none of it then."""
+        """Have all of this memory, zeros where it was given back. Raises MemoryError."""
         ...
 
 
@@ -84,4 +85,11 @@ def back(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ba
     """Zeros of this shape, in memory that can be given back where the device can do that."""
     if device.type == "cpu":
         return HostMemory(shape, dtype)
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        from edged.engine.cuda_memory import CudaMemory, CudaMemoryError
+
+        try:
+            return CudaMemory(shape, dtype, device)
+        except CudaMemoryError as error:
+            log.warning("K/V pages cannot be given back to the box: %s", error)
     return TorchMemory(shape, dtype, device)

@@ -36,6 +36,7 @@ class KvStore:
         # Rows that are not written yet are read with weight 0, which a NaN would survive: they are zeros.
         self._backings: tuple[Backing, Backing] = (back(shape, dtype, device), back(shape, dtype, device))
         self.keys, self.values = (backing.tensor for backing in self._backings)
+        self._pages = pages
         self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
         self._layer_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
@@ -87,15 +88,15 @@ class KvStore:
         """Whether memory of pages that nobody holds can be returned to the system."""
         return self._backings[0].gives_back
 
-    def give_back(self, first: int, end: int) -> None:
-        """Return the memory of pages `first` to `end` to the system, as far as it does not hold others as well."""
+    def give_back(self, first: int) -> None:
+        """Return the memory of the pages from `first` on to the system, as far as it does not hold others as well."""
         for backing in self._backings:
-            backing.give_back(self._ranges(first, end))
+            backing.give_back(self._ranges(first, self._pages))
 
-    def take_back(self, first: int, end: int) -> None:
-        """Have memory for pages `first` to `end` again, zeros in it. Raises MemoryError, and has none of it then."""
+    def take_back(self, end: int) -> None:
+        """Have memory for all pages below `end`, zeros where it was given back. Raises MemoryError."""
         for backing in self._backings:
-            backing.take_back(self._ranges(first, end))
+            backing.take_back(self._ranges(0, end))
 
     def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
         """Where pages lie in each layer of the keys, and so of the values: (first byte, end)."""

@@ -121,8 +121,8 @@ class Limiter:
 
     def _grow(self, capacity: int) -> bool:
         try:
-            self._kv.take_back(self._pool.capacity, capacity)
-        except MemoryError as error:
+            self._kv.take_back(capacity)
+        except (MemoryError, RuntimeError) as error:
             log.warning("pages stay given back: %s", error)
             return False
         self._pool.resize(capacity)
@@ -146,7 +146,10 @@ class Limiter:
         pool.resize(wanted)
         if executor.spill is not None:
             executor.spill.settle()
-        self._kv.give_back(wanted, before)
+        try:
+            self._kv.give_back(wanted)
+        except RuntimeError as error:
+            log.warning("retired pages keep their memory: %s", error)
         if self._parts.model.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

@@ -16,7 +16,7 @@ from edged.align.pair import PairRetired
 from edged.engine.engine import Engine
 from edged.engine.kv import KvStore
 from edged.governors.limits import Limits
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
 
 CPU = torch.device("cpu")
 BIG = {"cache__memory_mb": 64, "cache__page_size": 16, "serving__max_sequences": 8}
@@ -105,7 +105,7 @@ def test_no_more_sequences_run_than_are_allowed(tmp_path: Path) -> None:
 def test_fine_tuning_pauses_lets_go_and_goes_on(tmp_path: Path) -> None:
     with running_engine(tmp_path, **BIG, store__save_every_s=0.05, guard__held_out_share=0.0) as (engine, client):
         engine.submit_pairs(random_pairs(4))
-        wait_idle(engine)
+        until(lambda: engine.status()["finetune"]["pairs_trained"] == 4, "it does not learn")
         until(lambda: engine.status()["finetune"]["adapters_loaded"] == 1, "the adapter is in memory")
         engine.limit(Limits(finetune_share=0.0, release=True))
         until(lambda: engine.status()["finetune"]["adapters_loaded"] == 0, "the adapter did not leave memory")
@@ -114,7 +114,7 @@ def test_fine_tuning_pauses_lets_go_and_goes_on(tmp_path: Path) -> None:
         status = engine.status()["finetune"]
         assert (status["held"], status["pairs_queued"], status["pairs_trained"]) == (True, 8, 4)
         engine.limit(Limits())
-        wait_idle(engine)
+        until(lambda: engine.status()["finetune"]["pairs_trained"] == 12, "it does not learn again")
         trained = [record.pair_id for record in client.of(PairRetired)]
         assert sorted(trained) == sorted([*range(1, 5), *range(10, 18)])
 
@@ -150,7 +150,7 @@ def test_given_back_pages_leave_memory_and_the_others_stay() -> None:
     kv.values.normal_()
     kept = kv.keys[:, : 100 * 8].clone()
     before = psutil.Process().memory_info().rss
-    kv.give_back(100, 512)
+    kv.give_back(100)
     returned = before - psutil.Process().memory_info().rss
     whole = 2 * kv.keys.nbytes * 412 // 512
     assert returned > 0.9 * whole - 16 * mmap.PAGESIZE
@@ -162,7 +162,7 @@ def test_given_back_pages_leave_memory_and_the_others_stay() -> None:
 def test_pages_smaller_than_the_systems_are_given_back_only_as_far_as_nobody_else_lies_there(page_size: int) -> None:
     kv = KvStore(37, page_size, 3, 2, 8, torch.bfloat16, CPU)
     kv.keys.fill_(1.0)
-    kv.give_back(5, 37)
+    kv.give_back(5)
     assert bool((kv.keys[:, : 5 * 2] == 1.0).all())
 
 
