@@ -87,10 +87,15 @@ class Learning:
             self._abandon_all()
         self._held = held
 
-    def release(self, busy: Collection[str]) -> None:
-        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first."""
-        self.flush(float("inf"))
+    def release(self, busy: Collection[str]) -> bool:
+        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
+
+        One that cannot be saved stays, and is tried again as often as ever.
+        """
+        shelf = self._trainer.shelf
+        before = shelf.count
         self._trainer.tidy(busy, 0)
+        return shelf.count < before
 
     def restart_above(self, page: int) -> None:
         """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""

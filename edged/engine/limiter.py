@@ -35,6 +35,8 @@ class Limiter:
         """Pages of the longest request that may come."""
         self._gives_back = self._kv.gives_back and not has_own_memory(parts.model.device)
         self.limits = Limits()
+        self._full = False
+        """The system had no memory for the pages that may be taken: not asked again before there are new limits."""
 
     def use(self) -> Use:
         """What the engine holds and has done."""
@@ -60,18 +62,20 @@ class Limiter:
 
     def take(self, limits: Limits) -> None:
         """New limits; pages follow in `settle`."""
-        self.limits = limits
+        self.limits, self._full = limits, False
         self._parts.scheduler.throttle.share = limits.finetune_share
         self._learning.hold(limits.finetune_share == 0.0)
         if self._executor.pruner is not None:
             self._executor.pruner.force(limits.prune)
+        if limits.release:
+            self._return_heap()
 
     def resources(self) -> Resources:
         """What the next bin may use."""
         limits, pool, serving = self.limits, self._pool, self._parts.settings.serving
         free, usable = pool.free_pages + self._executor.evictable_pages(), self._parts.pages
         if limits.pages is not None or pool.capacity < pool.pages:
-            usable = self._usable_pages()
+            usable = min(self._usable_pages(), pool.capacity - 1)
             free = min(free, usable + 1 - self._live_pages)
             if limits.sequences is None:
                 # Who runs is preempted only when fewer may run: before, the cache is as full as it may be.
@@ -105,13 +109,13 @@ class Limiter:
 
         True when pages changed: what was planned with the earlier ones is void.
         """
-        if self.limits.release:
-            self._learning.release(self._serving.adapters)
+        if self.limits.release and self._learning.release(self._serving.adapters):
+            self._return_heap()
         wanted = self._usable_pages() + 1
         if wanted == self._pool.capacity:
             return False
         if wanted > self._pool.capacity:
-            return self._grow(wanted)
+            return not self._full and self._grow(wanted)
         return self._shrink(wanted)
 
     @property
@@ -124,6 +128,7 @@ class Limiter:
             self._kv.take_back(capacity)
         except (MemoryError, RuntimeError) as error:
             log.warning("pages stay given back: %s", error)
+            self._full = True
             return False
         self._pool.resize(capacity)
         return True
@@ -150,11 +155,14 @@ class Limiter:
             self._kv.give_back(wanted)
         except RuntimeError as error:
             log.warning("retired pages keep their memory: %s", error)
+        self._return_heap()
+        return True
+
+    def _return_heap(self) -> None:
+        """What tensors left behind goes back to the system."""
         if self._parts.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        else:
-            give_back_memory()
-        return True
+        give_back_memory()
 
     def _move(self, held: list[int], below: int) -> None:
         """Move pages below a number, and tell their holders."""

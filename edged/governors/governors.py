@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from edged.config import GovernorSettings
@@ -47,19 +48,14 @@ class Governors:
         self._energy.add(
             reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
         )
+        if not self._settings.enabled:
+            self._report = self._reported(reading, use, self._limits)
+            return
         step, share = self._memory.step, self._power.share
         by_memory = self._memory.update(reading, use, reading.at_s)
         self._power.update(reading, reading.at_s, self._minute())
-        limits = Limits(
-            pages=by_memory.pages,
-            prune=by_memory.prune,
-            finetune_share=min(by_memory.finetune_share, self._power.share),
-            release=by_memory.release,
-            sequences=by_memory.sequences,
-        )
+        limits = replace(by_memory, finetune_share=min(by_memory.finetune_share, self._power.share))
         self._report = self._reported(reading, use, limits)
-        if not self._settings.enabled:
-            return
         if limits != self._limits:
             self._limits = limits
             self._limit(limits)

@@ -151,7 +151,6 @@ def daemon(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> Ite
         "align__rank": 2,
         "store__save_every_s": 0.1,
     }
-    monkeypatch.setattr(live, "_serve", serve_in_group)
     original = live._forked.Process
 
     def process(target: Any, args: tuple[Any, ...], daemon: bool) -> Any:
@@ -189,7 +188,8 @@ def test_a_neighbour_gets_memory_and_gives_it_back_while_everyone_is_answered(da
         crowd(daemon, neighbour)
         # All that could be given was given, in order, and was worth something.
         steps = [f"step {n} of 4, was {n - 1}" for n in (1, 2, 3, 4)]
-        assert [step for line in daemon.log.splitlines() for step in steps if step in line] == steps
+        told = [step for line in daemon.log.splitlines() for step in steps if step in line]
+        assert list(dict.fromkeys(told)) == steps
         held = daemon.status()
         assert held["governors"]["memory"]["holds"] == ["caches", "pruning", "fine-tuning", "admission"]
         assert held["pages"]["retired"] > held["pages"]["total"] // 2
