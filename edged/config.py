@@ -21,6 +21,8 @@ from edged.config_access import USER_NAME as USER_NAME
 from edged.config_access import AccessSettings as AccessSettings
 from edged.config_access import LimitSettings as LimitSettings
 
+_HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -212,6 +214,43 @@ class GuardSettings(_Section):
     max_kl_nats: Positive = Field(20.0, description="KL to the base per held-out answer token, in nats")
 
 
+class GovernorSettings(_Section):
+    """What edged gives up for its neighbours, for heat and for power."""
+
+    enabled: bool = Field(True, description="follow the box's memory, temperature and power; off: they are only shown")
+    memory_reserve_mb: int = Field(
+        0, ge=0, description="memory that the box is to have free for others / 2^20; 0: a twentieth, 256 to 2048"
+    )
+    pressure_percent: Annotated[float, Field(ge=1.0, le=100.0)] = Field(
+        10.0, description="share of time that tasks wait for memory (PSI) from which memory counts as short"
+    )
+    temperature_limit_c: float = Field(
+        0.0, ge=0.0, description="temperature that is not to be reached; 0: where the sensors say that parts slow down"
+    )
+    temperature_margin_c: Positive = Field(
+        10.0, description="so far below the limit fine-tuning begins to give way; nearer, it pauses"
+    )
+    on_battery: Literal["pause", "slow", "ignore"] = Field("pause", description="fine-tuning while on battery")
+    quiet_hours: str = Field("", description='no fine-tuning then, local time, such as "22:00-06:00"; empty: none')
+
+    @field_validator("quiet_hours")
+    @classmethod
+    def _are_hours(cls, hours: str) -> str:
+        minutes_of(hours)
+        return hours
+
+
+def minutes_of(hours: str) -> tuple[int, int] | None:
+    """(first, end) minute of the day of hours such as "22:00-06:00"; None for "". PydanticCustomError otherwise."""
+    if not hours:
+        return None
+    found = _HOURS.fullmatch(hours.strip())
+    first, end = (60 * int(found[n]) + int(found[n + 1]) for n in (1, 3)) if found else (0, 0)
+    if first == end:
+        raise PydanticCustomError("hours", 'write two times of the day such as "22:00-06:00", or "" for none')
+    return first, end
+
+
 class ApiSettings(_Section):
     """The socket."""
 
@@ -254,6 +293,7 @@ class Settings(_Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     align: AlignSettings = AlignSettings()
     guard: GuardSettings = GuardSettings()
+    governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()
     access: AccessSettings = AccessSettings()
     limits: LimitSettings = LimitSettings()

@@ -40,6 +40,7 @@ from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
+from edged.governors.governors import Governors
 from edged.models import demo_model_dir
 from edged.reload import Reloaded, Reloader, adopted
 from edged.service_manager import ServiceManager
@@ -203,6 +204,10 @@ class Daemon:
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
         teacher = Teacher(store, codec, engine, settings.align)
+        monitor = DeviceMonitor(facts["device"])
+        governors = Governors(settings.governor, engine.use, engine.limit)
+        monitor.subscribe(governors.hear)
+        governors.hear(monitor.latest)
         services = Services(
             settings=settings,
             model=name,
@@ -212,10 +217,11 @@ class Daemon:
             codec=codec,
             hub=hub,
             teacher=teacher,
-            monitor=DeviceMonitor(facts["device"]),
+            monitor=monitor,
             admission=Admission.for_engine(settings.serving),
             limits=Limits(settings.limits),
             footprint=Footprint(settings.limits.stored_mb * 2**20),
+            governors=governors,
             started_at_s=time.time(),
             reload=self._reload,
         )
@@ -246,6 +252,7 @@ class Daemon:
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
+        services.monitor.start()
         self._lifecycle.ready(services)
         self._loaded.set()
         self._manager.ready(_status(services))
@@ -262,6 +269,7 @@ class Daemon:
         for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
+        services.monitor.stop()
         started = time.monotonic()
         await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
         await runner.cleanup()

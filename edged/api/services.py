@@ -21,6 +21,7 @@ from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
+from edged.governors.governors import Governors
 from edged.reload import Reloaded, adopted
 from edged.store import Store
 from edged.store.footprint import Footprint
@@ -45,6 +46,7 @@ class Services:
     admission: Admission
     limits: Limits
     footprint: Footprint
+    governors: Governors
     started_at_s: float
     """Unix time."""
     reload: Callable[[], Awaitable[Reloaded]]

@@ -26,6 +26,7 @@ async def status(request: web.Request) -> web.Response:
         **services.engine.status(),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
+        "governors": services.governors.report(),
     }
     body["queue"]["waiting"] += services.admission.waiting
     learning = body["finetune"]

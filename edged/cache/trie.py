@@ -10,7 +10,7 @@ keys.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,6 +167,11 @@ class PrefixTrie:
                     break
         self.stats.evicted_pages += freed
         return freed
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        for node in self._recency:
+            node.page = moved.get(node.page, node.page)
 
     def expire(self, key: Key) -> int:
         """Forget everything under `key` (its version was replaced); returns the number of pages that this freed.

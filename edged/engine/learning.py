@@ -58,6 +58,8 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = False
+        self._held = False
+        """Governors allow no step."""
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
@@ -89,7 +91,29 @@ class Learning:
     @property
     def _opens(self) -> bool:
         """Whether steps are opened at all."""
-        return self._settings.align.enabled and not self._paused
+        return self._settings.align.enabled and not (self._paused or self._held)
+
+    def hold(self, held: bool) -> None:
+        """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
+        if held and not self._held:
+            self._abandon_all()
+        self._held = held
+
+    def release(self, busy: Collection[str]) -> bool:
+        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
+
+        One that cannot be saved stays, and is tried again as often as ever.
+        """
+        shelf = self._trainer.shelf
+        before = shelf.count
+        self._trainer.tidy(busy, 0)
+        return shelf.count < before
+
+    def restart_above(self, page: int) -> None:
+        """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""
+        for task_id, job in list(self.jobs.items()):
+            if any((stream.pages >= page).any() for stream in job.step.group.streams):
+                self.preempt(task_id, time.monotonic())
 
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
@@ -296,6 +320,10 @@ class Learning:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
+    def _abandon_all(self) -> None:
+        for job in list(self.jobs.values()):
+            self._abandon(job.step.adapters[0])
+
     def introduce(self, adapter: str) -> None:
         """See `Trainer.introduce`."""
         self._trainer.introduce(adapter)
@@ -351,8 +379,7 @@ class Learning:
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
-        for job in list(self.jobs.values()):
-            self._abandon(job.step.adapters[0])
+        self._abandon_all()
         self.flush(float("inf"))
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=True)
@@ -369,7 +396,8 @@ class Learning:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains and self._opens,
+            "enabled": self.trains and self._settings.align.enabled and not self._paused,
+            "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,

@@ -5,6 +5,7 @@ Owns that state. Must not know how it is batched or scheduled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +89,11 @@ class Sequence:
         first = len(self.pages)
         self.pages += pages
         self.table[first : first + len(pages)] = pages
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        self.pages = [moved.get(page, page) for page in self.pages]
+        self.table[: len(self.pages)] = self.pages
 
     def compact(self, pages: list[int], old: int, compacted: Compacted) -> None:
         """Its first `old` pages were compacted into `pages`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -321,6 +321,20 @@ class Serving:
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
         return len(self._by_request) - self._admitted
+
+    @property
+    def admitted(self) -> int:
+        """Requests that hold pages."""
+        return self._admitted
+
+    def largest_pages(self) -> int:
+        """Pages of the largest request at hand, with the longest answer that it may get."""
+        return max((len(sequence.table) for sequence in self._by_request.values()), default=0)
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        for sequence in self.running.values():
+            sequence.move(moved)
 
     @property
     def busy(self) -> bool:
