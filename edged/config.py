@@ -228,6 +228,14 @@ class StoreSettings(_Section):
     save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
 
 
+class MetricsSettings(_Section):
+    """What `GET /metrics` shows."""
+
+    adapters: int = Field(
+        20, ge=0, description="adapters shown by name, the latest active; the rest is summed as other"
+    )
+
+
 class Settings(_Section):
     """All settings of one daemon."""
 
@@ -239,6 +247,7 @@ class Settings(_Section):
     guard: GuardSettings = GuardSettings()
     api: ApiSettings = ApiSettings()
     store: StoreSettings = StoreSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 def load_settings(

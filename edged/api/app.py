@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, status
+from edged.api import adapters, completions, feedback, metrics, models, status, trace
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import ApiSettings
+from edged.observe.observer import Observer
 
 _PROBES = ("/healthz", "/readyz")
-_ALWAYS = (*_PROBES, "/v1/status")
+_ALWAYS = (*_PROBES, "/v1/status", "/metrics")
 
 
 def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
@@ -32,7 +33,8 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
         ],
         client_max_size=settings.max_body_kb * 1024,
     )
-    app[LIFECYCLE] = lifecycle
+    app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
+    app.cleanup_ctx.append(metrics.observing)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -47,6 +49,8 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
+            web.get("/v1/trace", trace.get_trace),
+            web.get("/metrics", metrics.metrics),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
         ]
