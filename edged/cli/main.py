@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "adapters": ("edged.cli.adapters", "adapters"),
     "feedback": ("edged.cli.feedback", "feedback"),
     "config": ("edged.cli.configure", "config"),
+    "doctor": ("edged.cli.doctor.command", "doctor"),
     "trace": ("edged.cli.trace", "trace"),
     "profile": ("edged.cli.profile", "profile"),
     "bench": ("edged.cli.bench", "bench"),

@@ -39,11 +39,11 @@ def metrics_in(expression: str) -> set[str]:
 
 def expressions() -> list[tuple[str, str]]:
     """(panel or place, PromQL) of the whole dashboard."""
-    found = [
-        (panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
-    ]
+    found = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     found += [(item["name"], item["expr"]) for item in DASHBOARD["annotations"]["list"]]
-    return found + [(item["name"], item["definition"]) for item in DASHBOARD["templating"]["list"] if "definition" in item]
+    return found + [
+        (item["name"], item["definition"]) for item in DASHBOARD["templating"]["list"] if "definition" in item
+    ]
 
 
 def test_the_dashboard_and_the_rules_ask_only_for_what_is_exposed() -> None:
