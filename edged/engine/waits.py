@@ -1,4 +1,4 @@
-"""How long people waited for tokens, and whether the tokens came in time: one record each, for percentiles and histograms.
+"""How long people waited for tokens, and whether these came in time: a record each, for percentiles and histograms.
 
 Owns the ring of records. Written by the engine thread, which pays one append; read by any: records are never changed.
 """
@@ -14,7 +14,7 @@ KEPT = 1 << 15
 """Records that are kept: a reader that looks once a second misses none below so many tokens a second."""
 
 Wait = tuple[int, float, bool, ServiceClass]
-"""Number (from 1, without gaps), seconds, whether the target was met, whose targets. A bare tuple: one a token is made."""
+"""Number (from 1, without gaps), seconds, whether the target was met, whose targets. Bare tuples: one a token is made."""
 
 
 class Waits:

@@ -43,12 +43,12 @@ CATALOGUE = (
     # Latency
     _histogram("edged_ttft_seconds", "From a request's arrival to its first token", "class"),
     _histogram("edged_tbt_seconds", "From a token to the next one of the same answer", "class"),
-    _counter("edged_slo_tokens_total", "Tokens that came in time for their target, or did not", "target", "class", "result"),
+    _counter("edged_slo_tokens_total", "Tokens that met their target, or missed it", "target", "class", "result"),
     _gauge("edged_slo_attainment_ratio", "Share of the latest 1000 tokens that came in time", "target"),
-    _histogram("edged_iteration_seconds", "Iterations from taking pages to knowing the tokens, by what was in them", "mix"),
+    _histogram("edged_iteration_seconds", "Iterations from taking pages to tokens, by what was in them", "mix"),
     _histogram("edged_decision_seconds", "What the scheduler took to plan an iteration"),
     _counter("edged_iterations_over_budget_total", "Iterations that took longer than the slack of those they served"),
-    _gauge("edged_iteration_slack_seconds", "Budget minus measured time, mean of the latest 32 iterations with a budget"),
+    _gauge("edged_iteration_slack_seconds", "Budget minus measured time, mean of the latest iterations"),
     # Work
     _counter("edged_requests_total", "Requests that ended, by how; refused: the queue was full", "outcome"),
     _gauge("edged_queue_requests", "Requests now, by stage", "stage"),

@@ -51,7 +51,7 @@ def by_name(output: str) -> dict[str, dict[str, str]]:
     return {item["name"]: item for item in json.loads(output)["findings"]}
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_a_running_daemon_is_well(daemon: Daemon) -> None:
@@ -100,7 +100,7 @@ def test_the_exit_code_is_the_worst_state() -> None:
         assert worst(findings) == state
 
 
-# -- the model -----------------------------------------------------------------------------------------------------------
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_missing_foreign_or_broken_profile_is_found(tmp_path: Path) -> None:
     assert only(model.profile(it, "H200")).state == "warn"
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------------
+# -- what is kept ------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_with_less_room_than_asked_for_is_found(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_damaged_adapters_are_found(daemon: Daemon, tmp_path: Path) -> None:
     assert only(storage.adapters(it)).state == "warn"
 
 
-# -- the box -------------------------------------------------------------------------------------------------------------
+# -- the box -----------------------------------------------------------------------------------------------------------
 
 
 def system(folder: Path, **files: str) -> Path:

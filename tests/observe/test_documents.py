@@ -195,7 +195,7 @@ HARMLESS = [
         "edged_optimizer_steps_total": "40x120",
     },
     # Full of cached prefixes is what a cache is for.
-    {'edged_pages{state="cached"}': "890x120", 'edged_pages{state="used"}': "100x120", 'edged_pages{state="free"}': "10x120"},
+    {'edged_pages{state="cached"}': "890x120", 'edged_pages{state="used"}': "100x120"},
     {"edged_temperature_celsius": "93x120", "edged_temperature_limit_celsius": "105x120"},
     {"edged_finetune_enabled": "0x120", "edged_optimizer_steps_total": "40x120"},
 ]  # fmt: skip
@@ -220,11 +220,7 @@ def alert_test(changes: dict[str, str], *firing: str) -> dict[str, Any]:
 def test_each_alert_fires_for_its_ailment_alone_and_none_for_a_healthy_box(tmp_path: Path) -> None:
     assert {name for name, _ in AILMENTS} == {rule["alert"] for rule in RULES}
     tests = [alert_test(changes, name) for name, changes in AILMENTS] + [alert_test(item) for item in HARMLESS]
-    for index, test in enumerate(tests):
-        test["name"] = f"{index}: {AILMENTS[index][0] if index < len(AILMENTS) else 'harmless'}"
-    # promtool 2.42 has no names of tests: the number is all that it says.
-    plain = [{key: value for key, value in test.items() if key != "name"} for test in tests]
     shutil.copy(RULES_FILE, tmp_path / "alerts.yml")
-    document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": plain}
+    document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "test.yml").write_text(json.dumps(document))
     run("promtool", "test", "rules", "test.yml", folder=tmp_path)
