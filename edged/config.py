@@ -284,6 +284,14 @@ class LogSettings(_Section):
     slow_ttft_s: Positive = Field(10.0, description="a request whose first token took longer is a warning")
 
 
+class MetricsSettings(_Section):
+    """What `GET /metrics` shows."""
+
+    adapters: int = Field(
+        20, ge=0, description="adapters shown by name, the latest active; the rest is summed as other"
+    )
+
+
 class Settings(_Section):
     """All settings of one daemon."""
 
@@ -299,6 +307,7 @@ class Settings(_Section):
     limits: LimitSettings = LimitSettings()
     store: StoreSettings = StoreSettings()
     log: LogSettings = LogSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 def load_settings(

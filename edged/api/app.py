@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, settings_route, status
+from edged.api import adapters, completions, feedback, metrics, models, settings_route, status, trace
 from edged.api.access import CALLER, Access, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
@@ -21,12 +21,13 @@ from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import AccessSettings, ApiSettings, LimitSettings
 from edged.config_access import Role
+from edged.observe.observer import Observer
 
 # A request's caller has a plain name, which aiohttp would rather have as an object.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _PROBES = ("/healthz", "/readyz")
-_ALWAYS = (*_PROBES, "/v1/status")
+_ALWAYS = (*_PROBES, "/v1/status", "/metrics")
 
 ROLES: dict[str, Role | Literal["anybody"]] = {
     "POST /v1/chat/completions": "use",
@@ -60,8 +61,9 @@ def make_app(
         checks.insert(0, _browser_check(settings.listen))
     middlewares = [request_lines, errors_as_json, *checks]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
-    app[LIFECYCLE] = lifecycle
+    app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
+    app.cleanup_ctx.append(metrics.observing)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -77,6 +79,8 @@ def make_app(
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
             web.post("/v1/reload", settings_route.reload),
+            web.get("/v1/trace", trace.get_trace),
+            web.get("/metrics", metrics.metrics),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
         ]

@@ -46,7 +46,7 @@ class Engine:
     def __init__(
         self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
     ) -> None:
-        self.settings, self.max_context_tokens = parts.settings, parts.max_context_tokens
+        self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self.error: str | None = None
         self._parts, self._deliver, self._journal = parts, deliver, journal
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
@@ -115,6 +115,8 @@ class Engine:
                 f"context of {self.max_context_tokens} tokens"
             )
         if self._serving.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+            with self._wake:
+                self._stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
         self._requests_waiting += 1
         submitted = time.monotonic() if asked_s is None else asked_s
@@ -354,6 +356,7 @@ class Engine:
             decision_s=stats.decision_ms[-1] * 1e-3,
             spent_s=stats.busy.add(self._parts.cost, result, elapsed_s),
             free_pages=self._executor.pool.free_pages,
+            waiting=self._serving.waiting,
         )
         stats.totals.iterations += 1
         if stats.totals.iterations == _CALIBRATED_AFTER:

@@ -14,7 +14,7 @@ from typing import Any
 
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
-from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.config import Settings
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
@@ -163,6 +163,7 @@ class Learning:
             return False
         task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
+        self._parts.stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
         self._sync(task)
         self._scheduler.add(task, now)
         return True
@@ -354,9 +355,19 @@ class Learning:
         self.pairs_queued = self._trainer.pairs_queued
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
+            self._count(records)
             self._journal(records)
         for snapshot in self._trainer.shelf.to_save(now, self._settings.store.save_every_s):
             self._saver.submit(self._save, snapshot)
+
+    def _count(self, records: list[Record]) -> None:
+        totals = self._parts.stats.totals
+        for record in records:
+            if isinstance(record, StepSkipped):
+                totals.steps_skipped += 1
+            elif isinstance(record, VersionPublished):
+                totals.rollbacks += record.reason.startswith("rollback")
+                totals.guard_rollbacks += record.reason.startswith("guard")
 
     def _save(self, snapshot: Snapshot) -> None:
         try:

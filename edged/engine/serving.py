@@ -68,6 +68,7 @@ class Serving:
         task.deadline_s = submitted_s + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = sequence
         self._stats.totals.requests += 1
+        self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
         self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -203,14 +204,12 @@ class Serving:
     def _append(
         self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float
     ) -> None:
-        stats = self._stats
+        stats, task = self._stats, sequence.task
         if not sequence.first_token_s:
             sequence.first_token_s = now
-            stats.ttft_ms.append((now - sequence.submitted_s) * 1e3)
-            stats.ttft_met.append(float(now <= sequence.ttft_due_s))
+            stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
         else:
-            stats.tbt_ms.append((now - sequence.last_token_s) * 1e3)
-            stats.tbt_met.append(float(now <= sequence.task.deadline_s))
+            stats.tbt.add(now - sequence.last_token_s, now <= task.deadline_s, task.service)
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1
@@ -230,6 +229,7 @@ class Serving:
             self._give_back(sequence)
         self._leave_slot(sequence)
         self._following.leave(sequence)
+        self._stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
 
     def _give_back(self, sequence: Sequence) -> None:
