@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,11 +22,14 @@ from transformers.utils import logging as transformers_logging
 
 import edged
 from edged.align.journal import Journal
+from edged.align.pair import Record
 from edged.api.addresses import socket_paths
 from edged.api.app import make_app
+from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
+from edged.api.status import report
 from edged.api.teacher import Teacher
 from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
@@ -156,10 +159,16 @@ class Daemon:
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
         codec = Codec.load(model_dir)
-        engine = Engine.build(settings, model_dir, hub.deliver, lambda records: journal.append(records), folder)
+
+        def keep(records: Sequence[Record]) -> None:
+            journal.append(records)
+            feed.tell(records)
+
+        engine = Engine.build(settings, model_dir, hub.deliver, keep, folder)
         facts = engine.status()["model"]
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
+        feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
         teacher = Teacher(store, codec, engine, settings.align)
         services = Services(
             settings=settings,
@@ -169,6 +178,7 @@ class Daemon:
             store=store,
             codec=codec,
             hub=hub,
+            feed=feed,
             teacher=teacher,
             monitor=DeviceMonitor(facts["device"]),
             started_at_s=time.time(),

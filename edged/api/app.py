@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, status
+from edged.api import adapters, completions, events, feedback, models, page, status
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import ApiSettings
@@ -33,6 +33,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
         client_max_size=settings.max_body_kb * 1024,
     )
     app[LIFECYCLE] = lifecycle
+    app.on_shutdown.append(events.close_streams)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -47,8 +48,11 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
+            web.get("/v1/events", events.events, allow_head=False),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
+            web.get(page.PAGE, page.page),
+            web.get(page.FILES + "{name}", page.file),
         ]
     )
     return app
@@ -60,7 +64,7 @@ def _token_check(token: str) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _over_tcp(request) and request.path not in _PROBES:
+        if _over_tcp(request) and request.path not in _PROBES and not page.is_page(request.path):
             shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(shown, expected):
                 raise ApiError(
@@ -121,6 +125,6 @@ def _over_tcp(request: web.Request) -> bool:
 async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResponse:
     """While the model is loading, and from SIGTERM on, nothing new is begun."""
     problem = request.app[LIFECYCLE].problem()
-    if problem and request.path not in _ALWAYS:
+    if problem and request.path not in _ALWAYS and not page.is_page(request.path):
         raise problem
     return await handler(request)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from edged.api.errors import ApiError, unavailable
+from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.teacher import Teacher
 from edged.config import Settings
@@ -35,6 +36,7 @@ class Services:
     store: Store
     codec: Codec
     hub: Hub
+    feed: Feed
     teacher: Teacher
     monitor: DeviceMonitor
     started_at_s: float

@@ -6,19 +6,23 @@ Owns what the daemon says of itself. Must not know how the numbers are counted.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from aiohttp import web
 
 import edged
 from edged.api import wire
-from edged.api.services import LIFECYCLE, services_of
+from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
 
 
 async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device."""
-    services = services_of(request)
-    lifecycle = request.app[LIFECYCLE]
-    body = {
+    return web.json_response(report(request.app[LIFECYCLE], services_of(request)), dumps=wire.dumps)
+
+
+def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
+    """The status, JSON-ready."""
+    return {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
@@ -26,7 +30,13 @@ async def status(request: web.Request) -> web.Response:
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
     }
-    return web.json_response(body, dumps=wire.dumps)
+
+
+def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:
+    """A status without the names of adapters that a caller may not hear of."""
+    learning = body["finetune"]
+    seen = [name for name in learning["active_adapters"] if sees(name)]
+    return {**body, "finetune": {**learning, "active_adapters": seen}}
 
 
 async def healthz(request: web.Request) -> web.Response:
