@@ -1,18 +1,19 @@
 // The box: its processors, memory by owner, heat and power; queues, punctuality, and why nothing is learnt if so.
 
-import { byId, bytes, count, h, milliseconds, number, percent, setText } from "./text.js";
+import { byId, bytes, count, h, milliseconds, number, percent, plural, setText } from "./text.js";
 
 const FACTS = [
   ["output", (s) => `${number(s.rates.output_tokens_per_s)} tok/s`],
-  ["requests", (s) => `${s.queue.waiting} wait · ${s.queue.prefill} prefill · ${s.queue.decode} decode`],
+  ["wait · prefill · decode", (s) => `${s.queue.waiting} · ${s.queue.prefill} · ${s.queue.decode}`],
   ["TTFT p50, p95", (s) => both(s.latency.ttft_ms)],
   ["TBT p50, p95", (s) => both(s.latency.tbt_ms)],
-  ["in time", (s) => `TTFT ${percent(s.slo.ttft_attainment)} · TBT ${percent(s.slo.tbt_attainment)}`],
-  ["learning", (s) => `${number(s.rates.pairs_per_s, 1)} pairs/s · ${number(s.queue.finetune)} queued`],
-  ["processor", (s) => `${number(s.device.cpu_percent)} % of ${s.device.cpu_count} cores`],
+  ["TTFT, TBT in time", (s) => `${percent(s.slo.ttft_attainment)}, ${percent(s.slo.tbt_attainment)}`],
+  ["learning", (s) => `${number(s.rates.pairs_per_s, 1)} pairs/s`],
+  ["processor", (s) => `${number(s.device.cpu_percent)} % of ${plural(s.device.cpu_count, "core")}`],
   ["GPU", (s) => known(s.device.gpu_percent, (value) => `${number(value)} %`)],
   ["temperature", (s) => known(s.device.temperature_c, (value) => `${number(value)} °C${known(s.device.temperature_limit_c, (limit) => ` of ${number(limit)}`)}`)],
-  ["power", (s) => known(s.device.power_w, (value) => `${number(value, 1)} W${s.device.power_mode ? ` · ${s.device.power_mode}` : ""}`)],
+  ["power", (s) => known(s.device.power_w, (value) => `${number(value, 1)} W${known(s.device.power_limit_w, (limit) => ` of ${number(limit)}`)}`)],
+  ["power mode", (s) => s.device.power_mode ?? ""],
 ];
 
 const known = (value, show) => (value === null || value === undefined ? "" : show(value));
@@ -93,9 +94,9 @@ const held = (status) => !status.finetune.enabled || reasons(status).some(Boolea
 function tuningOf(status) {
   const tuning = status.finetune;
   const why = [tuning.reason, ...reasons(status)].filter(Boolean).join("; ");
-  const waiting = tuning.pairs_queued ? `, ${number(tuning.pairs_queued)} pairs wait` : "";
+  const waiting = tuning.pairs_queued ? `, ${plural(tuning.pairs_queued, "pair")} waiting` : "";
   if (!tuning.enabled) return `Fine-tuning is paused${why ? `: ${why}` : ""}${waiting}.`;
   const names = tuning.active_adapters.join(", ");
   if (names) return `${tuning.testing ? "Testing" : "Fine-tuning"} ${names}${waiting}${why ? `; held back: ${why}` : ""}.`;
-  return `Fine-tuning has nothing to do: ${number(tuning.pairs_trained)} pairs were learnt in ${number(tuning.steps)} steps${why ? `; ${why}` : ""}.`;
+  return `Fine-tuning has nothing to do: ${plural(tuning.pairs_trained, "pair")} learnt in ${plural(tuning.steps, "step")}${why ? `; ${why}` : ""}.`;
 }

@@ -19,8 +19,14 @@ function library() {
   loading ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");
     script.src = LIBRARY;
-    script.onload = () => resolve(globalThis.Plotly);
+    // It brings the styles of its maps along and writes them into the page, which the page's policy refuses.
+    document.head.appendChild = (node) => (node instanceof HTMLStyleElement ? node : Node.prototype.appendChild.call(document.head, node));
+    script.onload = () => {
+      delete document.head.appendChild;
+      resolve(globalThis.Plotly);
+    };
     script.onerror = () => {
+      delete document.head.appendChild;
       loading = null;
       reject(new Error("the chart library could not be loaded"));
     };
@@ -61,6 +67,7 @@ function line(curve, rows) {
     mode: rows.length < 3 ? "lines+markers" : "lines",
     line: { color: colour(curve.colour), width: curve.key === "reward_accuracy" ? 2.5 : 1.75 },
     marker: { color: colour(curve.colour), size: 6 },
+    cliponaxis: false,
     hovertemplate: curve.axis === "y" ? "%{y:.0%}" : "%{y:+.1f} nats",
   };
 }
@@ -113,7 +120,7 @@ function layout(rows, versions) {
     hoverlabel: { bgcolor: colour("--surface"), bordercolor: grid, font: { color: colour("--ink"), size: 12 } },
     xaxis: { ...axis, range: [first - 0.7, Math.max(rows.at(-1).pair, first + 9) + 0.7], title: { text: "pair", standoff: 4 },
       anchor: "y3", tickformat: ",d", unifiedhovertitle: { text: "pair %{x}" } },
-    yaxis: { ...axis, domain: [0.52, 1], range: [-0.02, 1.02], tickformat: ".0%", nticks: 5 },
+    yaxis: { ...axis, domain: [0.52, 1], range: [-0.05, 1.05], tickformat: ".0%", nticks: 5 },
     yaxis2: { ...axis, domain: [0.1, 0.46], nticks: 4, zeroline: true, zerolinecolor: ink },
     yaxis3: { domain: [0, 0.06], visible: false, range: [-1, 1], fixedrange: true },
     shapes: turned.map((version) => ({ type: "line", x0: version.x, x1: version.x, y0: 0, y1: 1, yref: "paper",

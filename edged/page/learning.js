@@ -2,7 +2,7 @@
 
 import { ApiError, call } from "./api.js";
 import { CURVES, drawCurves, RECENT } from "./curves.js";
-import { announce, byId, h, moment, number, setText, signed } from "./text.js";
+import { announce, byId, h, moment, number, plural, setText, signed } from "./text.js";
 
 const PAIRS = 500;
 const REDRAW_MS = 500;
@@ -10,9 +10,12 @@ const REDRAW_MS = 500;
 const REFRESH_MS = [600, 6500];
 
 let adapter = "";
+/** The adapter to show as soon as there is one of that name. */
+let wanted = "";
 let rows = [];
 let versions = [];
 let current = 0;
+let counts = null;
 let waiting = false;
 let refreshing = [];
 
@@ -27,11 +30,14 @@ export async function showList(adapters, preferred) {
   const names = adapters.map((item) => item.adapter).sort();
   offer(...names);
   const latest = adapters.toSorted((a, b) => (b.updated_at ?? "").localeCompare(a.updated_at ?? ""))[0]?.adapter;
-  await showAdapter(adapter || (names.includes(preferred) ? preferred : latest) || "");
+  const shown = adapter || (names.includes(preferred) ? preferred : latest) || "";
+  await showAdapter(shown);
+  if (shown !== preferred) wanted = preferred;
 }
 
-/** Show an adapter that there is; another name changes nothing. */
+/** Show an adapter, at once or when it has its first pair. */
 export async function showAdapter(name) {
+  wanted = name;
   if (!name || !Array.from(byId("adapter").options).some((option) => option.value === name)) return;
   adapter = name;
   byId("adapter").value = name;
@@ -41,7 +47,7 @@ export async function showAdapter(name) {
 /** A pair was scored. */
 export function addPair(pair) {
   offer(pair.adapter);
-  if (!adapter) return showAdapter(pair.adapter);
+  if (!adapter || (pair.adapter === wanted && adapter !== wanted)) return showAdapter(pair.adapter);
   if (pair.adapter !== adapter || rows.some((row) => row.pair_id === pair.pair_id)) return;
   rows.push({ pair: (rows.at(-1)?.pair ?? 0) + 1, pair_id: pair.pair_id, version: pair.version, win: Number(pair.win),
     logp_difference: pair.delta_nats, reward_correct: Number(pair.reward_margin > 0) });
@@ -88,12 +94,11 @@ async function refresh() {
     rows = rowsOf(asked, [...found.series, ...newer]);
     versions = found.versions;
     current = found.version;
-    setText(byId("progress"), `version ${number(current)} · ${number(found.pairs_trained)} of ${number(found.pairs_seen)} pairs learnt` +
-      (found.pairs_queued ? `, ${number(found.pairs_queued)} waiting` : "") + (found.pairs_held_out ? `, ${number(found.pairs_held_out)} kept as a test` : ""));
+    counts = found;
   } catch (error) {
     if (!(error instanceof ApiError) || asked !== adapter) return;
     // It was forgotten, or is not ours to see.
-    [rows, versions, current] = [[], [], 0];
+    [rows, versions, current, counts] = [[], [], 0, null];
     setText(byId("progress"), error.message);
   }
   draw();
@@ -118,6 +123,10 @@ function drawSoon() {
 }
 
 function draw() {
+  if (counts) {
+    setText(byId("progress"), `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
+      (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
+  }
   byId("no-curves").hidden = rows.length > 0;
   drawMeans();
   drawVersions();
@@ -135,8 +144,8 @@ function drawMeans() {
 
 function drawVersions() {
   const held = document.activeElement?.dataset?.version;
-  const rolled = (number_) => h("button", { type: "button", class: "quiet", "data-version": number_, "aria-label": `Roll back to version ${number_}`,
-    onclick: () => rollBack(number_) }, "Roll back");
+  const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
+    onclick: () => rollBack(version) }, "Roll back");
   const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
     h("td", {}, number(each.version)),
     h("td", {}, moment(new Date(each.created_at))),

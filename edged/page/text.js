@@ -43,11 +43,16 @@ export function announce(text) {
 /** A number with so many digits after the point; – where there is none. */
 export function number(value, digits = 0) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  // Rounded first: nothing is not minus nothing.
+  const rounded = Math.round(value * 10 ** digits) / 10 ** digits + 0;
+  return rounded.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
+/** So many of something. */
+export const plural = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** With a sign. */
-export const signed = (value, digits = 1) => (value > 0 ? "+" : "") + number(value, digits);
+export const signed = (value, digits = 1) => (value > 0 && number(value, digits) !== number(0, digits) ? "+" : "") + number(value, digits);
 
 /** A share as a percentage; – where there is none. */
 export const percent = (share) => (share === null || share === undefined ? "–" : `${number(share * 100)} %`);

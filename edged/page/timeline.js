@@ -7,10 +7,13 @@ const KEPT_S = 65;
 const REDRAW_MS = 200;
 const LEAST_BAR = 3;
 const GAP = 1;
+const IDLE = 12;
+const OUTLIER = 3;
+const LABEL = 26;
 const SCALES_MS = [5, 10, 20, 30, 50, 80, 120, 200, 300, 500, 800, 1200, 2000, 3000, 5000, 10000, 30000, 100000];
 const SHRINK_AFTER_MS = 3000;
 const SPOKEN_EVERY_MS = 10000;
-const MARGIN = { left: 44, right: 6, top: 10, bottom: 18 };
+const MARGIN = { left: 50, right: 6, top: 16, bottom: 18 };
 
 const canvas = byId("canvas");
 const frame = byId("bins");
@@ -62,7 +65,7 @@ export function startTimeline() {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of [...KINDS, "budget", "problem", "line", "muted", "ink"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of [...KINDS, "budget", "line", "muted", "ink"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
   pen.font = `11px ${getComputedStyle(frame).fontFamily}`;
 }
 
@@ -122,6 +125,7 @@ function redraw() {
   rescale();
   drawAxes(area);
   for (const bar of bars) drawBar(bar, area);
+  drawOutliers(area);
   drawBudget(area);
   drawSelection(area);
   describe(shown, nowS);
@@ -152,15 +156,20 @@ function summarize(bar) {
   for (const kind of KINDS) bar[kind] = mean((record) => record[`${kind}_ms`]);
   const budgets = bar.records.map((record) => record.budget_ms).filter((budget) => budget !== null);
   bar.budget = budgets.length ? Math.min(...budgets) : null;
-  bar.late = bar.records.some((record) => record.budget_ms !== null && record.latency_ms > record.budget_ms);
 }
 
-/** The scale holds the highest bar and, where it is near, the budget; it grows at once and shrinks after a while. */
+/**
+ * The scale holds the bars, but for a few that are far higher, and the budget where it is near; it grows at once and
+ * shrinks after a while.
+ */
 function rescale() {
-  const highest = Math.max(0, ...bars.map((bar) => bar.latency));
-  const budgets = bars.map((bar) => bar.budget).filter((budget) => budget !== null).sort((a, b) => a - b);
+  const sorted = (values) => values.toSorted((a, b) => a - b);
+  const latencies = sorted(bars.map((bar) => bar.latency));
+  const usual = latencies[Math.floor(latencies.length * 0.9)] ?? 0;
+  const highest = Math.min(latencies.at(-1) ?? 0, usual * OUTLIER);
+  const budgets = sorted(bars.map((bar) => bar.budget).filter((budget) => budget !== null));
   const budget = budgets[budgets.length >> 1] ?? 0;
-  const needed = Math.max(highest, budget < 3 * highest ? budget : 0) * 1.08;
+  const needed = Math.max(highest, budget < OUTLIER * highest ? budget : 0) * 1.08;
   const wanted = SCALES_MS.find((scale) => scale >= needed) ?? SCALES_MS.at(-1);
   if (wanted >= scaleMs) smallerSinceMs = performance.now();
   if (wanted > scaleMs || performance.now() - smallerSinceMs > SHRINK_AFTER_MS) scaleMs = wanted;
@@ -199,22 +208,32 @@ function drawBar(bar, area) {
     pen.fillRect(bar.from, y - height, width, height);
     y -= height;
   }
-  if (bar.late) {
-    pen.fillStyle = colours.problem;
-    pen.fillRect(bar.from, area.bottom - heightOf(bar.latency, area) - 3, width, 2);
+}
+
+/** How high the bars really are that do not fit. */
+function drawOutliers(area) {
+  pen.fillStyle = colours.muted;
+  pen.textAlign = "center";
+  pen.textBaseline = "bottom";
+  let free = area.left;
+  for (const bar of bars) {
+    if (bar.latency <= scaleMs || middle(bar) - LABEL / 2 < free) continue;
+    pen.fillText(number(bar.latency), middle(bar), area.top - 1);
+    free = middle(bar) + LABEL / 2;
   }
 }
 
-/** A line through the budgets; where they are beyond the scale, only their least is named. */
+/** A line through the budgets; where most are beyond the scale, their least is named. */
 function drawBudget(area) {
   pen.strokeStyle = colours.budget;
   pen.lineWidth = 1.5;
   pen.beginPath();
-  let [drawing, beyond] = [false, null];
-  for (const bar of bars) {
+  let drawing = false;
+  for (const [index, bar] of bars.entries()) {
+    // Nobody was waiting in between: there was no budget.
+    if (index && bar.from - bars[index - 1].to > IDLE) drawing = false;
     if (bar.budget === null || bar.budget > scaleMs) {
       drawing = false;
-      if (bar.budget !== null) beyond = Math.min(beyond ?? Infinity, bar.budget);
       continue;
     }
     const y = area.bottom - heightOf(bar.budget, area);
@@ -224,11 +243,12 @@ function drawBudget(area) {
     drawing = true;
   }
   pen.stroke();
-  if (beyond === null) return;
+  const beyond = bars.filter((bar) => bar.budget > scaleMs).map((bar) => bar.budget);
+  if (beyond.length < bars.length / 2 || !bars.length) return;
   pen.fillStyle = colours.budget;
   pen.textAlign = "left";
   pen.textBaseline = "top";
-  pen.fillText(`budget ↑ ${milliseconds(beyond)}`, area.left + 4, area.top + 2);
+  pen.fillText(`budget ↑ ${milliseconds(Math.min(...beyond))}`, area.left + 4, area.top + 2);
 }
 
 function drawSelection(area) {
@@ -243,14 +263,12 @@ function drawSelection(area) {
 function describe(shown, nowS) {
   const covered = Math.min(spanS(), shown.length ? nowS - shown[0].at_s : spanS());
   const share = (kind) => shown.reduce((sum, record) => sum + record[`${kind}_ms`], 0) / (covered * 1e3);
-  const late = shown.filter((record) => record.budget_ms !== null && record.latency_ms > record.budget_ms).length;
   const mean = shown.reduce((sum, record) => sum + record.latency_ms, 0) / shown.length;
   const [prefill, decode, finetune] = KINDS.map(share);
   const idle = Math.max(0, 1 - prefill - decode - finetune);
   const text = shown.length
     ? `${number(shown.length / covered, 0)} a second, ${milliseconds(mean)} each. Time: prefill ${percent(prefill)}, ` +
-      `decode ${percent(decode)}, fine-tune ${percent(finetune)}, idle ${percent(idle)}.` +
-      (late ? ` ${number(late)} over budget.` : "")
+      `decode ${percent(decode)}, fine-tune ${percent(finetune)}, idle ${percent(idle)}.`
     : "Nothing ran: nobody asks, and nothing is left to learn.";
   setText(byId("summary"), text);
   if (performance.now() - spokenAtMs > SPOKEN_EVERY_MS || frozen) {
