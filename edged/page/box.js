@@ -14,6 +14,7 @@ const FACTS = [
   ["temperature", (s) => known(s.device.temperature_c, (value) => `${number(value)} °C${known(s.device.temperature_limit_c, (limit) => ` of ${number(limit)}`)}`)],
   ["power", (s) => known(s.device.power_w, (value) => `${number(value, 1)} W${known(s.device.power_limit_w, (limit) => ` of ${number(limit)}`)}`)],
   ["power mode", (s) => s.device.power_mode ?? ""],
+  ["energy", (s) => known(s.governors?.energy?.joules_per_output_token, (value) => `${number(value, 2)} J a token`)],
 ];
 
 const known = (value, show) => (value === null || value === undefined ? "" : show(value));
@@ -45,23 +46,26 @@ function showFacts(status) {
 /** Whose memory it is: on a discrete GPU the GPU's, else the box's. */
 function owners(status) {
   const { device, memory, pages } = status;
-  const free = pages.free * pages.bytes_per_page;
+  // Pages of a machine that gives memory back take none while nothing lies in them.
+  const held = status.governors?.memory?.kv_resident_bytes ?? memory.kv_bytes;
+  const kv = memory.kv_bytes - pages.free * pages.bytes_per_page;
+  const free = Math.max(0, held - kv);
   const cached = pages.cached * pages.bytes_per_page;
   const own = [
     ["weights", memory.weights_bytes],
-    ["K/V in use", memory.kv_bytes - free - cached],
+    ["K/V in use", kv - cached],
     ["K/V prefixes", cached],
     ["K/V free", free],
     ["adapters", memory.adapters_bytes],
   ];
-  const held_ = memory.weights_bytes + memory.kv_bytes + memory.adapters_bytes;
+  const ours = memory.weights_bytes + kv + free + memory.adapters_bytes;
   const onGpu = device.gpu_memory_total_bytes;
   const total = onGpu || device.memory_total_bytes;
   const used = onGpu ? device.gpu_memory_used_bytes : total - device.memory_available_bytes;
-  const rest = onGpu ? 0 : Math.max(0, device.process_rss_bytes - held_);
+  const rest = onGpu ? 0 : Math.max(0, device.process_rss_bytes - ours);
   // Pages that were never touched are not in the system's count yet, though they are promised.
-  const others = Math.max(0, used - held_ - rest);
-  own.push(["rest of edged", rest], ["others", others], ["free", Math.max(0, total - held_ - rest - others)]);
+  const others = Math.max(0, used - ours - rest);
+  own.push(["rest of edged", rest], ["others", others], ["free", Math.max(0, total - ours - rest - others)]);
   return own.filter(([, size]) => size > 0);
 }
 
@@ -82,21 +86,29 @@ function showMemory(status) {
   if (bar.getAttribute("aria-label") !== words) bar.setAttribute("aria-label", `Memory: ${words}`);
 }
 
-const reasons = (status) => {
-  const governors = status.governors ?? {};
-  const said = governors.reasons ?? (governors.reason ? [governors.reason] : []);
-  return Array.isArray(said) ? said.map((reason) => (typeof reason === "string" ? reason : reason.reason ?? "")) : [String(said)];
-};
+/** What the governors hold back, and why. */
+function reasons(status) {
+  const { memory, power } = status.governors ?? {};
+  const said = [];
+  if (memory?.holds?.length) said.push(`${memory.holds.join(", ")} (${memory.reason})`);
+  if (power?.finetune_share < 1) said.push(`fine-tuning to ${percent(power.finetune_share)} of the time (${power.reasons.join("; ")})`);
+  if (power?.throttled?.length) said.push(`the device's clocks (${power.throttled.join(", ")})`);
+  return said;
+}
 
-const held = (status) => !status.finetune.enabled || reasons(status).some(Boolean);
+const held = (status) => !status.finetune.enabled || reasons(status).length > 0;
 
 /** What fine-tuning does, or why it does not. */
 function tuningOf(status) {
-  const tuning = status.finetune;
-  const why = [tuning.reason, ...reasons(status)].filter(Boolean).join("; ");
+  const why = reasons(status);
+  return `${doing(status.finetune)}.${why.length ? ` Held back: ${why.join("; ")}.` : ""}`;
+}
+
+function doing(tuning) {
   const waiting = tuning.pairs_queued ? `, ${plural(tuning.pairs_queued, "pair")} waiting` : "";
-  if (!tuning.enabled) return `Fine-tuning is paused${why ? `: ${why}` : ""}${waiting}.`;
+  if (!tuning.enabled) return `Fine-tuning is off${tuning.reason ? `: ${tuning.reason}` : ""}${waiting}`;
   const names = tuning.active_adapters.join(", ");
-  if (names) return `${tuning.testing ? "Testing" : "Fine-tuning"} ${names}${waiting}${why ? `; held back: ${why}` : ""}.`;
-  return `Fine-tuning has nothing to do: ${plural(tuning.pairs_trained, "pair")} learnt in ${plural(tuning.steps, "step")}${why ? `; ${why}` : ""}.`;
+  if (names) return `${tuning.testing ? "Testing" : "Fine-tuning"} ${names}${waiting}`;
+  if (waiting) return `Fine-tuning waits for its turn${waiting}`;
+  return `Fine-tuning has nothing to do: ${plural(tuning.pairs_trained, "pair")} learnt in ${plural(tuning.steps, "step")}`;
 }
