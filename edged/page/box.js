@@ -106,7 +106,7 @@ function tuningOf(status) {
 
 function doing(tuning) {
   const waiting = tuning.pairs_queued ? `, ${plural(tuning.pairs_queued, "pair")} waiting` : "";
-  if (!tuning.enabled) return `Fine-tuning is off${tuning.reason ? `: ${tuning.reason}` : ""}${waiting}`;
+  if (!tuning.enabled) return `Fine-tuning is paused${tuning.reason ? `: ${tuning.reason}` : ""}${waiting}`;
   const names = tuning.active_adapters.join(", ");
   if (names) return `${tuning.testing ? "Testing" : "Fine-tuning"} ${names}${waiting}`;
   if (waiting) return `Fine-tuning waits for its turn${waiting}`;
