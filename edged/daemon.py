@@ -31,10 +31,12 @@ from edged.api.access import Access, AccessError
 from edged.api.admission import Admission
 from edged.api.app import make_app
 from edged.api.connections import Site
+from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses
+from edged.api.status import report
 from edged.api.teacher import Teacher
 from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
@@ -198,11 +200,13 @@ class Daemon:
         def take(records: list[Record]) -> None:
             journal.append(records)
             told.tell(records)
+            feed.tell(records)
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
+        feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
         teacher = Teacher(store, codec, engine, settings.align)
         monitor = DeviceMonitor(facts["device"])
         governors = Governors(settings.governor, engine.use, engine.limit)
@@ -216,6 +220,7 @@ class Daemon:
             store=store,
             codec=codec,
             hub=hub,
+            feed=feed,
             teacher=teacher,
             monitor=monitor,
             admission=Admission.for_engine(settings.serving),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, metrics, models, settings_route, status, trace
+from edged.api import adapters, completions, events, feedback, metrics, models, page, settings_route, status, trace
 from edged.api.access import CALLER, Access, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
@@ -42,6 +42,10 @@ ROLES: dict[str, Role | Literal["anybody"]] = {
     "POST /v1/adapters/{name}/rollback": "train",
     "GET /v1/adapters/{name}/export": "train",
     "GET /v1/status": "use",
+    "GET /v1/events": "use",
+    "GET /metrics": "use",
+    "GET /": "anybody",
+    "GET /page/{name}": "anybody",
     "GET /healthz": "anybody",
     "GET /readyz": "anybody",
 }
@@ -63,6 +67,7 @@ def make_app(
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
+    app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
     app.add_routes(
         [
@@ -81,8 +86,11 @@ def make_app(
             web.post("/v1/reload", settings_route.reload),
             web.get("/v1/trace", trace.get_trace),
             web.get("/metrics", metrics.metrics),
+            web.get("/v1/events", events.events, allow_head=False),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
+            web.get(page.PAGE, page.page),
+            web.get(page.FILES + "{name}", page.file),
         ]
     )
     return app
@@ -142,7 +150,7 @@ def _forbidden(message: str, code: str) -> ApiError:
 async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResponse:
     """While the model is loading, and from SIGTERM on, nothing new is begun."""
     problem = request.app[LIFECYCLE].problem()
-    if problem and request.path not in _ALWAYS:
+    if problem and request.path not in _ALWAYS and not page.is_page(request.path):
         raise problem
     return await handler(request)
 

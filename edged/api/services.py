@@ -15,6 +15,7 @@ from aiohttp import web
 
 from edged.api.admission import Admission
 from edged.api.errors import ApiError, unavailable
+from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.teacher import Teacher
@@ -41,6 +42,7 @@ class Services:
     store: Store
     codec: Codec
     hub: Hub
+    feed: Feed
     teacher: Teacher
     monitor: DeviceMonitor
     admission: Admission

@@ -20,6 +20,7 @@ from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie, TrieStats
 from edged.config import Settings
+from edged.engine.budget import STATE_BYTES, adapter_weights
 from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
@@ -98,9 +99,21 @@ class EngineParts:
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
+            "memory": self._memory(),
             "pruning": {"mode": "off"} if self.executor.pruner is None else self.executor.pruner.report(),
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
             "prefix": _prefix_report(trie, self.executor.spill),
+        }
+
+    def _memory(self) -> dict[str, int]:
+        """What the parts hold, in bytes: of adapters their slots, and the states in memory."""
+        lora, shelf = self.model.lora, self.trainer.shelf
+        assert lora is not None
+        state = STATE_BYTES * adapter_weights(tuple(shelf.spec.shapes.values()), shelf.spec.rank)
+        return {
+            "weights_bytes": self.model.shape.weight_bytes,
+            "kv_bytes": self.pages * self.model.page_bytes(self.executor.pool.page_size),
+            "adapters_bytes": lora.size_bytes + shelf.count * state,
         }
 
 
