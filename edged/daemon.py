@@ -34,12 +34,13 @@ from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
+from edged.store.folder import DATABASE_FILE, data_folder
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
 log = logging.getLogger("edged")
 
-DATABASE_FILE = "edged.db"
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
@@ -84,15 +85,6 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
         raise ModelMissing(
             f'model "{settings.path}" is not a directory here and could not be downloaded ({reason})'
         ) from error
-
-
-def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
-    """The folder of database and adapters: the setting, systemd's, else the user's."""
-    if configured:
-        return Path(configured).expanduser()
-    if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
-        return Path(state)
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"
 
 
 class Daemon:
@@ -158,7 +150,7 @@ class Daemon:
         codec = Codec.load(model_dir)
         engine = Engine.build(settings, model_dir, hub.deliver, lambda records: journal.append(records), folder)
         facts = engine.status()["model"]
-        journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
+        journal = Journal(store, facts["fingerprint"])
         self._journal = journal
         teacher = Teacher(store, codec, engine, settings.align)
         services = Services(
@@ -171,6 +163,7 @@ class Daemon:
             hub=hub,
             teacher=teacher,
             monitor=DeviceMonitor(facts["device"]),
+            upkeep=Upkeep(store, settings.store),
             started_at_s=time.time(),
         )
         if resumed := teacher.resume(facts["fingerprint"]):
@@ -183,6 +176,7 @@ class Daemon:
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
+        services.upkeep.start()
         self._lifecycle.ready(services)
         notify_systemd("READY=1", self._environ)
         log.info("edged serves %s, context %d tokens", services.model, services.engine.max_context_tokens)
@@ -200,6 +194,7 @@ class Daemon:
         await _in_thread(lambda: services.engine.stop(self._settings.serving.drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()
+        await _in_thread(services.upkeep.stop, "edged-stopper")
         if self._journal is not None:
             self._journal.flush()
         if services.engine.error:

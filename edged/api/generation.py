@@ -263,7 +263,7 @@ class Generation:
             messages=ask.messages,
             prompt=ask.prompt,
         )
-        insert_completion(db, completion, self._services.settings.store.keep_completions)
+        insert_completion(db, completion)
         result = note_next_turn(db, completion.id, now) if completion.learner and ask.messages else None
         return () if result is None or result.duplicate else result.pair_ids
 

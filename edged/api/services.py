@@ -19,6 +19,7 @@ from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
 from edged.store import Store
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -37,6 +38,7 @@ class Services:
     hub: Hub
     teacher: Teacher
     monitor: DeviceMonitor
+    upkeep: Upkeep
     started_at_s: float
     """Unix time."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -5,6 +5,7 @@ Owns what the daemon says of itself. Must not know how the numbers are counted.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from aiohttp import web
@@ -25,6 +26,7 @@ async def status(request: web.Request) -> web.Response:
         **services.engine.status(),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
+        "store": await asyncio.to_thread(services.upkeep.report),
     }
     return web.json_response(body, dumps=wire.dumps)
 

@@ -33,6 +33,8 @@ FOLDER_MODE = 0o750
 """Permissions of a data folder that did not exist."""
 WAL_LIMIT_BYTES = 64 * 2**20
 """The write-ahead log is cut back to this size after a checkpoint."""
+REWRITE_BYTES = 64 * 2**20
+"""A file up to this size that cannot give free pages back, as edged once made them, is rewritten at a start."""
 
 
 class StoreError(RuntimeError):
@@ -43,6 +45,8 @@ class StoreError(RuntimeError):
 class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
+    alone: bool = False
+    """Runs in no transaction."""
 
 
 class Store:
@@ -81,11 +85,21 @@ class Store:
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
         future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
         """
+        return self._put(fn, alone=False)
+
+    def between(self, fn: Callable[[Database], T]) -> Future[T]:
+        """Run `fn` in its turn on the writer thread, outside of transactions: for checkpoints and VACUUM.
+
+        Exceptions are those of `write`.
+        """
+        return self._put(fn, alone=True)
+
+    def _put(self, fn: Callable[[Database], T], alone: bool) -> Future[T]:
         future: Future[T] = Future()
         with self._gate:
             if self._closed:
                 raise StoreError(f'database "{self.path}" is closed')
-            self._writes.put(_Write(fn, future))
+            self._writes.put(_Write(fn, future, alone))
         return future
 
     def read(self, fn: Callable[[Database], T]) -> T:
@@ -116,11 +130,15 @@ class Store:
         try:
             db = self._connect()
             with db.ensure_autocommit_on():
+                # Of a file without tables; others keep what they have until they are rewritten.
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 db.execute("PRAGMA journal_mode = WAL").fetchall()
                 db.execute("PRAGMA synchronous = FULL")
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}").fetchall()
             migrate(db)
+            if not frees_pages(db) and self.path.stat().st_size <= REWRITE_BYTES:
+                vacuum(db)
         except UnknownMigration as error:
             raise StoreError(f'database "{self.path}" {error}') from None
         except sqlite3.Error as error:
@@ -150,13 +168,24 @@ class Store:
         """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
         while True:
             group = [self._writes.get()]
-            while group[-1] is not None and len(group) < GROUP_WRITES and not self._writes.empty():
+            while _admits_more(group) and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
-            if writes:
-                self._commit(writes)
+            together = [write for write in writes if not write.alone]
+            if together:
+                self._commit(together)
+            if writes and writes[-1].alone:
+                self._run_alone(writes[-1])
             if group[-1] is None:
                 return
+
+    def _run_alone(self, write: _Write) -> None:
+        try:
+            result = write.fn(self._writer)
+        except BaseException as error:
+            write.future.set_exception(self._explained(error) if isinstance(error, sqlite3.Error) else error)
+        else:
+            write.future.set_result(result)
 
     def _commit(self, writes: list[_Write]) -> None:
         """Run `writes` in one transaction and answer their futures."""
@@ -202,6 +231,23 @@ class Store:
         elif "unable to open" in text or "readonly" in text:
             way_out = ": check that this user may write to the file and its folder"
         return StoreError(f'database "{self.path}": {text}{way_out}')
+
+
+def _admits_more(group: list[_Write | None]) -> bool:
+    """Whether another write may share the group's commit."""
+    last = group[-1]
+    return last is not None and not last.alone and len(group) < GROUP_WRITES
+
+
+def frees_pages(db: Database) -> bool:
+    """Whether the file can give free pages back slice by slice (auto_vacuum = INCREMENTAL)."""
+    return bool(db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2)
+
+
+def vacuum(db: Database) -> None:
+    """Rewrite the whole file without free pages, so that it can give back later ones; outside of transactions."""
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    db.execute("VACUUM")
 
 
 def _sync_folder(folder: Path) -> None:

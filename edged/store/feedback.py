@@ -14,6 +14,9 @@ from sqlite_utils import Database
 
 from edged.store.completions import Message, json_text, plain_text
 
+REPLAY_PAIRS = 64
+"""The latest learned pairs of each adapter, which a restart takes up again to replay them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Signal:
