@@ -34,6 +34,7 @@ from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
+from edged.store.backup import clear_leftovers
 from edged.store.folder import DATABASE_FILE, data_folder
 from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
@@ -104,6 +105,7 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal)
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
+        clear_leftovers(folder)
         try:
             listener = UnixListener(socket_paths(self._settings.api.socket, self._environ)[0])
             try:

@@ -46,6 +46,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.delete("/v1/adapters/{name}", adapters.forget),
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
+            web.get("/v1/backup", data.backup),
             web.get("/v1/store", data.store_report),
             web.post("/v1/store/prune", data.prune),
             web.post("/v1/store/vacuum", data.vacuum),

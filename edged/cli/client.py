@@ -165,6 +165,18 @@ class Client:
             if line:
                 yield _object(line)
 
+    def download(self, path: str) -> tuple[int, Iterator[bytes]]:
+        """About how many bytes the document at `path` has (0: not known), and the document, as it arrives."""
+        response = self._open("GET", path, None)
+        return int(response.headers.get("X-Edged-Bytes") or 0), self._pieces(response)
+
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            while data := response.read1(1 << 20):
+                yield data
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
         response = self._open(method, path, body)
         rest = b""

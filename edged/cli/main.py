@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "adapters": ("edged.cli.adapters", "adapters"),
     "feedback": ("edged.cli.feedback", "feedback"),
     "store": ("edged.cli.store", "store"),
+    "backup": ("edged.cli.backup", "backup"),
+    "restore": ("edged.cli.backup", "restore"),
     "config": ("edged.cli.configure", "config"),
     "profile": ("edged.cli.profile", "profile"),
     "bench": ("edged.cli.bench", "bench"),
