@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import UTC, datetime
 
 from aiohttp import web
 from sqlite_utils import Database
@@ -21,7 +22,7 @@ from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
-from edged.store import utc_now
+from edged.store import utc_now, utc_text
 from edged.store.feedback import get_pairs, pair_ids_of
 
 log = logging.getLogger("edged.api")
@@ -51,12 +52,16 @@ async def post_feedback(request: web.Request) -> web.Response:
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
-    """All pairs (of `?user=NAME`) as JSON lines, in the shape that `edged feedback import --format edged` takes."""
+    """All pairs (of `?user=NAME`, from `?since=` an ISO date or time in UTC on) as JSON lines.
+
+    They are in the shape that `edged feedback import --format edged` takes.
+    """
     services = services_of(request)
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
-    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user))
+    since = _since(request.query.get("since", ""))
+    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
     try:
@@ -70,6 +75,20 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.close()
     return response
+
+
+def _since(text: str) -> str:
+    """A moment as the database writes it; "" for none. Raises ApiError."""
+    if not text:
+        return ""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise bad_request(f'since = "{text[:40]}" is not a date or time such as 2025-01-31', "since") from None
+    try:
+        return utc_text(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+    except OverflowError:
+        return ""
 
 
 def _record(db: Database, body: SignalRequest | PairRequest) -> FeedbackResult:

@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "metrics": ("edged.cli.metrics", "metrics"),
     "adapters": ("edged.cli.adapters", "adapters"),
     "feedback": ("edged.cli.feedback", "feedback"),
+    "align": ("edged.cli.align", "align"),
+    "export": ("edged.cli.feedback", "export"),
     "store": ("edged.cli.store", "store"),
     "backup": ("edged.cli.backup", "backup"),
     "restore": ("edged.cli.backup", "restore"),

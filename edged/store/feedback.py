@@ -146,10 +146,11 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
-def pair_ids_of(db: Database, adapter: str | None = None) -> list[int]:
-    """Ids of all pairs (of one adapter), oldest first."""
+def pair_ids_of(db: Database, adapter: str | None = None, since: str = "") -> list[int]:
+    """Ids of all pairs (of one adapter) from the moment `since` on, oldest first."""
     rows = db.execute(
-        "SELECT id FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+        "SELECT id FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since ORDER BY id",
+        {"adapter": adapter, "since": since},
     )
     return [pair_id for (pair_id,) in rows.fetchall()]
 
