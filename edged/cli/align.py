@@ -1,4 +1,4 @@
-"""`edged align rebuild`: an adapter trained again from its stored pairs, beside the one that was learned while serving."""
+"""`edged align rebuild`: an adapter trained again from its pairs, beside the one that was learned while serving."""
 
 from __future__ import annotations
 

@@ -165,9 +165,7 @@ def export(client: Client, format_: str, user: str, since: str, texts: bool, out
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     try:
         with nullcontext(sys.stdout) if output is None else output.open("w") as file:
-            count = 0
-            for count, row in enumerate(rows, 1):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     except OSError as error:
         raise DaemonError(f"{output or 'stdout'} cannot be written: {error.strerror}") from None
     for reason, times in left_out.items():
