@@ -65,10 +65,9 @@ def restore(file: Path, data_dir: Path, force: bool) -> tuple[Contents, Path | N
     The folder is there whole or as it was before. Raises BackupError, also while a daemon uses the folder.
     """
     data_dir = data_dir.expanduser().resolve()
-    if not data_dir.parent.is_dir():
-        raise BackupError(f'"{data_dir.parent}" is not a folder: make it first')
     lock = _taken(data_dir, force) if data_dir.exists() else None
     try:
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{data_dir.name}.restore-", dir=data_dir.parent))
     except OSError as error:
         raise BackupError(f'"{data_dir.parent}" cannot be written: {error.strerror}') from None

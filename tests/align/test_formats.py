@@ -253,6 +253,7 @@ def test_what_a_format_cannot_say_is_refused(convert, pair, message):
 def test_trl_takes_what_is_exported_for_it(tmp_path, pairs):
     """TRL's own check of the type, its own template and tokens, from a file that `datasets` reads."""
     from datasets import load_dataset
+    from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer
     from trl.data_utils import is_conversational
 
@@ -264,7 +265,10 @@ def test_trl_takes_what_is_exported_for_it(tmp_path, pairs):
     assert dataset.column_names == ["prompt", "chosen", "rejected"]
     assert is_conversational(dataset[0]) == ("messages" in pairs[0])
     config = DPOConfig(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True, bf16=False, max_length=None)
-    trainer = DPOTrainer(tiny_model(), args=config, train_dataset=dataset, processing_class=byte_tokenizer())
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = DPOTrainer(
+        tiny_model(), args=config, train_dataset=dataset, processing_class=byte_tokenizer(), peft_config=lora
+    )
     row = next(iter(trainer.get_train_dataloader()))
     said = byte_tokenizer().decode(row["input_ids"][0], skip_special_tokens=True)
     assert (pairs[0].get("prompt") or pairs[0]["messages"][0]["content"]) in said
