@@ -124,7 +124,7 @@ def _adopt(client: Client, work: Rebuild, folder: Path) -> int:
             tar.add(folder / name, arcname=name)
     try:
         path = f"/v1/adapters/{quote(work.adapter, safe='')}/import?reason=rebuilt"
-        return int(client.upload(path, packed.getvalue())["version"])
+        return int(client.upload(path, packed.getvalue(), "application/x-tar")["version"])
     except NotRunning:
         return work.publish(folder)
 

@@ -98,7 +98,8 @@ class Rebuild:
 
         align, pairs = self._settings.align, self.pairs
         self._model = train(self._base, self._tokenizer, self._targets, pairs.learned, align, recipe, count)
-        self._model.load_adapter(str(self._files.path(self.adapter, self.online_version)), ONLINE)
+        path = self._files.path(self.adapter, self.online_version)
+        self._model.load_adapter(str(path), ONLINE, torch_device=str(self._base.device))
         self._model.eval()
         sets: dict[str, Sequence[TokenPair]] = {"held_out": pairs.held_out, "learned": pairs.learned}
         prompts = [pair.prompt for pair in [*pairs.held_out, *reversed(pairs.learned)]][:_PROMPTS]

@@ -46,7 +46,7 @@ class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
     alone: bool = False
-    """Runs in no transaction."""
+    """Outside of any transaction."""
 
 
 class Store:
@@ -85,22 +85,21 @@ class Store:
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
         future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
         """
-        return self._put(fn, alone=False)
+        return self._queue(_Write(fn, Future()))
 
-    def between(self, fn: Callable[[Database], T]) -> Future[T]:
-        """Run `fn` in its turn on the writer thread, outside of transactions: for checkpoints and VACUUM.
+    def write_alone(self, fn: Callable[[Database], T]) -> Future[T]:
+        """Run `fn` on the writer thread outside of a transaction, in order with the writes, as VACUUM needs it.
 
-        Exceptions are those of `write`.
+        Its exceptions are the future's; SQLite's own become StoreError. Raises StoreError when the store is closed.
         """
-        return self._put(fn, alone=True)
+        return self._queue(_Write(fn, Future(), alone=True))
 
-    def _put(self, fn: Callable[[Database], T], alone: bool) -> Future[T]:
-        future: Future[T] = Future()
+    def _queue(self, write: _Write) -> Future[Any]:
         with self._gate:
             if self._closed:
                 raise StoreError(f'database "{self.path}" is closed')
-            self._writes.put(_Write(fn, future, alone))
-        return future
+            self._writes.put(write)
+        return write.future
 
     def read(self, fn: Callable[[Database], T]) -> T:
         """`fn` of a read-only connection that sees one consistent state. Raises StoreError on SQLite's errors."""
@@ -168,20 +167,21 @@ class Store:
         """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
         while True:
             group = [self._writes.get()]
-            while _admits_more(group) and not self._writes.empty():
+            while _may_follow(group[-1]) and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
-            together = [write for write in writes if not write.alone]
-            if together:
+            if together := [write for write in writes if not write.alone]:
                 self._commit(together)
-            if writes and writes[-1].alone:
-                self._run_alone(writes[-1])
+            for write in writes:
+                if write.alone:
+                    self._run_alone(write)
             if group[-1] is None:
                 return
 
     def _run_alone(self, write: _Write) -> None:
         try:
-            result = write.fn(self._writer)
+            with self._writer.ensure_autocommit_on():
+                result = write.fn(self._writer)
         except BaseException as error:
             write.future.set_exception(self._explained(error) if isinstance(error, sqlite3.Error) else error)
         else:
@@ -233,10 +233,9 @@ class Store:
         return StoreError(f'database "{self.path}": {text}{way_out}')
 
 
-def _admits_more(group: list[_Write | None]) -> bool:
-    """Whether another write may share the group's commit."""
-    last = group[-1]
-    return last is not None and not last.alone and len(group) < GROUP_WRITES
+def _may_follow(write: _Write | None) -> bool:
+    """Whether another write may share the group that this one ends: not the store's end, nor one that runs alone."""
+    return write is not None and not write.alone
 
 
 def frees_pages(db: Database) -> bool:

@@ -86,7 +86,7 @@ class Upkeep:
         """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
         with self._sweeping:
             before = self._store.path.stat().st_size
-            self._store.between(vacuum).result()
+            self._store.write_alone(vacuum).result()
             self.empty_log()
             self._look()
             return before, self._store.path.stat().st_size
@@ -106,7 +106,7 @@ class Upkeep:
                 db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
             return not busy
 
-        return self._store.between(checkpoint).result()
+        return self._store.write_alone(checkpoint).result()
 
     def report(self, fresh: bool = False) -> dict[str, Any]:
         """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
@@ -139,7 +139,7 @@ class Upkeep:
                     self.sweep()
                 if now >= optimize_s:
                     optimize_s = now + OPTIMIZE_EVERY_S
-                    self._store.between(_optimize).result()
+                    self._store.write_alone(_optimize).result()
             except Exception as error:
                 # A full or failing disk may be well again the next time; nothing else depends on this.
                 log.error("the database was not kept in order this time: %s", error)
