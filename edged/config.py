@@ -268,8 +268,17 @@ class StoreSettings(_Section):
     """What is kept on disk."""
 
     data_dir: str = Field("", description="folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
-    keep_completions: Count = Field(100_000, description="completions kept; feedback's own are never dropped")
+    keep_completions: Count = Field(100_000, description="completions kept; feedback's own stay")
     keep_samples: Count = Field(20_000, description="iteration samples kept")
+    keep_days: float = Field(
+        90.0, ge=0.0, description="age at which completions, samples and old versions' records go, in days; 0: never"
+    )
+    keep_feedback_days: float = Field(
+        0.0, ge=0.0, description="age at which signals and pairs that are done with go, in days; 0: never"
+    )
+    max_database_mb: int = Field(
+        4096, ge=0, description="size from which the oldest completions without feedback go / 2^20; 0: any"
+    )
     keep_versions: Count = Field(5, description="adapter versions kept on disk per user")
     save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
 

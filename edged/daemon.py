@@ -47,13 +47,15 @@ from edged.models import demo_model_dir
 from edged.reload import Reloaded, Reloader, adopted
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
+from edged.store.backup import clear_leftovers
+from edged.store.folder import DATABASE_FILE, data_folder
 from edged.store.footprint import Footprint
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
 log = logging.getLogger("edged")
 
-DATABASE_FILE = "edged.db"
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
@@ -118,15 +120,6 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
         ) from error
 
 
-def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
-    """The folder of database and adapters: the setting, systemd's, else the user's."""
-    if configured:
-        return Path(configured).expanduser()
-    if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
-        return Path(state)
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"
-
-
 class Daemon:
     """One daemon's life: take the addresses, load, serve, drain, stop."""
 
@@ -152,6 +145,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if sys.stdin.isatty() else self._on_hangup)
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
+        clear_leftovers(folder)
         try:
             access = Access(self._settings.access, self._settings.api.token)
             listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
@@ -204,7 +198,7 @@ class Daemon:
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
-        journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
+        journal = Journal(store, facts["fingerprint"])
         self._journal = journal
         feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
         teacher = Teacher(store, codec, engine, settings.align)
@@ -212,6 +206,8 @@ class Daemon:
         governors = Governors(settings.governor, engine.use, engine.limit)
         monitor.subscribe(governors.hear)
         governors.hear(monitor.latest)
+        upkeep = Upkeep(store, settings.store)
+        upkeep.report(fresh=True)
         services = Services(
             settings=settings,
             model=name,
@@ -227,10 +223,11 @@ class Daemon:
             limits=Limits(settings.limits),
             footprint=Footprint(settings.limits.stored_mb * 2**20),
             governors=governors,
+            upkeep=upkeep,
             started_at_s=time.time(),
             reload=self._reload,
         )
-        self._connect(services, journal)
+        self._connect(services)
         if resumed := teacher.resume(facts["fingerprint"]):
             log.info("%d pairs were open and go on", resumed)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
@@ -239,7 +236,7 @@ class Daemon:
         gc.freeze()
         return services
 
-    def _connect(self, services: Services, journal: Journal) -> None:
+    def _connect(self, services: Services) -> None:
         """Say who takes over settings that change at run time, in the order in which they do."""
         engine = services.engine
 
@@ -251,13 +248,14 @@ class Daemon:
             configure_engine,
             self._lifecycle.configure,
             lambda settings: services.teacher.configure(settings.align),
-            lambda settings: journal.configure(settings.store.keep_samples),
+            lambda settings: services.upkeep.configure(settings.store),
         ):
             self._reloader.on_change(apply)
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
+        services.upkeep.start()
         self._lifecycle.ready(services)
         self._loaded.set()
         self._manager.ready(_status(services))
@@ -279,6 +277,7 @@ class Daemon:
         await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()
+        await _in_thread(services.upkeep.stop, "edged-stopper")
         if self._journal is not None:
             self._journal.flush()
         if engine.error:

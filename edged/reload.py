@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged import logs
-from edged.config import ConfigError, GuardSettings, LogSettings, SchedulerSettings, Settings
+from edged.config import ConfigError, GuardSettings, LogSettings, SchedulerSettings, Settings, StoreSettings
 
 log = logging.getLogger("edged")
 
@@ -31,7 +31,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     ),
     "guard": frozenset(GuardSettings.model_fields),
     "api": frozenset({"max_stop_chars"}),
-    "store": frozenset({"keep_completions", "keep_samples", "keep_versions", "save_every_s"}),
+    "store": frozenset(StoreSettings.model_fields) - {"data_dir"},
     "log": frozenset(LogSettings.model_fields),
 }
 """What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:

@@ -35,16 +35,11 @@ FLUSH_SAMPLES = 50
 class Journal:
     """Takes records on the engine thread and has them written behind it, in order."""
 
-    def __init__(self, store: Store, ref_model: str, keep_samples: int = 20_000) -> None:
+    def __init__(self, store: Store, ref_model: str) -> None:
         """`ref_model` names what computes reference log-probabilities."""
         self._store = store
         self._ref_model = ref_model
-        self._keep_samples = keep_samples
         self._samples: list[tuple[str, IterationSample]] = []
-
-    def configure(self, keep_samples: int) -> None:
-        """Keep another number of samples from now on."""
-        self._keep_samples = keep_samples
 
     def append(self, records: Sequence[Record]) -> None:
         """Queue `records` for the store; returns at once. A failed write is logged, since nobody waits for it."""
@@ -74,7 +69,7 @@ class Journal:
                 except sqlite3.IntegrityError:
                     log.exception("a record does not fit the database: %r", record)
             for created_at, sample in waiting:
-                samples.insert_sample(db, created_at, asdict(sample), self._keep_samples)
+                samples.insert_sample(db, created_at, asdict(sample))
 
         self._store.write(write).add_done_callback(_report)
 
@@ -132,7 +127,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
         case StepSkipped():
             adapters.insert_skipped_step(db, created_at, record.adapter, record.version, record.pair_ids, record.reason)
         case IterationSample():
-            raise TypeError("iteration samples are bounded: give them to Journal.append")
+            raise TypeError("iteration samples are written in company: give them to Journal.append")
 
 
 def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
@@ -145,7 +140,7 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
     return count
 
 
-def load_open_pairs(db: Database, ref_model: str, replay: int = 64) -> list[PairRow]:
+def load_open_pairs(db: Database, ref_model: str, replay: int = feedback.REPLAY_PAIRS) -> list[PairRow]:
     """Pairs that a restart resumes with, oldest first: queued, held out, and `replay` trained ones of each adapter.
 
     Call `requeue_lost` for every adapter before. Reference log-probabilities by another model are None.

@@ -13,7 +13,19 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, events, feedback, metrics, models, page, settings_route, status, trace
+from edged.api import (
+    adapters,
+    completions,
+    data,
+    events,
+    feedback,
+    metrics,
+    models,
+    page,
+    settings_route,
+    status,
+    trace,
+)
 from edged.api.access import CALLER, Access, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
@@ -82,6 +94,10 @@ def make_app(
             web.delete("/v1/adapters/{name}", adapters.forget),
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
+            web.get("/v1/backup", data.backup),
+            web.get("/v1/store", data.store_report),
+            web.post("/v1/store/prune", data.prune),
+            web.post("/v1/store/vacuum", data.vacuum),
             web.get("/v1/status", status.status),
             web.post("/v1/reload", settings_route.reload),
             web.get("/v1/trace", trace.get_trace),

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import UTC, datetime
 
 from aiohttp import web
 from sqlite_utils import Database
@@ -22,7 +23,7 @@ from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
-from edged.store import utc_now
+from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
 from edged.store.footprint import Footprint
@@ -56,16 +57,17 @@ async def post_feedback(request: web.Request) -> web.Response:
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
-    """All pairs of those whom the caller may speak for (or of `?user=NAME`) as JSON lines.
+    """All pairs of those whom the caller may speak for (or of `?user=NAME`, from `?since=` on) as JSON lines.
 
-    They have the shape that `edged feedback import --format edged` takes.
+    They have the shape that `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
     """
     services, caller = services_of(request), caller_of(request)
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
     caller.demand_user(user)
-    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, caller.speaks_for))
+    since = _since(request.query.get("since", ""))
+    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
     try:
@@ -79,6 +81,20 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.close()
     return response
+
+
+def _since(text: str) -> str:
+    """A moment as the database writes it; "" for none. Raises ApiError."""
+    if not text:
+        return ""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise bad_request(f'since = "{text[:40]}" is not a date or time such as 2025-01-31', "since") from None
+    try:
+        return utc_text(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+    except OverflowError:
+        return ""
 
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint) -> FeedbackResult:

@@ -296,7 +296,7 @@ class Generation:
             messages=ask.messages,
             prompt=ask.prompt,
         )
-        insert_completion(db, completion, self._services.settings.store.keep_completions)
+        insert_completion(db, completion)
         if ask.adapter is not None:
             self._services.footprint.added(db, ask.adapter, completion.size)
         taught = ask.teaches and completion.learner and ask.messages

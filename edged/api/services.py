@@ -26,6 +26,7 @@ from edged.governors.governors import Governors
 from edged.reload import Reloaded, adopted
 from edged.store import Store
 from edged.store.footprint import Footprint
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -49,6 +50,7 @@ class Services:
     limits: Limits
     footprint: Footprint
     governors: Governors
+    upkeep: Upkeep
     started_at_s: float
     """Unix time."""
     reload: Callable[[], Awaitable[Reloaded]]

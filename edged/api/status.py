@@ -32,6 +32,7 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report(),
+        "store": services.upkeep.report(),
     }
     body["queue"]["waiting"] += services.admission.waiting
     return body

@@ -189,7 +189,7 @@ def _make_trainer(
     job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool, pairs_per_forward: int
 ) -> Any:
     """TRL as its documentation shows it, but for the precision, and with the pairs in their given order."""
-    from datasets import Dataset  # type: ignore[import-untyped]
+    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer

@@ -10,6 +10,7 @@ from edged.cli.client import Client
 from edged.cli.options import interval_option, json_option, with_client
 from edged.cli.output import duration, number, percent, show
 from edged.cli.plot import sparkline
+from edged.cli.store import describe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -121,6 +122,8 @@ def facts(data: dict[str, Any]) -> RenderableType:
     )
     box_rows(table, data["device"])
     governor_rows(table, data["governors"])
+    stored = data["store"]
+    table.add_row("database", describe(stored), "feedback", f"{number(stored['rows']['pairs'])} pairs")
     return table
 
 

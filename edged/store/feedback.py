@@ -14,6 +14,9 @@ from sqlite_utils import Database
 
 from edged.store.completions import Message, json_text, plain_text
 
+REPLAY_PAIRS = 64
+"""The latest learned pairs of each adapter, which a restart takes up again to replay them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Signal:
@@ -144,11 +147,16 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
 
 
 def pair_ids_of(
-    db: Database, adapter: str | None = None, shown: Callable[[str], bool] = lambda learner: True
+    db: Database,
+    adapter: str | None = None,
+    since: str = "",
+    shown: Callable[[str], bool] = lambda learner: True,
 ) -> list[int]:
-    """Ids of all pairs (of one adapter) of those adapters that may be `shown`, oldest first."""
+    """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
     rows = db.execute(
-        "SELECT id, adapter FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+        """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
+           ORDER BY id""",
+        {"adapter": adapter, "since": since},
     )
     return [pair_id for pair_id, learner in rows.fetchall() if shown(learner)]
 

@@ -25,16 +25,22 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> li
     """
     todo = MIGRATIONS if migrations is None else migrations
     db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
-    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
-    known = {migration.__name__ for migration in todo}
-    if unknown := sorted(applied - known):
-        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+    applied = check_known(db, todo)
     fresh = [migration for migration in todo if migration.__name__ not in applied]
     for migration in fresh:
         with db.atomic():
             migration(db)
             db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
     return [migration.__name__ for migration in fresh]
+
+
+def check_known(db: Database, migrations: tuple[Migration, ...] | None = None) -> set[str]:
+    """Names of the migrations that the file has. Raises UnknownMigration when one is not in the list (default: all)."""
+    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
+    known = {migration.__name__ for migration in (MIGRATIONS if migrations is None else migrations)}
+    if unknown := sorted(applied - known):
+        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+    return applied
 
 
 def m001_completions(db: Database) -> None:
