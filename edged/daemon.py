@@ -31,6 +31,7 @@ from edged.api.teacher import Teacher
 from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
+from edged.engine.process import allow_files
 from edged.engine.text import Codec, CodecError
 from edged.models import demo_model_dir
 from edged.store import Store, StoreError
@@ -53,6 +54,7 @@ def run_daemon(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. What prevents a start goes to stderr in one sentence."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     transformers_logging.disable_progress_bar()
+    allow_files()
     try:
         return asyncio.run(Daemon(settings, os.environ).run())
     except (ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
@@ -190,6 +192,8 @@ class Daemon:
             try:
                 await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
             except TimeoutError:
+                if self._journal is not None:
+                    self._journal.retry()
                 continue
         self._lifecycle.drain()
         notify_systemd("STOPPING=1", self._environ)

@@ -18,11 +18,14 @@ async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device."""
     services = services_of(request)
     lifecycle = request.app[LIFECYCLE]
+    engine = services.engine.status()
+    stored = [services.store.problem] if services.store.problem else []
     body = {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
-        **services.engine.status(),
+        **engine,
+        "degraded": engine["degraded"] + stored,
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
     }

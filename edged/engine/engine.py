@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from edged.align.adapter import AdapterFiles
+from edged.align.memory import out_of_memory
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
 from edged.engine.iterations import Iteration
@@ -27,6 +28,7 @@ from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.process import give_back_memory
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
+from edged.engine.scarcity import Scarcity
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
 from edged.scheduler.foresight import Foresight
@@ -45,7 +47,10 @@ class Engine:
     """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
 
     def __init__(
-        self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
+        self,
+        parts: EngineParts,
+        deliver: Callable[[list[Event]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         self.settings, self.max_context_tokens = parts.settings, parts.max_context_tokens
         self.error: str | None = None
@@ -59,6 +64,7 @@ class Engine:
         self._serving = Serving(parts)
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
+        self._scarcity = Scarcity(parts, self._serving, self._learning)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -76,12 +82,13 @@ class Engine:
         settings: Settings,
         model_dir: Path,
         deliver: Callable[[list[Event]], None],
-        journal: Callable[[list[Record]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
         data_dir: Path | None,
     ) -> Engine:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
-        `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
+        `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
+        resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters live in a
         temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
         beside()
@@ -158,6 +165,10 @@ class Engine:
 
         return self._ask(forget)
 
+    def restore_policy(self) -> None:
+        """Have the policy decide again after it failed."""
+        self._post(self._scheduler.restore)
+
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
         self._post(lambda: self._learning.pause(paused))
@@ -187,6 +198,7 @@ class Engine:
             **self._parts.report(),
             "queue": {**self._serving.queue_report(), "finetune": self._learning.pairs_queued},
             "finetune": self._learning.report(),
+            "degraded": [problem for problem in (self._scheduler.degraded, self._scarcity.problem) if problem],
         }
 
     def iterations(self, since: int = 0) -> list[Iteration]:
@@ -236,7 +248,9 @@ class Engine:
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._rest(plan.resume_s)
+                    self._rest(min(plan.resume_s, self._learning.resumes_s))
+                elif self._scarcity.pause_s:
+                    self._rest(time.monotonic() + self._scarcity.pause_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
@@ -266,6 +280,7 @@ class Engine:
         started = time.monotonic()
         if self._parts.threads is not None:
             self._parts.threads.follow(started)
+        ran = False
         try:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)
@@ -277,14 +292,20 @@ class Engine:
                 interrupted=lambda: bool(self._inbox),
                 meanwhile=lambda: self._foresee(plan, started),
             )
-            now = time.monotonic()
+            ran, now = True, time.monotonic()
             outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self._learning.close_finished(now)
+            while self._serving.suspects:
+                self._learning.suspect(*self._serving.suspects.pop())
+            self._scarcity.calm()
             self._failures = 0
         except Exception as error:
+            if not ran and out_of_memory(error):
+                self._scarcity.relieve(plan, error, time.monotonic())
+                return
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 raise
@@ -313,7 +334,7 @@ class Engine:
 
     def _resources(self) -> Resources:
         pool = self._executor.pool
-        return Resources(
+        resources = Resources(
             free_pages=pool.free_pages + self._executor.evictable_pages(),
             total_pages=self._parts.pages,
             page_size=pool.page_size,
@@ -321,6 +342,7 @@ class Engine:
             # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
             max_sequences=min(self.settings.serving.max_sequences, self.settings.serving.max_batch_tokens // 2),
         )
+        return self._scarcity.limited(resources)
 
     def _account(self, plan: Plan, result: Result, started_s: float, elapsed_s: float) -> None:
         stats = self._stats

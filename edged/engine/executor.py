@@ -59,7 +59,7 @@ class Work:
     units_run: dict[int, int] = field(default_factory=dict)
     """Task id -> units that ran."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
     """Task id of fine-tune jobs whose unit raised -> why."""
     forward_s: float = 0.0
 
@@ -263,7 +263,7 @@ class Executor:
                 ran.append(Unit(*job.step.run_unit()))
             except Exception as error:
                 log.exception("a fine-tune unit failed")
-                work.failed[task_id] = f"{type(error).__name__}: {error}"
+                work.failed[task_id] = error
                 break
             clock.lap()
             # A device that had all units queued could not be interrupted.

@@ -42,6 +42,8 @@ class Serving:
         """Tasks that found no LoRA slot."""
         self._task_ids = parts.task_ids
         self._events: list[Event] = []
+        self.suspects: list[tuple[str, int]] = []
+        """(adapter, version) of answers that were not finite, until the engine asks."""
         self._admitted = 0
         self._decoding = 0
         self._random = random.SystemRandom()
@@ -179,16 +181,16 @@ class Serving:
                 self._stats.totals.prompt_tokens += computed
                 self._following.advanced(sequence)
                 continue
+            if drawn.tokens[row] == NOT_A_TOKEN:
+                outcomes.append(Outcome(sequence.task, computed, 0, None))
+                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
+                continue
             if sequence.task.kind is Kind.PREFILL:
                 self._stats.totals.prompt_tokens += computed
                 self._executor.share(sequence)
                 self._following.leave(sequence)
                 sequence.decoding = True
                 self._decoding += 1
-            if drawn.tokens[row] == NOT_A_TOKEN:
-                outcomes.append(Outcome(sequence.task, computed, 0, None))
-                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
-                continue
             self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
             reason = sequence.end(drawn.tokens[row], self._parts.end_ids, self._parts.max_context_tokens)
             outcomes.append(Outcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
@@ -197,6 +199,11 @@ class Serving:
         return outcomes
 
     def _not_finite(self, sequence: Sequence) -> str:
+        """Why such a sequence ends. Nothing that its version computed is found by others any more."""
+        if self._executor.trie is not None:
+            self._executor.trie.expire(sequence.trie_key)
+        if sequence.version and sequence.request.adapter is not None:
+            self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 

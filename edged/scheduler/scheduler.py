@@ -6,6 +6,7 @@ iteration is executed. Deterministic: the clock is passed in.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from edged.config import SchedulerSettings
 from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.foresight import Foresight, advanced
 from edged.scheduler.past import Past
 from edged.scheduler.policies import POLICIES
@@ -20,6 +22,8 @@ from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
 from edged.scheduler.targets import Targets
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -35,6 +39,9 @@ class Scheduler:
         if policy is None:
             policy = POLICIES[settings.policy](settings, cost)
         self.policy = policy
+        self.degraded = ""
+        """Why the policy is not asked any more; "" while it is."""
+        self._plain = Fcfs(settings, cost)
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
@@ -90,7 +97,7 @@ class Scheduler:
         past.begin(now, bool(self._queues.finetunes))
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
-            plan = self.policy.plan(self._queues, now, resources)
+            plan = self._decide(self._queues, now, resources)
         self._prepaid = plan.prepaid
         past.settle(plan)
         return plan
@@ -105,8 +112,25 @@ class Scheduler:
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self._queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        ahead = self.policy.plan(queues, end_s, resources)
+        ahead = self._decide(queues, end_s, resources)
         return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
+
+    def restore(self) -> None:
+        """Ask the policy again, after it failed."""
+        self.degraded = ""
+
+    def _decide(self, queues: Queues, now: float, resources: Resources) -> Plan:
+        """The policy's plan; first come, first served from the moment that the policy fails."""
+        if not self.degraded:
+            try:
+                return self.policy.plan(queues, now, resources)
+            except Exception as error:
+                log.exception("the policy %s failed: requests are served first come, first served", self.policy.name)
+                self.degraded = (
+                    f"the policy {self.policy.name} failed ({type(error).__name__}: {error}): requests are served first "
+                    "come, first served, and fine-tuning waits, until edged is reloaded or started again"
+                )
+        return self._plain.plan(queues, now, resources)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
