@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, status
+from edged.api import adapters, completions, feedback, models, openapi, status
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import ApiSettings
@@ -49,6 +49,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.get("/v1/status", status.status),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
+            web.get("/openapi.json", openapi.get_document),
         ]
     )
     return app

@@ -22,6 +22,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 _RETRY_AFTER_S = 1
+_MEANINGS = {
+    400: "Something in the request cannot be done; `param` names it.",
+    401: "TCP without a token that is known.",
+    403: "This caller may not.",
+    404: "The thing named is not there.",
+    409: "Not yet: ask again in a moment.",
+    413: "The body is larger than api.max_body_kb.",
+    429: "Too many requests; `Retry-After` says how long to wait.",
+    500: "edged's own failure; its log has the details.",
+    503: "Not now: loading, draining, stopped, or the disk cannot be written.",
+}
 
 
 class ApiError(Exception):
@@ -44,6 +55,11 @@ class ApiError(Exception):
         if self.status in (429, 503):
             headers["Retry-After"] = str(_RETRY_AFTER_S)
         return web.json_response(self.body(), status=self.status, headers=headers, dumps=json.dumps)
+
+
+def meaning_of(status: int) -> str:
+    """What a status of an error says, for the OpenAPI document."""
+    return _MEANINGS[status]
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
