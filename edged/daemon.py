@@ -26,7 +26,7 @@ from edged.api.addresses import socket_paths
 from edged.api.app import make_app
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
+from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket, tell_of_full_tables_once
 from edged.api.teacher import Teacher
 from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
@@ -110,6 +110,7 @@ class Daemon:
     async def run(self) -> int:
         """Returns the exit code. Raises what prevents a start."""
         loop = asyncio.get_running_loop()
+        tell_of_full_tables_once(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         folder = data_folder(self._settings.store.data_dir, self._environ)

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 import edged
 from edged.api import answers
 from edged.api.errors import meaning_of
-from edged.api.operations import JSON, OPERATIONS, Operation
+from edged.api.operations import EVENTS, JSON, OPERATIONS, Operation
 
 _ANY_ROUTE = (400, 401, 403, 429, 500, 503)
 """What every route may answer: a wrong query, a caller that may not, too many requests, a failure, not now."""
@@ -25,6 +25,12 @@ _WITH_BODY = (413,)
 _RETRY_LATER = (429, 503)
 _REFERENCE = "#/components/schemas/{model}"
 _Schema = dict[str, Any]
+_EVENT: _Schema = {
+    "type": "object",
+    "description": "Each server-sent event. A completion's `data` is a chunk in OpenAI's shape, at last [DONE].",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def undocumented(app: web.Application) -> list[str]:
@@ -103,7 +109,7 @@ def _named(name: str) -> _Schema:
 
 def _responses(operation: Operation, references: dict[type, _Schema]) -> _Schema:
     content: _Schema = {JSON: {"schema": references[operation.answer]}} if operation.answer is not None else {}
-    content |= {media: {"schema": {"type": "string"}} for media in operation.media}
+    content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in operation.media}
     responses: _Schema = {"200": {"description": operation.summary, "content": content}}
     statuses = {*_ANY_ROUTE, *operation.errors, *(_WITH_BODY if operation.body else ())}
     for status in sorted(statuses):

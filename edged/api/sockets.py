@@ -5,18 +5,27 @@ Owns taking and giving back those addresses. Must not know HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import logging
+import math
 import os
 import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from edged.api.addresses import MOST_PATH_BYTES, too_long
 
+log = logging.getLogger("edged.api")
+
 SOCKET_MODE = 0o660
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_TELL_AGAIN_S = 60.0
 _BACKLOG = 1024
 
 
@@ -84,6 +93,25 @@ def tcp_socket(listen: str, token: str) -> socket.socket:
         listener.close()
         raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
     return listener
+
+
+def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
+    """One line in the log, at most once a minute, when no file descriptor is free for a client.
+
+    asyncio tries again every second, and tells of each connection that it could not accept then, with a traceback.
+    """
+    told_s = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told_s
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTOR:
+            loop.default_exception_handler(context)
+        elif loop.time() - told_s >= _TELL_AGAIN_S:
+            told_s = loop.time()
+            log.warning("no file descriptor is free (%s): new clients wait until others leave", error.strerror)
+
+    loop.set_exception_handler(handle)
 
 
 def notify_systemd(state: str, environ: Mapping[str, str]) -> None:

@@ -176,14 +176,14 @@ class Serving:
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
             row = tokens.get(id(sequence))
+            if sequence.task.task_id in work.broken or (row is not None and drawn and drawn.tokens[row] == NOT_A_TOKEN):
+                outcomes.append(Outcome(sequence.task, computed, 0, None))
+                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
+                continue
             if row is None or drawn is None:
                 outcomes.append(Outcome(sequence.task, computed, 0, Kind.PREFILL))
                 self._stats.totals.prompt_tokens += computed
                 self._following.advanced(sequence)
-                continue
-            if drawn.tokens[row] == NOT_A_TOKEN:
-                outcomes.append(Outcome(sequence.task, computed, 0, None))
-                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
                 continue
             if sequence.task.kind is Kind.PREFILL:
                 self._stats.totals.prompt_tokens += computed
