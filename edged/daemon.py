@@ -26,7 +26,7 @@ from edged.api.addresses import socket_paths
 from edged.api.app import make_app
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket, tell_of_full_tables_once
+from edged.api.sockets import BACKLOG, ListenError, UnixListener, notify_systemd, tcp_socket, tell_of_full_tables_once
 from edged.api.teacher import Teacher
 from edged.config import ModelSettings, Settings
 from edged.engine.engine import Engine
@@ -134,9 +134,10 @@ class Daemon:
         )
         await runner.setup()
         try:
-            await web.SockSite(runner, listener.socket).start()
+            await web.SockSite(runner, listener.socket, backlog=BACKLOG).start()
             if self._settings.api.listen:
-                await web.SockSite(runner, tcp_socket(self._settings.api.listen, self._settings.api.token)).start()
+                tcp = tcp_socket(self._settings.api.listen, self._settings.api.token)
+                await web.SockSite(runner, tcp, backlog=BACKLOG).start()
             model = self._settings.model.path
             log.info("edged %s loads %s; socket %s, data in %s", edged.__version__, model, listener.path, folder)
             hub = Hub(asyncio.get_running_loop())

@@ -98,6 +98,10 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), "store_failed")
         case web.HTTPException():
             return _http_error(error)
+        case ConnectionResetError():
+            # Nobody will read this.
+            log.debug("a client left before its answer began")
+            return unavailable("the client left", "client_left")
         case _:
             log.error("a request failed", exc_info=error)
             return ApiError(500, "edged failed on this request; its log has the details", code="internal_error")

@@ -70,7 +70,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/adapters"): Operation("Every adapter with its means", answers.AdapterList),
     ("GET", "/v1/adapters/{name}"): Operation(
-        "One adapter with its versions and pairs", answers.AdapterDetail, query={"limit": _limit(100_000)}, errors=(404,)
+        "One adapter with its versions and pairs",
+        answers.AdapterDetail,
+        query={"limit": _limit(100_000)},
+        errors=(404,),
     ),
     ("DELETE", "/v1/adapters/{name}"): Operation(
         "Forget an adapter and everything that came from its user", answers.Forgotten, errors=(404,)

@@ -26,7 +26,8 @@ log = logging.getLogger("edged.api")
 SOCKET_MODE = 0o660
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _TELL_AGAIN_S = 60.0
-_BACKLOG = 1024
+BACKLOG = 1024
+"""Clients that may wait to be accepted."""
 
 
 class ListenError(RuntimeError):
@@ -88,7 +89,7 @@ def tcp_socket(listen: str, token: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
@@ -170,7 +171,7 @@ def _bind(path: Path) -> socket.socket:
         listener.bind(os.fspath(path))
         # Nobody can connect before `listen`, so that there is no moment with wider permissions.
         os.chmod(path, SOCKET_MODE)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -59,7 +59,9 @@ def answer(raw: socket.socket) -> dict[str, object]:
     while b"\r\n\r\n" not in data:
         data += raw.recv(65536)
     head, _, body = data.partition(b"\r\n\r\n")
-    length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+    length = next(
+        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+    )
     while len(body) < length:
         body += raw.recv(65536)
     return dict(json.loads(body))

@@ -75,9 +75,10 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))
         assert answers(engine, client, "ben-beside", [prompt], adapter="ben") == wanted["ben"]
         client.wait(lambda: "ann-spoilt" in client.finished)
-        assert f"version {spoilt + 1} of ann answers with numbers that are not finite" in client.finished[
-            "ann-spoilt"
-        ].error
+        assert (
+            f"version {spoilt + 1} of ann answers with numbers that are not finite"
+            in client.finished["ann-spoilt"].error
+        )
         client.wait(lambda: engine.adapters()["ann"] == spoilt + 2)
         assert answers(engine, client, "ann-after", [prompt], adapter="ann") == wanted["ann"]
         assert client.of(VersionPublished)[-1].reason.startswith(f"guard: version {spoilt + 1} answered with numbers")

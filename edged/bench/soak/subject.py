@@ -32,7 +32,8 @@ _SETTINGS = {
     "GUARD__HELD_OUT_SHARE": "0",
     "SERVING__ON_UPDATE": "pin",
     "API__LISTEN": "127.0.0.1:0",
-    "CACHE__MEMORY_MB": "64",
+    "CACHE__MEMORY_MB": "24",
+    "ALIGN__MAX_LOADED_ADAPTERS": "6",
 }
 
 
@@ -64,9 +65,7 @@ class Subject:
         settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
         command = [sys.executable, "-m", "edged.bench.soak.inject", str(self._orders), str(MARKER)]
         with self._log.open("ab") as log:
-            return subprocess.Popen(
-                command, stdout=log, stderr=log, env={**kept, **settings}, start_new_session=True
-            )
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **settings}, start_new_session=True)
 
     def wait_until_ready(self) -> None:
         """Raises RuntimeError with the end of the log when it never is."""
