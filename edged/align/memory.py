@@ -25,7 +25,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class StepSize:
-    """How many pairs a step may take: half as many each time that memory ran out, twice as many after some that did not.
+    """How many pairs a step may take: half as many when memory ran out, twice as many after some steps.
 
     Each time in a row is followed by a pause twice as long.
     """

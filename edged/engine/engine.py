@@ -88,8 +88,8 @@ class Engine:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
         `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
-        resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters live in a
-        temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
+        resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
+        live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
         beside()
         return cls(apart(lambda: build_parts(settings, model_dir, data_dir)), deliver, journal)

@@ -293,9 +293,9 @@ class Learning:
         self.resumes_s = now + self._trainer.size.pause_s
 
     def suspect(self, adapter: str, version: int) -> None:
-        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served again."""
+        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served."""
         if self._trainer.suspect(adapter, version):
-            log.error("version %d of %s answers with numbers that are not finite: it is taken back", version, adapter)
+            log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
             self._abandon(adapter)
             self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
 

@@ -125,9 +125,10 @@ class Scheduler:
             try:
                 return self.policy.plan(queues, now, resources)
             except Exception as error:
-                log.exception("the policy %s failed: requests are served first come, first served", self.policy.name)
+                name = self.policy.name
+                log.exception("the policy %s failed: requests are served first come, first served", name)
                 self.degraded = (
-                    f"the policy {self.policy.name} failed ({type(error).__name__}: {error}): requests are served first "
+                    f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
                     "come, first served, and fine-tuning waits, until edged is reloaded or started again"
                 )
         return self._plain.plan(queues, now, resources)

@@ -15,7 +15,7 @@ from edged.align.memory import StepSize, out_of_memory
 from edged.align.pair import PairRetired, StepSkipped
 from edged.config import AlignSettings
 from edged.engine.engine import Engine
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
 
 MARK = 251
 """A token that no random prompt has, and no answer here."""
@@ -143,8 +143,7 @@ def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Pa
 
         with shortage(layer(engine), learning):
             engine.submit_pairs(random_pairs(8))
-            wait_idle(engine)
-        client.wait(lambda: len(client.of(PairRetired)) >= 8)
+            client.wait(lambda: len(client.of(PairRetired)) >= 8)
         assert left[0] < 0
         retired = [(record.pair_id, record.state, record.epochs_done) for record in client.of(PairRetired)]
         assert sorted(retired) == [(pair_id, "trained", 1) for pair_id in range(1, 9)]

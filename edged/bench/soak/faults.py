@@ -49,7 +49,7 @@ class Faults:
         if subject.small_disk:
             self.soft["a full disk"] = self._full_disk
 
-    async def _kill(self, harm: Callable[[Path], None] | None = None) -> None:
+    async def _kill(self, harm: Callable[[Path], object] | None = None) -> None:
         self._traffic.expected.add("down")
         await asyncio.to_thread(self._subject.process.kill)
         await asyncio.to_thread(self._subject.process.wait)
