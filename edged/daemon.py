@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +36,13 @@ from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, Listeners, take_addresses
+from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import report
 from edged.api.teacher import Teacher
 from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
+from edged.engine.process import allow_files
 from edged.engine.text import Codec, CodecError
 from edged.governors.governors import Governors
 from edged.models import demo_model_dir
@@ -78,6 +80,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     # The watchdog's SIGABRT leaves the stacks of all threads in the journal.
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    allow_files()
     try:
         return asyncio.run(Daemon(settings, os.environ, load).run())
     except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
@@ -139,6 +142,7 @@ class Daemon:
     async def run(self) -> int:
         """Returns the exit code. Raises what prevents a start."""
         loop = asyncio.get_running_loop()
+        tell_of_full_tables_once(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         # A terminal that closes ends what runs in it; elsewhere SIGHUP means "read your settings again".
@@ -191,10 +195,10 @@ class Daemon:
         codec = Codec.load(model_dir)
         told = Told()
 
-        def take(records: list[Record]) -> None:
-            journal.append(records)
+        def take(records: list[Record]) -> Future[None] | None:
             told.tell(records)
             feed.tell(records)
+            return journal.append(records)
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
@@ -265,6 +269,8 @@ class Daemon:
             while not self._stop.is_set() and not engine.error:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
+                if self._journal is not None:
+                    self._journal.retry()
         self._lifecycle.drain()
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)

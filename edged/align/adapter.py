@@ -26,6 +26,7 @@ from edged.config import AlignSettings
 
 _PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
+_DRAFT = ".draft"
 
 
 class AdapterError(ValueError):
@@ -72,6 +73,11 @@ class AdapterState:
             b = torch.zeros(fan_out, self.spec.rank)
             weights[name] = (_leaf(a, self.device), _leaf(b, self.device))
         return weights
+
+    @property
+    def finite(self) -> bool:
+        """Whether all weights are numbers that are not infinite."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
 
     def parameters(self) -> list[torch.Tensor]:
         """All A and B, in a fixed order."""
@@ -178,15 +184,31 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         root.mkdir(parents=True, exist_ok=True)
+        # What a power cut left half written is nobody's.
+        for draft in root.glob(f"*/.v*{_DRAFT}"):
+            shutil.rmtree(draft, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
         """Write a version so that it is there whole or not at all; returns its folder and the versions removed."""
         folder = self.root / snapshot.adapter
         folder.mkdir(exist_ok=True)
         final = folder / f"v{snapshot.version:06d}"
-        draft = folder / f".v{snapshot.version:06d}.draft"
+        draft = folder / f".v{snapshot.version:06d}{_DRAFT}"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+        try:
+            draft.mkdir()
+            self._write(draft, snapshot)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(draft, final)
+        except BaseException:
+            # A full disk has no room for half a version.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _fsync(folder)
+        _fsync(self.root)
+        return final, self._retire(snapshot.adapter)
+
+    def _write(self, draft: Path, snapshot: Snapshot) -> None:
         (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
         save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
@@ -202,11 +224,6 @@ class AdapterFiles:
         for path in draft.iterdir():
             _fsync(path)
         _fsync(draft)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(draft, final)
-        _fsync(folder)
-        _fsync(self.root)
-        return final, self._retire(snapshot.adapter)
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
         old = self.versions(adapter)[: -self.keep]
@@ -234,7 +251,7 @@ class AdapterFiles:
             manifest = json.loads((folder / _MANIFEST).read_text())
             sums = manifest["sha256"]
             damaged = [name for name, value in sums.items() if _sha256(folder / name) != value]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise AdapterError(f"{folder}: not a whole adapter version ({error})") from None
         if damaged:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")

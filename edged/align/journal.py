@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -40,9 +41,17 @@ class Journal:
         self._store = store
         self._ref_model = ref_model
         self._samples: list[tuple[str, IterationSample]] = []
+        self._lock = threading.RLock()
+        self._unwritten: list[Record] = []
+        """Records that could not be stored, as on a full disk: they are tried again before all that follow."""
+        self._latest: Future[None] | None = None
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Queue `records` for the store; returns at once. A failed write is logged, since nobody waits for it."""
+    def append(self, records: Sequence[Record]) -> Future[None] | None:
+        """Queue `records` for the store; returns at once. What cannot be written is logged, kept and tried again.
+
+        The future resolves when all that was appended until now is on disk, and fails where it could not be written;
+        None: nothing was ever appended.
+        """
         now = utc_now()
         durable: list[Record] = []
         for record in records:
@@ -50,16 +59,25 @@ class Journal:
                 durable.append(record)
             else:
                 self._samples.append((utc_text(now), record))
-        if durable or len(self._samples) >= FLUSH_SAMPLES:
-            self._write(durable, now)
+        with self._lock:
+            if durable or self._unwritten or len(self._samples) >= FLUSH_SAMPLES:
+                self._write(durable, now)
+            return self._latest
 
     def flush(self) -> None:
         """Queue the samples that still wait for company; call it when the engine has stopped."""
-        if self._samples:
-            self._write([], utc_now())
+        with self._lock:
+            if self._samples or self._unwritten:
+                self._write([], utc_now())
+
+    def retry(self) -> None:
+        """Queue what could not be written, if there is any."""
+        if self._unwritten:
+            self.flush()
 
     def _write(self, records: list[Record], now: datetime) -> None:
         waiting, self._samples = self._samples, []
+        records, self._unwritten = self._unwritten + records, []
 
         def write(db: Database) -> None:
             for record in records:
@@ -71,12 +89,15 @@ class Journal:
             for created_at, sample in waiting:
                 samples.insert_sample(db, created_at, asdict(sample))
 
-        self._store.write(write).add_done_callback(_report)
+        self._latest = self._store.write(write)
+        self._latest.add_done_callback(lambda future: self._report(future, records))
 
-
-def _report(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()):
-        log.error("records of the learning loop were not stored: %s", error)
+    def _report(self, future: Future[None], records: list[Record]) -> None:
+        if future.cancelled() or not (error := future.exception()):
+            return
+        log.error("%d records of the learning loop were not stored, and are tried again: %s", len(records), error)
+        with self._lock:
+            self._unwritten += records
 
 
 def write_record(db: Database, record: Record, ref_model: str, now: datetime) -> None:

@@ -60,6 +60,10 @@ class Learner:
     unreadable: bool = False
     """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
+    suspected: int = -1
+    """The version that answered with numbers that are not finite, latest."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Versions that are not gone back to."""
     best: HeldOutScore | None = None
     best_weights: dict[str, torch.Tensor] | None = None
     loss: float = FIRST_LOSS

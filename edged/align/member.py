@@ -15,6 +15,7 @@ import torch
 from edged.align.adapter import AdapterState
 from edged.align.decoder import Leaves
 from edged.align.loss import PairLogps, PairLoss, preference_loss
+from edged.align.memory import out_of_memory
 from edged.align.pair import PairScored, TokenPair
 
 
@@ -46,6 +47,8 @@ class Member:
         self.trained = 0
         self.error = ""
         """Why its optimizer step was not taken."""
+        self.starved = False
+        """Whether that was want of memory."""
         gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         self.leaves = Leaves(state.weights, state.spec.scaling, gradients)
         self._losses: list[float] = []
@@ -115,6 +118,6 @@ class Member:
                 self.grad_norm = self.state.step(self.leaves.gradients, self.trained)
             except FloatingPointError as error:
                 self.error = str(error)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 # Want of memory, say: the state is as before the step, and those who were stepped before keep theirs.
-                self.error = f"{type(error).__name__}: {error}"
+                self.error, self.starved = f"{type(error).__name__}: {error}", out_of_memory(error)

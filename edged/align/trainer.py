@@ -23,6 +23,7 @@ from edged.align.guard import HeldOutScore, judge
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import FIRST_LOSS, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
+from edged.align.memory import StepSize, out_of_memory
 from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.shelf import Shelf
 from edged.config import AlignSettings, GuardSettings
@@ -54,6 +55,7 @@ class Trainer:
     ) -> None:
         """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it."""
         self.shelf, self._align, self._guard = shelf, align, guard
+        self.size = StepSize(align)
         self._decoder, self._release = decoder, release
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
         self._learners: dict[str, Learner] = {}
@@ -125,6 +127,18 @@ class Trainer:
                 return self.shelf.files.load(learner.name, learner.best.version).weights
         return learner.best_weights
 
+    def _earlier_weights(self, learner: Learner) -> Mapping[str, torch.Tensor] | None:
+        """Of the best tested version, else of the newest on disk before the present one; None: untrained."""
+        if learner.best is not None and learner.best.version != self.version(learner.name):
+            return self._best_weights(learner)
+        for version in reversed(self.shelf.files.versions(learner.name)):
+            if version < self.version(learner.name) and version not in learner.withdrawn:
+                with contextlib.suppress(AdapterError):
+                    weights = self.shelf.files.load(learner.name, version).weights
+                    if all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                        return weights
+        return None
+
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
     def submit(self, pairs: Sequence[TokenPair]) -> None:
@@ -178,14 +192,18 @@ class Trainer:
         if self._test_due(learner):
             return self._open_test(learner)
         others = (self._learners[name] for name in islice(self._ready, _MOST_ASKED))
-        draws = joint_draws(learner, (x for x in others if not self._test_due(x)), self._align, admit)
+        draws = joint_draws(learner, (x for x in others if not self._test_due(x)), self.size.align, admit)
         for name, draw in draws.items():
             self._learners[name].begin(draw)
         try:
             members = [Member(self.shelf.get(name), draw.fresh, draw.replay) for name, draw in draws.items()]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
-            self._failed(draws, f"{type(error).__name__}: {error}")
+            if out_of_memory(error) and not self.size.exhausted:
+                self._put_back(draws)
+            else:
+                self._failed(draws, f"{type(error).__name__}: {error}")
+                self.size.give_up()
             raise
         for name in draws:
             self._learners[name].step = step
@@ -236,11 +254,16 @@ class Trainer:
         state = self.shelf.get(learner.name)
         self.records += member.scores
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
+        if member.starved and not self.size.exhausted:
+            learner.queue.extendleft(reversed(member.fresh))
+            self.size.shrink()
+            return
         if member.error:
             self._skipped(learner, member.fresh, member.error)
+            self.size.give_up()
             if not math.isfinite(member.loss) and member.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
-                self._restore(learner, self._best_weights(learner), f"guard: {member.error}")
+                self._restore(learner, self._earlier_weights(learner), f"guard: {member.error}")
             return
         for pair, loss, trained in member.outcomes:
             epochs = pair.epochs_done + int(trained)
@@ -255,6 +278,7 @@ class Trainer:
             self.pairs_trained += 1
         if member.trained:
             self.steps += 1
+            self.size.grow()
             self._publish(learner, member.version, "trained", member, seconds)
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
@@ -324,6 +348,22 @@ class Trainer:
         if not self.version(adapter):
             self._restore(self._learner(adapter), None, "introduced")
 
+    def suspect(self, adapter: str, version: int) -> bool:
+        """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
+        weights are not finite either, or it did so before."""
+        if adapter not in self.shelf.versions or version != self.version(adapter):
+            return False
+        learner = self._learner(adapter)
+        again, learner.suspected = learner.suspected == version, version
+        return again or not self.shelf.get(adapter).finite
+
+    def withdraw(self, adapter: str, reason: str) -> None:
+        """Publish earlier weights in the place of the present version's, which is not served again."""
+        learner = self._learner(adapter)
+        weights = self._earlier_weights(learner)
+        learner.withdrawn.add(self.version(adapter))
+        self._restore(learner, weights, reason)
+
     def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
         """Publish `weights` (None: the untrained ones) as a new version."""
         parent = self.version(learner.name)
@@ -345,9 +385,11 @@ class Trainer:
         learner = self._learners.get(adapter)
         if learner is None or learner.step is None:
             return
-        step = learner.step
-        step.free()
-        for name in step.adapters:
+        learner.step.free()
+        self._put_back(learner.step.adapters)
+
+    def _put_back(self, adapters: Collection[str]) -> None:
+        for name in adapters:
             self._learners[name].put_back()
             self._note(self._learners[name])
 

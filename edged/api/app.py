@@ -21,6 +21,7 @@ from edged.api import (
     feedback,
     metrics,
     models,
+    openapi,
     page,
     settings_route,
     status,
@@ -56,6 +57,7 @@ ROLES: dict[str, Role | Literal["anybody"]] = {
     "GET /v1/status": "use",
     "GET /v1/events": "use",
     "GET /metrics": "use",
+    "GET /openapi.json": "anybody",
     "GET /": "anybody",
     "GET /page/{name}": "anybody",
     "GET /healthz": "anybody",
@@ -107,6 +109,7 @@ def make_app(
             web.get("/readyz", status.readyz),
             web.get(page.PAGE, page.page),
             web.get(page.FILES + "{name}", page.file),
+            web.get("/openapi.json", openapi.get_document),
         ]
     )
     return app

@@ -24,11 +24,14 @@ async def status(request: web.Request) -> web.Response:
 
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     """The status, JSON-ready."""
+    engine = services.engine.status()
+    stored = [services.store.problem] if services.store.problem else []
     body = {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
-        **services.engine.status(),
+        **engine,
+        "degraded": engine["degraded"] + stored,
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report(),

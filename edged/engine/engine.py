@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from edged.align.adapter import AdapterFiles
+from edged.align.memory import out_of_memory
 from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
 from edged.engine.iterations import Iteration
@@ -27,11 +28,12 @@ from edged.engine.limiter import Limiter
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.rest import Rest
+from edged.engine.scarcity import Scarcity
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
 from edged.governors.limits import Limits, Use
 from edged.scheduler.foresight import Foresight
-from edged.scheduler.task import Kind, Plan, Result
+from edged.scheduler.task import Kind, Plan, Resources, Result
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
@@ -44,7 +46,10 @@ class Engine:
     """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
 
     def __init__(
-        self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
+        self,
+        parts: EngineParts,
+        deliver: Callable[[list[Event]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self.error: str | None = None
@@ -57,6 +62,7 @@ class Engine:
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
         self._limiter = Limiter(parts, self._serving, self._learning)
+        self._scarcity = Scarcity(parts, self._serving, self._learning)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -73,13 +79,14 @@ class Engine:
         settings: Settings,
         model_dir: Path,
         deliver: Callable[[list[Event]], None],
-        journal: Callable[[list[Record]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
         data_dir: Path | None,
     ) -> Engine:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
-        `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
-        temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
+        `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
+        resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
+        live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
         beside()
         return cls(apart(lambda: build_parts(settings, model_dir, data_dir)), deliver, journal)
@@ -160,6 +167,10 @@ class Engine:
 
         return self._ask(forget)
 
+    def restore_policy(self) -> None:
+        """Have the policy decide again after it failed."""
+        self._post(self._scheduler.restore)
+
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
         self._post(lambda: self._learning.pause(paused))
@@ -213,6 +224,7 @@ class Engine:
             **self._parts.report(),
             "queue": self.queue(),
             "finetune": self._learning.report(),
+            "degraded": [problem for problem in (self._scheduler.degraded, self._scarcity.problem) if problem],
         }
 
     def queue(self) -> dict[str, int]:
@@ -270,7 +282,9 @@ class Engine:
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._wait(plan.resume_s)
+                    self._wait(min(plan.resume_s, self._learning.resumes_s))
+                elif self._scarcity.pause_s:
+                    self._wait(time.monotonic() + self._scarcity.pause_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
@@ -290,7 +304,7 @@ class Engine:
     def _plan(self) -> Plan:
         started = time.perf_counter()
         foresight, self._foresight = self._foresight, None
-        plan = self._scheduler.plan(time.monotonic(), self._limiter.resources(), foresight)
+        plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
         self._stats.decision_ms.append((time.perf_counter() - started + self._foreseeing_s) * 1e3)
         self._foreseeing_s = 0.0
         return plan
@@ -300,6 +314,7 @@ class Engine:
         started = time.monotonic()
         if self._parts.threads is not None:
             self._parts.threads.follow(started)
+        ran = False
         try:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)
@@ -311,14 +326,20 @@ class Engine:
                 interrupted=lambda: bool(self._inbox),
                 meanwhile=lambda: self._foresee(plan, started),
             )
-            now = time.monotonic()
+            ran, now = True, time.monotonic()
             outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self._learning.close_finished(now)
+            while self._serving.suspects:
+                self._learning.suspect(*self._serving.suspects.pop())
+            self._scarcity.calm()
             self._failures = 0
         except Exception as error:
+            if not ran and out_of_memory(error):
+                self._scarcity.relieve(plan, error, time.monotonic())
+                return
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 raise
@@ -335,7 +356,7 @@ class Engine:
             return
         try:
             begun = time.perf_counter()
-            self._foresight = self._scheduler.foresee(plan, started, self._limiter.resources())
+            self._foresight = self._scheduler.foresee(plan, started, self._resources())
             self._foreseeing_s = time.perf_counter() - begun
         except Exception:
             # The iteration that runs has nothing to do with it.
@@ -392,6 +413,10 @@ class Engine:
         self._learning.flush(time.monotonic())
         if self._parts.trainer.shelf.crowded:
             self._parts.trainer.tidy(self._serving.adapters)
+
+    def _resources(self) -> Resources:
+        """What the next bin may use."""
+        return self._scarcity.limited(self._limiter.resources())
 
     def _wait(self, resume_s: float) -> None:
         """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""

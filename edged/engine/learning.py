@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
+from edged.align.memory import out_of_memory
 from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.config import Settings
 from edged.engine.budget import open_steps
@@ -38,7 +40,7 @@ class Learning:
         on_publish: Callable[[AdapterState, int], None],
         on_fetched: Callable[[str, str, float], None],
         post: Callable[[Callable[[], None]], None],
-        journal: Callable[[list[Record]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetch`."""
         self._parts, self._journal, self._on_publish = parts, journal, on_publish
@@ -51,7 +53,9 @@ class Learning:
         """Steps under way, by task id."""
         self.versions: dict[str, int] = self._trainer.versions()
         self.pairs_queued = 0
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, Exception] = {}
+        self.resumes_s = math.inf
+        """After want of memory: when steps are opened again."""
         self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
         self._graphs_fail = False
         """Whether a step failed with its graph kept, as for want of memory."""
@@ -120,8 +124,13 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
+        if self._scheduler.degraded:
+            for job in list(self.jobs.values()):
+                self._abandon(job.step.adapters[0])
+        if now >= self.resumes_s:
+            self.resumes_s = math.inf
         # A request that waits for a slot gets the next one.
-        if not self._opens or slots_wanted:
+        if not self._opens or slots_wanted or self._scheduler.degraded or self.resumes_s < math.inf:
             return
         while len(self.jobs) < self._most_open:
             adapter = self._next_ready()
@@ -157,9 +166,11 @@ class Learning:
             return False
         try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
-        except Exception:
+        except Exception as error:
             log.exception("a step of %s could not be opened", ", ".join(slots))
             self._release(slots)
+            if out_of_memory(error):
+                self._shrink(now)
             return False
         task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
@@ -261,10 +272,13 @@ class Learning:
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
             if task_id in self._failed:
-                self._give_up(task_id, self._failed[task_id])
+                self._give_up(task_id, self._failed[task_id], now)
             elif job.step.finished:
                 self._drop(task_id)
+                strikes = self._trainer.size.strikes
                 self._trainer.close(job.step, now - job.opened_s)
+                if self._trainer.size.strikes > strikes:
+                    self._pause_for_memory(now)
                 self.versions = self._trainer.versions()
             else:
                 self._sync(task)
@@ -280,16 +294,47 @@ class Learning:
         self._drop(task_id)
         self._trainer.skip(step, reason)
 
-    def _give_up(self, task_id: int, reason: str) -> None:
+    def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
-        job = self.jobs[task_id]
-        if isinstance(job.step, DpoStep) and job.step.keeps_graph:
+        job, reason = self.jobs[task_id], f"{type(error).__name__}: {error}"
+        if out_of_memory(error):
+            self.starved({task_id}, reason, now)
+        elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
             self._graphs_fail = True
             self._drop(task_id)
             self._trainer.abandon(job.step.adapters[0])
         else:
             self._skip(task_id, reason)
+
+    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
+        """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
+        exhausted = self._trainer.size.exhausted
+        for task_id in task_ids & self.jobs.keys():
+            if exhausted:
+                self._scheduler.remove(task_id)
+                self._skip(task_id, f"out of memory, also alone: {reason}")
+            else:
+                self._abandon(self.jobs[task_id].step.adapters[0])
+        if exhausted:
+            self._trainer.size.give_up()
+        else:
+            self._shrink(now)
+
+    def _shrink(self, now: float) -> None:
+        self._graphs_fail = True
+        self._trainer.size.shrink()
+        self._pause_for_memory(now)
+
+    def _pause_for_memory(self, now: float) -> None:
+        self.resumes_s = now + self._trainer.size.pause_s
+
+    def suspect(self, adapter: str, version: int) -> None:
+        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served."""
+        if self._trainer.suspect(adapter, version):
+            log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
+            self._abandon(adapter)
+            self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
@@ -358,7 +403,7 @@ class Learning:
             self._count(records)
             self._journal(records)
         for snapshot in self._trainer.shelf.to_save(now, self._settings.store.save_every_s):
-            self._saver.submit(self._save, snapshot)
+            self._saver.submit(self._save, snapshot, self._journal([]))
 
     def _count(self, records: list[Record]) -> None:
         totals = self._parts.stats.totals
@@ -369,8 +414,11 @@ class Learning:
                 totals.rollbacks += record.reason.startswith("rollback")
                 totals.guard_rollbacks += record.reason.startswith("guard")
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, recorded: Future[None] | None) -> None:
+        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice."""
         try:
+            if recorded is not None:
+                recorded.result()
             path, removed = self._trainer.shelf.files.save(snapshot)
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
@@ -400,6 +448,10 @@ class Learning:
         return self._trainer.steps, self._trainer.pairs_trained
 
     def _reason(self) -> str:
+        if self._scheduler.degraded:
+            return self._scheduler.degraded
+        if self.resumes_s < math.inf:
+            return "memory ran out in a step: it is tried again in a moment, with fewer pairs"
         policy = self._scheduler.policy
         return "" if policy.trains else f"the policy {policy.name} does not train"
 
@@ -407,7 +459,10 @@ class Learning:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains and self._settings.align.enabled and not self._paused,
+            "enabled": self.trains
+            and self._settings.align.enabled
+            and not self._paused
+            and not self._scheduler.degraded,
             "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,

@@ -5,6 +5,7 @@ Owns connections, transactions and durability. Must not know what the tables mea
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -31,6 +32,7 @@ BUSY_S = 30.0
 """How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
 FOLDER_MODE = 0o750
 """Permissions of a data folder that did not exist."""
+_RESTORE = "; stop edged, move the file away, then restore a copy or what `sqlite3 FILE .recover` can read"
 WAL_LIMIT_BYTES = 64 * 2**20
 """The write-ahead log is cut back to this size after a checkpoint."""
 REWRITE_BYTES = 64 * 2**20
@@ -76,6 +78,8 @@ class Store:
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
+        self.problem = ""
+        """Why the latest transaction failed, or what is damaged; "" when all is well."""
         self._local = threading.local()
         self._readers: weakref.WeakSet[Database] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._write_loop, name="edged-store", daemon=True)
@@ -110,7 +114,12 @@ class Store:
             with db.atomic():
                 return fn(db)
         except sqlite3.Error as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error):
+                self._failed(str(explained))
+            raise explained from error
+        except json.JSONDecodeError as error:
+            raise StoreError(f'database "{self.path}": a row is damaged ({error}){_RESTORE}') from error
 
     def close(self) -> None:
         """Commit everything that was queued, then close. Calling it again does nothing."""
@@ -128,8 +137,13 @@ class Store:
     def _open(self) -> Database:
         """The writer's connection to a migrated file."""
         created = not self.path.exists()
+        # A clean end leaves no log behind: this file saw a power cut, or something like it.
+        log_file = self.path.with_name(self.path.name + "-wal")
+        torn = not created and log_file.exists() and log_file.stat().st_size > 0
         try:
             db = self._connect()
+            if torn:
+                self._check(db)
             with db.ensure_autocommit_on():
                 # Of a file without tables; others keep what they have until they are rewritten.
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -147,6 +161,12 @@ class Store:
         if created:
             _sync_folder(self.path.parent)
         return db
+
+    def _check(self, db: Database) -> None:
+        """Read the whole file once. Raises StoreError where its structure is damaged."""
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise StoreError(f'database "{self.path}" is damaged ({" ".join(found.split())}){_RESTORE}')
 
     def _connect(self) -> Database:
         # Plugins belong to the sqlite-utils command; the daemon runs no code that it did not ship with.
@@ -208,14 +228,23 @@ class Store:
                 else:
                     results.append((write, result))
             connection.execute("COMMIT")
+            if results and self.problem and "malformed" not in self.problem:
+                log.warning("database %s can be written again", self.path)
+                self.problem = ""
         except BaseException as error:
             self._writer.rollback()
-            log.exception("a commit to %s failed", self.path)
+            self._failed(str(self._explained(error)) if isinstance(error, sqlite3.Error) else str(error))
             results, failures = [], [(write, error) for write in writes]
         for write, result in results:
             write.future.set_result(result)
         for write, failure in failures:
             write.future.set_exception(self._explained(failure) if isinstance(failure, sqlite3.Error) else failure)
+
+    def _failed(self, problem: str) -> None:
+        """Log a problem once, however many writes it meets."""
+        if problem != self.problem:
+            log.error("%s", problem)
+            self.problem = problem
 
     def _explained(self, error: sqlite3.Error) -> StoreError:
         """SQLite's error with the file's name and, where there is one, the way out; it is counted."""
@@ -223,10 +252,7 @@ class Store:
         text = str(error)
         way_out = ""
         if "not a database" in text or "malformed" in text:
-            way_out = (
-                ": the file is damaged; stop edged, move the file away, "
-                "then restore a copy or what `sqlite3 FILE .recover` can read"
-            )
+            way_out = f": the file is damaged{_RESTORE}"
         elif "locked" in text:
             way_out = f": another program kept it locked for {BUSY_S:.0f} s; close that program"
         elif "full" in text:
