@@ -78,6 +78,7 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns += ["*.py"] if settings.trust_remote_code else []
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
     except Exception as error:  # network, names and permissions, each with its own exception
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -155,12 +156,16 @@ class Daemon:
         model_dir, name = find_model(self._settings.model)
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
-        codec = Codec.load(model_dir)
+        if model.trust_remote_code:
+            log.warning(
+                "model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir
+            )
+        codec = Codec.load(model_dir, model.trust_remote_code)
         engine = Engine.build(settings, model_dir, hub.deliver, lambda records: journal.append(records), folder)
         facts = engine.status()["model"]
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
-        teacher = Teacher(store, codec, engine, settings.align)
+        teacher = Teacher(store, codec, engine, settings)
         services = Services(
             settings=settings,
             model=name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PairState = Literal["queued", "held_out", "trained", "learnt", "skipped"]
+PairState = Literal["queued", "held_out", "trained", "learnt", "skipped", "quarantined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class TokenPair:
     ref_rejected_logp: float | None = None
     epochs_done: int = 0
     state: PairState = "queued"
+    trusted: bool = False
+    """Somebody who may decide looked at it: it is learned from as it is."""
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from edged.api.errors import bad_request
 from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
-from edged.config import USER_NAME
+from edged.config import USER_NAME, FeedbackSettings
 from edged.store import utc_now
 from edged.store.feedback import get_pairs, pair_ids_of
 
@@ -36,7 +36,7 @@ async def post_feedback(request: web.Request) -> web.Response:
     body = parse_feedback(parse_json(await request.read()))
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body))
+    written = services.store.write(lambda db: _record(db, body, services.settings.feedback))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
@@ -72,13 +72,13 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _record(db: Database, body: SignalRequest | PairRequest) -> FeedbackResult:
+def _record(db: Database, body: SignalRequest | PairRequest, settings: FeedbackSettings) -> FeedbackResult:
     if isinstance(body, SignalRequest):
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
-        return record_signal(db, report, utc_now())
+        return record_signal(db, report, utc_now(), settings)
     messages = [message.plain() for message in body.messages] if body.messages is not None else None
     pair = (body.user, body.chosen, body.rejected)
-    return record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+    return record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight, settings)
 
 
 def _learn(services: Services, written: Future[FeedbackResult]) -> None:

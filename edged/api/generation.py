@@ -263,8 +263,10 @@ class Generation:
             messages=ask.messages,
             prompt=ask.prompt,
         )
-        insert_completion(db, completion, self._services.settings.store.keep_completions)
-        result = note_next_turn(db, completion.id, now) if completion.learner and ask.messages else None
+        settings = self._services.settings
+        insert_completion(db, completion, settings.store.keep_completions)
+        teaches = completion.learner and ask.messages
+        result = note_next_turn(db, completion.id, now, settings.feedback) if teaches else None
         return () if result is None or result.duplicate else result.pair_ids
 
 

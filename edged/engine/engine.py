@@ -21,6 +21,7 @@ import torch
 
 from edged.align.adapter import AdapterFiles
 from edged.align.pair import IterationSample, Record, TokenPair
+from edged.align.suspicion import Past
 from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
@@ -157,6 +158,15 @@ class Engine:
             self._learning.forget(adapter, pair_ids)
 
         return self._ask(forget)
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
+        self._post(lambda: self._learning.recall(pasts))
+
+    def calm(self, adapter: str) -> None:
+        """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._learning.calm(adapter))
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
@@ -369,8 +379,8 @@ class Engine:
             self._parts.trainer.tidy(self._serving.adapters)
 
     def _rest(self, resume_s: float) -> None:
-        """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
-        due = self._learning.next_save_s()
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
+        due = self._learning.next_due_s()
         now = time.monotonic()
         if self._idle_since_s is None:
             self._idle_since_s = now

@@ -15,6 +15,7 @@ from typing import Any
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.align.suspicion import Past
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
@@ -49,7 +50,9 @@ class Learning:
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps under way, by task id."""
         self.versions: dict[str, int] = self._trainer.versions()
-        self.pairs_queued = 0
+        self.pairs_queued = self.pairs_waiting = 0
+        self.alarms: tuple[str, ...] = ()
+        """Users whose new pairs are quarantined unseen, for a burst."""
         self._failed: dict[int, str] = {}
         self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
         self._graphs_fail = False
@@ -72,8 +75,19 @@ class Learning:
         """Hand pairs to the trainer."""
         if not self.trains:
             return
+        self._trainer.tick(time.monotonic())
         self._trainer.submit(pairs)
         self.versions = self._trainer.versions()
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """See `Trainer.recall`."""
+        self._trainer.tick(time.monotonic())
+        for adapter, past in pasts.items():
+            self._trainer.recall(adapter, past)
+
+    def calm(self, adapter: str) -> None:
+        """See `Trainer.calm`."""
+        self._trainer.calm(adapter)
 
     def pause(self, paused: bool) -> None:
         """Open no new steps, or go on."""
@@ -84,6 +98,7 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
+        self._trainer.tick(now)
         # A request that waits for a slot gets the next one.
         if self._paused or slots_wanted:
             return
@@ -311,7 +326,8 @@ class Learning:
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        self.pairs_queued = self._trainer.pairs_queued
+        self.pairs_queued, self.pairs_waiting = self._trainer.pairs_queued, self._trainer.waiting()
+        self.alarms = self._trainer.alarms()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._journal(records)
@@ -333,9 +349,10 @@ class Learning:
         with contextlib.suppress(EngineStopping):
             self._post(lambda: self._trainer.shelf.save_ended(snapshot.adapter, snapshot.version, written))
 
-    def next_save_s(self) -> float | None:
-        """When the next version is due to be saved."""
-        return self._trainer.shelf.next_save_s(self._save_every_s)
+    def next_due_s(self) -> float | None:
+        """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
+        dues = (self._trainer.shelf.next_save_s(self._save_every_s), self._trainer.next_pair_s())
+        return min((due for due in dues if due is not None), default=None)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
@@ -360,10 +377,12 @@ class Learning:
             "enabled": self.trains and not self._paused,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
+            "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "alarms": list(self.alarms),
             "adapters_active": self._parts.slots.adapters,
             "adapters_loaded": self._trainer.shelf.count,
         }
