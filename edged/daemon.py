@@ -24,6 +24,7 @@ import edged
 from edged.align.journal import Journal
 from edged.api.addresses import socket_paths
 from edged.api.app import make_app
+from edged.api.forgetting import finish_forgetting
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, UnixListener, notify_systemd, tcp_socket
@@ -161,6 +162,7 @@ class Daemon:
                 "model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir
             )
         codec = Codec.load(model_dir, model.trust_remote_code)
+        finish_forgetting(store, folder / "adapters")
         engine = Engine.build(settings, model_dir, hub.deliver, lambda records: journal.append(records), folder)
         facts = engine.status()["model"]
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)

@@ -21,7 +21,7 @@ from edged.align.suspicion import Suspicion, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one of the fresh pairs: it with its reference log-probabilities, its loss, whether it was trained on.
+    """What came of a fresh pair: it with its reference log-probabilities, its loss, whether it was trained on.
 
     A pair that the verdict leaves out is not trained on.
     """

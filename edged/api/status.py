@@ -5,6 +5,7 @@ Owns what the daemon says of itself. Must not know how the numbers are counted.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from aiohttp import web
@@ -12,6 +13,7 @@ from aiohttp import web
 import edged
 from edged.api import wire
 from edged.api.services import LIFECYCLE, services_of
+from edged.store.quarantine import count_quarantined
 
 
 async def status(request: web.Request) -> web.Response:
@@ -23,6 +25,8 @@ async def status(request: web.Request) -> web.Response:
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **services.engine.status(),
+        "quarantine": {"pairs": await asyncio.to_thread(services.store.read, count_quarantined)},
+        "forgetting": dict(services.forgetting_stages),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -106,7 +107,8 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
 def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     """Delete everything learned for NAME.
 
-    That is the adapter with all its versions, and the user's completions, signals and pairs.
+    That is the adapter with all its versions, and the user's completions, signals and pairs. A search afterwards shows
+    that nothing is left; exit code 1 says that it found something.
     """
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
@@ -114,7 +116,28 @@ def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        click.echo(f"{name} is forgotten")
+        click.echo(_forgotten(name, data))
+    if not data["verified"]:
+        sys.exit(1)
+
+
+def _forgotten(name: str, data: dict[str, Any]) -> str:
+    """What forgetting came to, in a few lines."""
+    rows, searched = sum(data["rows_deleted"].values()), data["searched"]
+    lines = [
+        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
+        f"the name and {searched['texts']} texts"
+    ]
+    lines += [f"FOUND the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)"
+              for item in searched["found"]]  # fmt: skip
+    lines += [f"FOUND {path}" for path in searched["files"]]
+    if data["verified"]:
+        lines.append("nothing was found" + ("" if data["vacuumed"] else "; the file keeps its size, see the log"))
+    if searched["said_by_others"]:
+        lines.append(f"{searched['said_by_others']} rows of other users hold the same words")
+    if searched["new_rows"]:
+        lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
+    return "\n".join(lines)
 
 
 def _path(name: str) -> str:

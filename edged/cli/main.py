@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "metrics": ("edged.cli.metrics", "metrics"),
     "adapters": ("edged.cli.adapters", "adapters"),
     "feedback": ("edged.cli.feedback", "feedback"),
+    "quarantine": ("edged.cli.quarantine", "quarantine"),
     "config": ("edged.cli.configure", "config"),
     "profile": ("edged.cli.profile", "profile"),
     "bench": ("edged.cli.bench", "bench"),

@@ -43,6 +43,8 @@ class StoreError(RuntimeError):
 class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
+    alone: bool = False
+    """Outside of any transaction."""
 
 
 class Store:
@@ -81,12 +83,21 @@ class Store:
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
         future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
         """
-        future: Future[T] = Future()
+        return self._queue(_Write(fn, Future()))
+
+    def write_alone(self, fn: Callable[[Database], T]) -> Future[T]:
+        """Run `fn` on the writer thread outside of a transaction, in order with the writes, as VACUUM needs it.
+
+        Its exceptions are the future's; SQLite's own become StoreError. Raises StoreError when the store is closed.
+        """
+        return self._queue(_Write(fn, Future(), alone=True))
+
+    def _queue(self, write: _Write) -> Future[Any]:
         with self._gate:
             if self._closed:
                 raise StoreError(f'database "{self.path}" is closed')
-            self._writes.put(_Write(fn, future))
-        return future
+            self._writes.put(write)
+        return write.future
 
     def read(self, fn: Callable[[Database], T]) -> T:
         """`fn` of a read-only connection that sees one consistent state. Raises StoreError on SQLite's errors."""
@@ -154,13 +165,25 @@ class Store:
         """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
         while True:
             group = [self._writes.get()]
-            while group[-1] is not None and len(group) < GROUP_WRITES and not self._writes.empty():
+            while _may_follow(group[-1]) and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
-            if writes:
-                self._commit(writes)
+            if together := [write for write in writes if not write.alone]:
+                self._commit(together)
+            for write in writes:
+                if write.alone:
+                    self._run_alone(write)
             if group[-1] is None:
                 return
+
+    def _run_alone(self, write: _Write) -> None:
+        try:
+            with self._writer.ensure_autocommit_on():
+                result = write.fn(self._writer)
+        except BaseException as error:
+            write.future.set_exception(self._explained(error) if isinstance(error, sqlite3.Error) else error)
+        else:
+            write.future.set_result(result)
 
     def _commit(self, writes: list[_Write]) -> None:
         """Run `writes` in one transaction and answer their futures."""
@@ -206,6 +229,11 @@ class Store:
         elif "unable to open" in text or "readonly" in text:
             way_out = ": check that this user may write to the file and its folder"
         return StoreError(f'database "{self.path}": {text}{way_out}')
+
+
+def _may_follow(write: _Write | None) -> bool:
+    """Whether another write may share the group that this one ends: not the store's end, nor one that runs alone."""
+    return write is not None and not write.alone
 
 
 def _sync_folder(folder: Path) -> None:

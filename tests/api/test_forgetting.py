@@ -75,7 +75,9 @@ class Scene:
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.teacher.learn_soon(pair.pair_ids)
         self._app = web.Application()
-        services = SimpleNamespace(store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set())
+        services = SimpleNamespace(
+            store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set(), forgetting_stages={}
+        )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
     def forget(self) -> asyncio.Task[web.Response]:
