@@ -360,6 +360,14 @@ class Trainer:
         if not self.version(adapter):
             self._restore(self._learner(adapter), None, "introduced")
 
+    def import_adapter(self, adapter: str, weights: Mapping[str, torch.Tensor]) -> int:
+        """Publish weights (PEFT's names) that were learnt elsewhere as a new version; returns its number."""
+        learner = self._learner(adapter)
+        self.abandon(adapter)
+        self._restore(learner, weights, "imported")
+        learner.best, learner.best_weights = None, None
+        return self.version(adapter)
+
     def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
         """Publish `weights` (None: the untrained ones) as a new version."""
         parent = self.version(learner.name)

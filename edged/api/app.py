@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, quarantine, status
+from edged.api import adapters, completions, feedback, importing, models, quarantine, status
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.config import ApiSettings
@@ -46,6 +46,7 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.delete("/v1/adapters/{name}", adapters.forget),
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
+            web.post("/v1/adapters/{name}/import", importing.import_adapter),
             web.get("/v1/quarantine", quarantine.list_quarantined),
             web.post("/v1/quarantine/{pair}", quarantine.decide),
             web.get("/v1/status", status.status),

@@ -1,9 +1,11 @@
-"""`edged adapters`: list, show, rollback, export, forget."""
+"""`edged adapters`: list, show, rollback, export, import, forget."""
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -97,6 +99,45 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
         print_json({"adapter": name, "version": data["version"], "path": str(output)})
     else:
         click.echo(f"{name} version {data['version']} is in {output}")
+
+
+@adapters.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--user", "-u", required=True, metavar="NAME", help="Whose newest version it becomes.")
+@json_option
+@with_client
+def import_(client: Client, source: Path, user: str, as_json: bool) -> None:
+    """Serve the PEFT adapter in SOURCE for NAME: a folder, or its adapter_model.safetensors.
+
+    It becomes a new version, which can be rolled back. Only safetensors are read, never a pickle.
+    """
+    data = client.upload(f"{_path(user)}/import", _archive(source), "application/x-tar")
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"{source} is version {data['version']} of {user}")
+
+
+def _archive(source: Path) -> bytes:
+    """A tar archive of an adapter's files."""
+    folder = source if source.is_dir() else source.parent
+    if not source.is_dir() and source.suffix != ".safetensors":
+        raise DaemonError(
+            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where you "
+            "trust it, with peft's model.save_pretrained(DIRECTORY)"
+        )
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")
+    packed = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=packed, mode="w:") as tar:
+            for name in names:
+                tar.add(folder / name, arcname=name)
+    except OSError as error:
+        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
+    return packed.getvalue()
 
 
 @adapters.command()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.pair import Record, TokenPair, VersionSaved
@@ -307,6 +309,11 @@ class Learning:
         """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
         self._abandon(adapter)
         return self._trainer.rollback(adapter, version)
+
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> int:
+        """See `Trainer.import_adapter`."""
+        self._abandon(adapter)
+        return self._trainer.import_adapter(adapter, weights)
 
     def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
         """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
