@@ -33,6 +33,7 @@ from edged.api.admission import Admission
 from edged.api.app import make_app
 from edged.api.connections import Site
 from edged.api.feed import Feed
+from edged.api.forgetting import finish_forgetting
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
@@ -115,6 +116,7 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns += ["*.py"] if settings.trust_remote_code else []
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
     except Exception as error:  # network, names and permissions, each with its own exception
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -192,7 +194,12 @@ class Daemon:
         model_dir, name = find_model(self._settings.model)
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
-        codec = Codec.load(model_dir)
+        if model.trust_remote_code:
+            log.warning(
+                "model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir
+            )
+        codec = Codec.load(model_dir, model.trust_remote_code)
+        finish_forgetting(store, folder / "adapters")
         told = Told()
 
         def take(records: list[Record]) -> Future[None] | None:
@@ -205,7 +212,7 @@ class Daemon:
         journal = Journal(store, facts["fingerprint"])
         self._journal = journal
         feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
-        teacher = Teacher(store, codec, engine, settings.align)
+        teacher = Teacher(store, codec, engine, settings)
         monitor = DeviceMonitor(facts["device"])
         governors = Governors(settings.governor, engine.use, engine.limit)
         monitor.subscribe(governors.hear)
@@ -251,7 +258,7 @@ class Daemon:
             _set_up_logs,
             configure_engine,
             self._lifecycle.configure,
-            lambda settings: services.teacher.configure(settings.align),
+            services.teacher.configure,
             lambda settings: services.upkeep.configure(settings.store),
         ):
             self._reloader.on_change(apply)

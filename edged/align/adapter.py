@@ -33,6 +33,10 @@ class AdapterError(ValueError):
     """An adapter's files cannot be used; the message names the folder and the reason."""
 
 
+class GradientTooLarge(ValueError):
+    """A step's gradient is far outside of what this adapter's steps had; the message says how large it was."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
     """What the adapters of one base model look like: `shapes` maps a linear's name to (in_features, out_features)."""
@@ -94,10 +98,17 @@ class AdapterState:
             self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True
         )
 
-    def step(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]], pairs: int) -> float:
+    def step(
+        self,
+        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        pairs: int,
+        weight: float | None = None,
+        most_norm: float = math.inf,
+    ) -> float:
         """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
 
-        Raises FloatingPointError when the norm is not finite, and whatever AdamW raises; nothing has changed then.
+        `weight` is the sum of the pairs' weights, by default their number. Raises FloatingPointError when the norm is
+        not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
         try:
             for name, leaves in self.weights.items():
@@ -106,9 +117,12 @@ class AdapterState:
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
-            # AdamW moves as far for one pair as for many: without this, pairs that trickle in would move the weights
-            # micro_batch_pairs times as far as the same pairs that come at once.
-            share = min(1.0, pairs / self.align.micro_batch_pairs)
+            if norm > most_norm:
+                raise GradientTooLarge(f"gradient: its norm is {norm:.3g}, {most_norm:.3g} is far for this adapter")
+            # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
+            # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
+            # once, and a step of weak signals as far as one of choices.
+            share = min(1.0, (pairs if weight is None else weight) / self.align.micro_batch_pairs)
             self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share
             self._whole_optimizer_step()
         finally:

@@ -24,7 +24,8 @@ from edged.align.pair import (
     VersionPublished,
     VersionSaved,
 )
-from edged.store import Store, adapters, feedback, samples, utc_now, utc_text
+from edged.align.suspicion import Past
+from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
 from edged.store.feedback import PairRow
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,8 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                 record.version if record.epochs_done > 0 and record.state in ("queued", "trained", "learnt") else None
             )
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)
+            if record.state == "quarantined":
+                quarantine.insert_quarantined(db, record.pair_id, created_at, record.adapter, record.reason)
         case VersionPublished():
             adapters.insert_version(
                 db,
@@ -167,3 +170,17 @@ def load_open_pairs(db: Database, ref_model: str, replay: int = feedback.REPLAY_
     Call `requeue_lost` for every adapter before. Reference log-probabilities by another model are None.
     """
     return feedback.open_pairs(db, ref_model, replay)
+
+
+def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, Past]:
+    """What a restart remembers of each adapter's latest pairs and steps; alarms last `alarm_s` from their burst."""
+    names = db.execute("SELECT DISTINCT adapter FROM pairs").fetchall()
+    return {name: _past(db, name, alarm_s, now) for (name,) in names}
+
+
+def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> Past:
+    losses, norms = quarantine.usual(db, adapter)
+    begun = quarantine.burst_since(db, adapter)
+    # A clock that went backwards makes no alarm longer than it was.
+    gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
+    return Past(losses, norms, max(0.0, alarm_s - gone_s))

@@ -35,7 +35,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     reader = Reader(wants, caller_of(request).speaks_for, lambda: _cut(request))
-    feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
+    await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
     try:
         await response.write(_RETRY)
         while data := await _next(reader):

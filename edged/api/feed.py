@@ -78,7 +78,7 @@ class Feed:
         iterations: Callable[[int], Sequence[Iteration]],
         status: Callable[[], dict[str, Any]],
     ) -> None:
-        """`iterations` gives the records after a number, `status` the body of the status route; both return at once."""
+        """`iterations` gives the records after a number and returns at once; `status` the body of the status route."""
         self._loop, self._iterations, self._status = loop, iterations, status
         self._life = int(time.time() * 1e3)
         """Tells this daemon's iterations from those of the one before it, whose numbers began at 1 as well."""
@@ -92,7 +92,7 @@ class Feed:
         """Open streams."""
         return len(self._readers)
 
-    def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
+    async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
         """Tell a reader the status at once, and everything from now on; `leave` ends it.
 
         It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
@@ -102,7 +102,7 @@ class Feed:
             self._told = max((record.number for record in self._iterations(0)[-1:]), default=0)
             self._poller = self._loop.create_task(self._poll(), name="edged-feed")
         self._readers.add(reader)
-        reader.offer(Event("status", self._status()))
+        reader.offer(Event("status", await asyncio.to_thread(self._status)))
         resumed = self._number_of(resume_id)
         since = max(self._told - backlog if resumed is None else resumed, self._told - MOST_BACKLOG)
         missed = [record for record in self._iterations(max(0, since)) if record.number <= self._told]
@@ -139,7 +139,7 @@ class Feed:
                     self._told = records[-1].number
                     self._publish([self._iterations_event(records)])
                 if polls % _STATUS_EVERY == 0:
-                    self._publish([Event("status", self._status())])
+                    self._publish([Event("status", await asyncio.to_thread(self._status))])
         except Exception:
             log.exception("the event streams end: there is nothing to tell")
             self.close()

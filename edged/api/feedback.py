@@ -22,7 +22,7 @@ from edged.api.errors import bad_request
 from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
-from edged.config import USER_NAME
+from edged.config import USER_NAME, FeedbackSettings
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
@@ -42,7 +42,8 @@ async def post_feedback(request: web.Request) -> web.Response:
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body, caller, services.footprint))
+    weights = services.settings.feedback
+    written = services.store.write(lambda db: _record(db, body, caller, services.footprint, weights))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
@@ -97,7 +98,9 @@ def _since(text: str) -> str:
         return ""
 
 
-def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint) -> FeedbackResult:
+def _record(
+    db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint, settings: FeedbackSettings
+) -> FeedbackResult:
     """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
     if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
@@ -107,11 +110,11 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, foo
         footprint.demand_room(db, user)
     if isinstance(body, SignalRequest):
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
-        result = record_signal(db, report, utc_now())
+        result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
-        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight, settings)
     for user in users:
         footprint.learned(db, user, () if result.duplicate else result.pair_ids)
     return result

@@ -296,6 +296,12 @@ class RollbackRequest(_Own):
     version: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
 
 
+class QuarantineRequest(_Own):
+    """`POST /v1/quarantine/{pair}`."""
+
+    action: Literal["release", "drop"]
+
+
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
     """Either form of feedback, told apart by its fields. Raises ApiError."""
     if "completion_id" in body or "signal" in body:

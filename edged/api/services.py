@@ -57,6 +57,8 @@ class Services:
     """Reads the settings again; raises ConfigError."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""
+    forgetting_stages: dict[str, str] = field(default_factory=dict)
+    """What is being done just now to forget each of them."""
 
 
 @dataclass(slots=True)

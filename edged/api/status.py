@@ -5,6 +5,7 @@ Owns what the daemon says of itself. Must not know how the numbers are counted.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -14,16 +15,17 @@ import edged
 from edged.api import wire
 from edged.api.access import caller_of
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
+from edged.store.quarantine import count_quarantined
 
 
 async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
-    body = report(request.app[LIFECYCLE], services_of(request))
+    body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
     return web.json_response(visible(body, caller_of(request).speaks_for), dumps=wire.dumps)
 
 
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
-    """The status, JSON-ready."""
+    """The status, JSON-ready. It reads the database: not for the event loop."""
     engine = services.engine.status()
     stored = [services.store.problem] if services.store.problem else []
     body = {
@@ -32,6 +34,8 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **engine,
         "degraded": engine["degraded"] + stored,
+        "quarantine": {"pairs": services.store.read(count_quarantined)},
+        "forgetting": dict(services.forgetting_stages),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report(),

@@ -216,14 +216,18 @@ def _make_trainer(
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=getattr(torch, job.dtype), attn_implementation="sdpa", local_files_only=True
+        model_dir,
+        dtype=getattr(torch, job.dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
     )
     lora = LoraConfig(r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     return DPOTrainer(
         model=model,
         args=config,
         train_dataset=Dataset.from_list(texts),
-        processing_class=AutoTokenizer.from_pretrained(job.model, local_files_only=True),
+        processing_class=AutoTokenizer.from_pretrained(job.model, trust_remote_code=False, local_files_only=True),
         peft_config=lora,
     )
 

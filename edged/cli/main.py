@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("edged.cli.store", "store"),
     "backup": ("edged.cli.backup", "backup"),
     "restore": ("edged.cli.backup", "restore"),
+    "quarantine": ("edged.cli.quarantine", "quarantine"),
     "config": ("edged.cli.configure", "config"),
     "token": ("edged.cli.token", "token"),
     "doctor": ("edged.cli.doctor.command", "doctor"),

@@ -100,6 +100,11 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "learning",
         f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
     )
+    if held := data["quarantine"]["pairs"]:
+        alarms = ", ".join(tuning["alarms"])
+        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
+    if data["model"]["trust_remote_code"]:
+        table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
     table.add_row(
         "pages",
         f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"

@@ -21,6 +21,7 @@ import torch
 from edged.align.adapter import AdapterFiles
 from edged.align.memory import out_of_memory
 from edged.align.pair import IterationSample, Record, TokenPair
+from edged.align.suspicion import Past
 from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
@@ -154,6 +155,10 @@ class Engine:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
         return self._ask(lambda: self._learning.rollback(adapter, version))
 
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> Future[int]:
+        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future has its number."""
+        return self._ask(lambda: self._learning.import_adapter(adapter, weights))
+
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
         return self._ask(lambda: self._learning.introduce(adapter))
@@ -166,6 +171,15 @@ class Engine:
             self._learning.forget(adapter, pair_ids)
 
         return self._ask(forget)
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
+        self._post(lambda: self._learning.recall(pasts))
+
+    def calm(self, adapter: str) -> None:
+        """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._learning.calm(adapter))
 
     def restore_policy(self) -> None:
         """Have the policy decide again after it failed."""
@@ -419,8 +433,8 @@ class Engine:
         return self._scarcity.limited(self._limiter.resources())
 
     def _wait(self, resume_s: float) -> None:
-        """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
-        wait_s = self._rest.wait_s((self._learning.next_save_s(), resume_s))
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
+        wait_s = self._rest.wait_s((self._learning.next_due_s(), resume_s))
         if self._limiter.unsettled:
             return
         with self._wake, self._rest:

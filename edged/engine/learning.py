@@ -13,10 +13,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
 from edged.align.memory import out_of_memory
 from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
+from edged.align.suspicion import Past
 from edged.config import Settings
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
@@ -52,7 +55,9 @@ class Learning:
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps under way, by task id."""
         self.versions: dict[str, int] = self._trainer.versions()
-        self.pairs_queued = 0
+        self.pairs_queued = self.pairs_waiting = 0
+        self.alarms: tuple[str, ...] = ()
+        """Users whose new pairs are quarantined unseen, for a burst."""
         self._failed: dict[int, Exception] = {}
         self.resumes_s = math.inf
         """After want of memory: when steps are opened again."""
@@ -79,8 +84,19 @@ class Learning:
         """Hand pairs to the trainer."""
         if not self.trains:
             return
+        self._trainer.tick(time.monotonic())
         self._trainer.submit(pairs)
         self.versions = self._trainer.versions()
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """See `Trainer.recall`."""
+        self._trainer.tick(time.monotonic())
+        for adapter, past in pasts.items():
+            self._trainer.recall(adapter, past)
+
+    def calm(self, adapter: str) -> None:
+        """See `Trainer.calm`."""
+        self._trainer.calm(adapter)
 
     def pause(self, paused: bool) -> None:
         """Open no new steps, or go on."""
@@ -124,6 +140,7 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
+        self._trainer.tick(now)
         if self._scheduler.degraded:
             for job in list(self.jobs.values()):
                 self._abandon(job.step.adapters[0])
@@ -379,6 +396,11 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.rollback(adapter, version)
 
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> int:
+        """See `Trainer.import_adapter`."""
+        self._abandon(adapter)
+        return self._trainer.import_adapter(adapter, weights)
+
     def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
         """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
         self._fetching.pop(adapter, None)
@@ -386,18 +408,21 @@ class Learning:
             self._abandon(name)
         self._trainer.drop_pairs(pair_ids)
         self._abandon(adapter)
+        if self._parts.executor.trie is not None:
+            # The base's prefixes, too: what a user says before there is a version stands among them.
+            for owner in (adapter, None):
+                self._parts.executor.trie.expire_all(owner)
         self._saver.submit(lambda: None).result()
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
-        if self._parts.executor.trie is not None:
-            self._parts.executor.trie.expire_all(adapter)
         self.versions = self._trainer.versions()
 
     # -- the record --------------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        self.pairs_queued = self._trainer.pairs_queued
+        self.pairs_queued, self.pairs_waiting = self._trainer.pairs_queued, self._trainer.waiting()
+        self.alarms = self._trainer.alarms()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._count(records)
@@ -432,9 +457,10 @@ class Learning:
         with contextlib.suppress(EngineStopping):
             self._post(lambda: self._trainer.shelf.save_ended(snapshot.adapter, snapshot.version, written))
 
-    def next_save_s(self) -> float | None:
-        """When the next version is due to be saved."""
-        return self._trainer.shelf.next_save_s(self._settings.store.save_every_s)
+    def next_due_s(self) -> float | None:
+        """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
+        saves_s = self._trainer.shelf.next_save_s(self._settings.store.save_every_s)
+        return min((due for due in (saves_s, self._trainer.next_pair_s()) if due is not None), default=None)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
@@ -466,10 +492,12 @@ class Learning:
             "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
+            "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "alarms": list(self.alarms),
             "adapters_active": self._parts.slots.adapters,
             "adapters_loaded": self._trainer.shelf.count,
         }

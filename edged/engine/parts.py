@@ -84,6 +84,7 @@ class EngineParts:
                 "max_context_tokens": self.max_context_tokens,
                 "vocab_size": model.shape.vocab_size,
                 "fingerprint": self.trainer.shelf.spec.fingerprint,
+                "trust_remote_code": self.settings.model.trust_remote_code,
             },
             "cost_model": self.cost.report(),
             "scheduler": {
@@ -193,6 +194,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
             executor.decoder,
             executor.release,
             usable * pool.page_size,
+            settings.feedback,
         ),
         stats=Stats(),
         threads=threads,

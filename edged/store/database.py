@@ -149,11 +149,15 @@ class Store:
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 db.execute("PRAGMA journal_mode = WAL").fetchall()
                 db.execute("PRAGMA synchronous = FULL")
-                db.execute("PRAGMA foreign_keys = ON")
+                # What is deleted is overwritten: forgetting someone must not leave their words in free pages.
+                db.execute("PRAGMA secure_delete = ON").fetchall()
                 db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}").fetchall()
+            # A migration may make a table anew, and no row that refers to it must go along: foreign keys come after.
             migrate(db)
             if not frees_pages(db) and self.path.stat().st_size <= REWRITE_BYTES:
                 vacuum(db)
+            with db.ensure_autocommit_on():
+                db.execute("PRAGMA foreign_keys = ON")
         except UnknownMigration as error:
             raise StoreError(f'database "{self.path}" {error}') from None
         except sqlite3.Error as error:

@@ -276,6 +276,42 @@ def m007_shelved_pairs(db: Database) -> None:
     db.execute("CREATE INDEX shelved_progress_by_pair ON shelved_progress (pair_id)")
 
 
+def m008_quarantine(db: Database) -> None:
+    """Pairs that look poisoned are "quarantined" until somebody decides: a table of them, and a state of `pairs`.
+
+    A CHECK cannot be changed in place: the table is made anew and takes the old one's name, as
+    https://sqlite.org/lang_altertable.html says. Foreign keys are off meanwhile, or dropping the old one would take
+    along what refers to it.
+    """
+    states = "'queued', 'held_out', 'trained', 'learnt', 'skipped'"
+    (made,) = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = 'pairs'").fetchone()
+    indexes = db.execute(
+        "SELECT sql FROM sqlite_schema WHERE type = 'index' AND tbl_name = 'pairs' AND sql IS NOT NULL"
+    ).fetchall()
+    name, _, rest = made.partition("(")
+    db.execute(name.replace("pairs", "pairs_made_anew") + "(" + rest.replace(states, f"{states}, 'quarantined'"))
+    db.execute("INSERT INTO pairs_made_anew SELECT * FROM pairs")
+    db.execute("DROP TABLE pairs")
+    db.execute("ALTER TABLE pairs_made_anew RENAME TO pairs")
+    for (sql,) in indexes:
+        db.execute(sql)
+    db.execute("""
+        CREATE TABLE quarantine (
+            pair_id INTEGER PRIMARY KEY REFERENCES pairs (id) ON DELETE CASCADE,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            decision TEXT CHECK (decision IN ('released', 'dropped')),
+            decided_at TEXT
+        )""")
+    db.execute("CREATE INDEX quarantine_by_adapter ON quarantine (adapter, decision)")
+
+
+def m009_forgetting(db: Database) -> None:
+    """Adapters that are being forgotten: what was begun is ended by the next start."""
+    db.execute("CREATE TABLE forgetting (adapter TEXT PRIMARY KEY, started_at TEXT NOT NULL)")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     m001_completions,
     m002_feedback,
@@ -284,4 +320,6 @@ MIGRATIONS: tuple[Migration, ...] = (
     m005_served_base,
     m006_shelved_adapters,
     m007_shelved_pairs,
+    m008_quarantine,
+    m009_forgetting,
 )

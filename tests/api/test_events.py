@@ -233,7 +233,7 @@ async def told_to(sees: str) -> list[str]:
     """Adapters of whom a reader hears that may hear of `sees` alone."""
     feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
     reader = Reader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None)
-    feed.join(reader)
+    await feed.join(reader)
     feed.tell([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
     await asyncio.sleep(0)
     feed.close()
@@ -272,7 +272,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
 
     feed = Feed(asyncio.get_running_loop(), iterations, dict)
     reader = Reader({"status"}, lambda adapter: True, lambda: None)
-    feed.join(reader)
+    await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
     feed.leave(reader)
     await poller
