@@ -154,6 +154,8 @@ class Daemon:
         clear_leftovers(folder)
         try:
             access = Access(self._settings.access, self._settings.api.token)
+            self._reloader.on_check(check_access)
+            self._reloader.on_change(lambda settings: access.configure(settings.access, settings.api.token))
             listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
             try:
                 return await self._serve(listeners, access, store, folder)
@@ -260,6 +262,7 @@ class Daemon:
             self._lifecycle.configure,
             services.teacher.configure,
             lambda settings: services.upkeep.configure(settings.store),
+            lambda settings: services.limits.configure(settings.limits),
         ):
             self._reloader.on_change(apply)
 
@@ -363,6 +366,14 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def check_access(settings: Settings) -> None:
+    """Raises ConfigError for rules about accounts that this box does not have."""
+    try:
+        Access(settings.access, settings.api.token)
+    except AccessError as error:
+        raise ConfigError(str(error)) from None
 
 
 async def _in_thread(fn: Callable[[], T], name: str) -> T:

@@ -14,7 +14,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged import logs
-from edged.config import ConfigError, GuardSettings, LogSettings, SchedulerSettings, Settings, StoreSettings
+from edged.config import (
+    AccessSettings,
+    ConfigError,
+    GuardSettings,
+    LogSettings,
+    MetricsSettings,
+    SchedulerSettings,
+    Settings,
+    StoreSettings,
+)
 
 log = logging.getLogger("edged")
 
@@ -30,7 +39,11 @@ RELOADABLE: dict[str, frozenset[str]] = {
         }
     ),
     "guard": frozenset(GuardSettings.model_fields),
-    "api": frozenset({"max_stop_chars"}),
+    "api": frozenset({"max_stop_chars", "token"}),
+    "access": frozenset(AccessSettings.model_fields),
+    # The others are clocks of connections, or measured from the start.
+    "limits": frozenset({"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute"}),
+    "metrics": frozenset(MetricsSettings.model_fields),
     "store": frozenset(StoreSettings.model_fields) - {"data_dir"},
     "log": frozenset(LogSettings.model_fields),
 }
@@ -82,7 +95,8 @@ def compare(old: Settings, new: Settings) -> Reloaded:
         for key in type(after).model_fields:
             values = getattr(before, key), getattr(after, key)
             if values[0] != values[1]:
-                shown = (_HIDDEN, _HIDDEN) if "token" in key and isinstance(values[1], str) else values
+                secret = section == "access" or ("token" in key and isinstance(values[1], str))
+                shown = (_HIDDEN, _HIDDEN) if secret else values
                 can = key in RELOADABLE.get(section, ())
                 changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
     return Reloaded(*map(tuple, changes))
@@ -104,7 +118,12 @@ class Reloader:
         """`load` reads file, environment and flags as at the start, or raises ConfigError; None: nothing can."""
         self.settings, self._load = settings, load
         self._parts: list[Apply] = []
+        self._checks: list[Callable[[Settings], None]] = []
         self._one_at_a_time = asyncio.Lock()
+
+    def on_check(self, check: Callable[[Settings], None]) -> None:
+        """Have settings checked before any is applied: `check` raises ConfigError."""
+        self._checks.append(check)
 
     def on_change(self, apply: Apply) -> None:
         """Have a part take over changed settings; parts are asked in the order in which they came."""
@@ -117,6 +136,8 @@ class Reloader:
         async with self._one_at_a_time:
             try:
                 new = await asyncio.to_thread(self._load)
+                for check in self._checks:
+                    check(new)
             except ConfigError as error:
                 message = f"settings are not reloaded, the old ones hold: {error}"
                 logs.event(log, logging.ERROR, "reload_refused", message)

@@ -74,13 +74,18 @@ class Access:
 
     def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
         """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
-        self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
-        self._tokens = list(settings.tokens)
-        if admin_token:
-            self._tokens.append(AccessToken(name="api.token", sha256=token_hash(admin_token), roles=["admin"]))
+        self.configure(settings, admin_token)
         self._accounts = Accounts()
         self._admin_gid = gid_of(ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
+
+    def configure(self, settings: AccessSettings, admin_token: str) -> None:
+        """Go by other rules and tokens from the next request on. Raises AccessError; then the old ones hold."""
+        rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
+        tokens = list(settings.tokens)
+        if admin_token:
+            tokens.append(AccessToken(name="api.token", sha256=token_hash(admin_token), roles=["admin"]))
+        self._rules, self._tokens = rules, tokens
 
     @property
     def has_tokens(self) -> bool:

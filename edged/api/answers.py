@@ -223,6 +223,71 @@ class Forgotten(_Answer):
     rows_deleted: dict[str, int]
 
 
+class Imported(_Answer):
+    """A user's newest version came from elsewhere."""
+
+    adapter: str
+    version: int
+    reason: Literal["imported"]
+
+
+class Quarantine(_Answer):
+    """Pairs that wait for a decision; `count` of them in all."""
+
+    pairs: list[dict[str, Any]]
+    count: int
+
+
+class Decided(_Answer):
+    """What became of a pair; `left` of its user still wait."""
+
+    pair_id: int
+    adapter: str
+    decision: Literal["released", "dropped"]
+    left: int
+
+
+class StoreReport(_Answer):
+    """The database's sizes in bytes, and what it holds."""
+
+    path: str
+    database_bytes: int
+    used_bytes: int
+    log_bytes: int
+    max_bytes: int
+    rows: dict[str, int]
+    deleted: dict[str, int]
+
+
+class Pruned(_Answer):
+    """Rows that were deleted, by table, and the database after that."""
+
+    deleted: dict[str, int]
+    store: StoreReport
+
+
+class Vacuumed(_Answer):
+    """The database's size before and after."""
+
+    bytes_before: int
+    bytes_after: int
+
+
+class Reloaded(_Answer):
+    """Settings that hold now, and those that need a restart: each with `setting`, `old` and `new`."""
+
+    applied: list[dict[str, Any]]
+    needs_restart: list[dict[str, Any]]
+
+
+class Trace(_Answer):
+    """A document in Chrome's trace event format."""
+
+    displayTimeUnit: str
+    otherData: dict[str, Any]
+    traceEvents: list[dict[str, Any]]
+
+
 class Status(_Answer):
     """What the daemon does; `degraded` has a sentence for everything that is not as it should be."""
 
@@ -240,6 +305,9 @@ class Status(_Answer):
     prefix: dict[str, Any]
     finetune: dict[str, Any]
     device: dict[str, Any]
+    governors: dict[str, Any]
+    quarantine: dict[str, int]
+    store: dict[str, Any]
 
 
 class Health(_Answer):

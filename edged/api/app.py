@@ -43,6 +43,7 @@ warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _PROBES = ("/healthz", "/readyz")
 _ALWAYS = (*_PROBES, "/v1/status", "/metrics")
+_STREAMED = ("/v1/adapters/{name}/import",)
 
 ROLES: dict[str, Role | Literal["anybody"]] = {
     "POST /v1/chat/completions": "use",
@@ -79,10 +80,9 @@ def make_app(
 ) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
     access = access or Access(AccessSettings(), settings.token)
-    checks = [_caller_check(access), _phase_check, _body_check((limits or LimitSettings()).body_s)]
-    if not access.has_tokens:
-        checks.insert(0, _browser_check(settings.listen))
-    middlewares = [request_lines, errors_as_json, *checks]
+    checks = (_browser_check(settings.listen, access), _caller_check(access), _phase_check)
+    body_check = _body_check((limits or LimitSettings()).body_s)
+    middlewares = [request_lines, errors_as_json, *checks, body_check]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
@@ -140,7 +140,7 @@ def _caller_check(access: Access) -> Middleware:
     return check
 
 
-def _browser_check(listen: str) -> Middleware:
+def _browser_check(listen: str, access: Access) -> Middleware:
     """Without a token, web pages that this box's browser shows must not reach the TCP listener.
 
     Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
@@ -150,7 +150,7 @@ def _browser_check(listen: str) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if over_tcp(request) and request.path not in _PROBES:
+        if over_tcp(request) and not access.has_tokens and request.path not in _PROBES:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
             if not is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
                 raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
@@ -183,10 +183,13 @@ async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def _body_check(body_s: float) -> Middleware:
-    """Bodies come in time. Handlers find them read."""
+    """Bodies come in time. Handlers find them read, but for those of `_STREAMED`, who see to it themselves."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is not None and resource.canonical in _STREAMED:
+            return await handler(request)
         try:
             async with asyncio.timeout(body_s):
                 await request.read()

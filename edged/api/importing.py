@@ -15,6 +15,7 @@ from aiohttp import web
 
 from edged.align.importing import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
 from edged.api import wire
+from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.services import services_of
 from edged.config import USER_NAME
@@ -27,11 +28,12 @@ async def import_adapter(request: web.Request) -> web.Response:
     services, name = services_of(request), request.match_info["name"]
     if not USER_NAME.fullmatch(name):
         raise bad_request(f'"{name[:80]}" cannot name a user', "name")
+    caller_of(request).demand_user(name)
     spec = services.engine.adapter_files.spec
     most = most_bytes(spec) + _TAR_OVERHEAD
     with tempfile.TemporaryDirectory(prefix="import-", dir=services.store.path.parent) as folder:
         archive = Path(folder) / "upload.tar"
-        await _receive(request, archive, most)
+        await _receive(request, archive, most, services.settings.limits.body_s)
         files = Path(folder) / "files"
         try:
             await asyncio.to_thread(_unpack, archive, files, most)
@@ -42,17 +44,27 @@ async def import_adapter(request: web.Request) -> web.Response:
     return web.json_response({"adapter": name, "version": version, "reason": "imported"}, dumps=wire.dumps)
 
 
-async def _receive(request: web.Request, target: Path, most: int) -> None:
-    """Write the body to a file. Raises ApiError for more than `most` bytes."""
+async def _receive(request: web.Request, target: Path, most: int, pause_s: float) -> None:
+    """Write the body to a file. Raises ApiError for more than `most` bytes, or when nothing comes for `pause_s`."""
     size = 0
     with target.open("wb") as file:
-        async for piece in request.content.iter_chunked(1 << 18):
+        while piece := await _piece(request, pause_s):
             size += len(piece)
             if size > most:
                 raise ApiError(
                     413, f"the archive is larger than any adapter of this model ({most} bytes)", code="body_too_large"
                 )
             await asyncio.to_thread(file.write, piece)
+
+
+async def _piece(request: web.Request, pause_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(pause_s):
+            return await request.content.read(1 << 18)
+    except TimeoutError:
+        raise ApiError(
+            408, f"nothing of the body came for limits.body_s = {pause_s:g} s", code="body_too_slow"
+        ) from None
 
 
 def _unpack(archive: Path, folder: Path, most: int) -> None:

@@ -76,6 +76,12 @@ class Limits:
         """Users who are remembered."""
         return len(self._users)
 
+    def configure(self, settings: LimitSettings) -> None:
+        """Other limits from now on; what has been used of the old ones is forgotten, what is open still counts."""
+        self._settings, now = settings, self._clock()
+        for user in self._users.values():
+            user.requests, user.tokens, user.feedback = self._buckets(now)
+
     def begin(self, user: str, choices: int, tokens: int) -> None:
         """Count a request of `choices` answers and at most `tokens` tokens. Raises LimitReached, and counts nothing.
 
@@ -132,16 +138,16 @@ class Limits:
         known = self._users.get(name)
         if known is None:
             self._make_room()
-            rates = self._settings
-
-            def bucket(per_minute: int) -> Bucket | None:
-                return Bucket(per_minute, now) if per_minute else None
-
-            known = self._users[name] = _User(
-                bucket(rates.requests_per_minute), bucket(rates.tokens_per_minute), bucket(rates.feedback_per_minute)
-            )
+            known = self._users[name] = _User(*self._buckets(now))
         self._users.move_to_end(name)
         return known
+
+    def _buckets(self, now: float) -> tuple[Bucket | None, Bucket | None, Bucket | None]:
+        """Of requests, tokens and feedback; None where there is no limit."""
+        settings = self._settings
+        rates = (settings.requests_per_minute, settings.tokens_per_minute, settings.feedback_per_minute)
+        requests, tokens, feedback = (Bucket(rate, now) if rate else None for rate in rates)
+        return requests, tokens, feedback
 
     def _make_room(self) -> None:
         """Forget whoever was away longest and has nothing open."""

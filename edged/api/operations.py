@@ -16,6 +16,7 @@ from edged.api import answers, schemas
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/jsonl"
+FILES = ("text/css", "text/javascript", "image/svg+xml")
 
 _STRING: dict[str, Any] = {"type": "string"}
 
@@ -84,6 +85,41 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/adapters/{name}/export"): Operation(
         "Where the newest version on disk lies", answers.Exported, errors=(404, 409)
     ),
+    ("POST", "/v1/adapters/{name}/import"): Operation(
+        "Take a tar of a PEFT folder as a user's newest version",
+        answers.Imported,
+        errors=(408, 413),
+    ),
+    ("GET", "/v1/quarantine"): Operation(
+        "Pairs that look poisoned and wait for a decision",
+        answers.Quarantine,
+        query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
+    ),
+    ("POST", "/v1/quarantine/{pair}"): Operation(
+        "Release or drop such a pair", answers.Decided, (schemas.QuarantineRequest,), errors=(404, 409)
+    ),
+    ("GET", "/v1/backup"): Operation(
+        "Database, adapters, profiles and settings as one tar",
+        media=("application/x-tar",),
+        query={"versions": {"type": "string", "enum": ["newest", "all"]}},
+    ),
+    ("GET", "/v1/store"): Operation("The database's sizes and rows", answers.StoreReport),
+    ("POST", "/v1/store/prune"): Operation("Delete now what the settings no longer keep", answers.Pruned),
+    ("POST", "/v1/store/vacuum"): Operation("Rewrite the database without free pages", answers.Vacuumed),
+    ("POST", "/v1/reload"): Operation("Read the settings again", answers.Reloaded),
+    ("GET", "/v1/trace"): Operation(
+        "What the engine did, in Chrome's trace event format",
+        answers.Trace,
+        query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 600}},
+    ),
+    ("GET", "/v1/events"): Operation(
+        "What happens, as server-sent events",
+        media=(EVENTS,),
+        query={"events": _STRING, "backlog": {"type": "integer", "minimum": 0, "maximum": 2000}},
+    ),
+    ("GET", "/metrics"): Operation("All metrics for Prometheus", media=("text/plain", "application/openmetrics-text")),
+    ("GET", "/"): Operation("The page", media=("text/html",)),
+    ("GET", "/page/{name}"): Operation("A file of the page", media=FILES, errors=(404,)),
     ("GET", "/v1/status"): Operation("What the daemon does", answers.Status),
     ("GET", "/healthz"): Operation("Whether the process should be left alone", answers.Health),
     ("GET", "/readyz"): Operation("Whether completions are served", answers.Ready),

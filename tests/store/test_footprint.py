@@ -87,9 +87,15 @@ def test_pairs_count_as_they_come(store: Store) -> None:
 
         store.write(write).result()
 
-    with pytest.raises(StorageFull):
+    number = 0
+
+    def until_it_is_full() -> None:
+        nonlocal number
         for number in range(20):
             teach(number)
+
+    with pytest.raises(StorageFull):
+        until_it_is_full()
     assert number == 10
 
 
