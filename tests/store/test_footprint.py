@@ -42,6 +42,16 @@ def answer(store: Store, footprint: Footprint, name: str, user: str = "ann", siz
     store.write(write).result()
 
 
+def teach(store: Store, footprint: Footprint, chosen: str, prompt: str = "q") -> None:
+    """One pair of ann's."""
+
+    def write(db: Any) -> None:
+        footprint.demand_room(db, "ann")
+        footprint.learned(db, "ann", record_pair(db, "ann", chosen, "bad", utc_now(), prompt=prompt).pair_ids)
+
+    store.write(write).result()
+
+
 def names(store: Store) -> list[str]:
     return [row[0] for row in store.read(lambda db: db.execute("SELECT id FROM completions ORDER BY rowid").fetchall())]
 
@@ -66,8 +76,7 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
         if f"a{i}" in names(store):
             store.write(lambda db, i=i: record_signal(db, Feedback("ann", f"a{i}", "up"), utc_now())).result()
     assert names(store)[0] == "a0"
-    store.write(lambda db: record_pair(db, "ann", "good " * 400, "bad", utc_now(), prompt="q")).result()
-    now[0] += 60
+    teach(store, footprint, "good " * 400)
     with pytest.raises(StorageFull, match=r'MiB of user "ann" are kept, and limits.stored_mb'):
         store.write(lambda db: footprint.demand_room(db, "ann")).result()
     store.write(lambda db: footprint.demand_room(db, "bob")).result()
@@ -79,18 +88,10 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
 def test_pairs_count_as_they_come(store: Store) -> None:
     footprint = Footprint(5000, lambda: 0.0)
 
-    def teach(number: int) -> None:
-        def write(db: Any) -> None:
-            footprint.demand_room(db, "ann")
-            pair = record_pair(db, "ann", "good " * 100, "bad", utc_now(), prompt=f"q{number}")
-            footprint.learned(db, "ann", pair.pair_ids)
-
-        store.write(write).result()
-
     for number in range(10):
-        teach(number)
+        teach(store, footprint, "good " * 100, f"q{number}")
     with pytest.raises(StorageFull):
-        teach(10)
+        teach(store, footprint, "good " * 100, "one more")
 
 
 def test_without_a_limit_nothing_goes(store: Store) -> None:
