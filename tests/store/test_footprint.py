@@ -10,6 +10,7 @@ import pytest
 
 from edged.align.signals import Feedback, record_pair, record_signal
 from edged.store import Store, utc_now, utc_text
+from edged.store.adapters import forget_adapter
 from edged.store.completions import Choice, Completion, insert_completion
 from edged.store.footprint import Footprint, StorageFull, stored_bytes
 
@@ -80,7 +81,7 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
     with pytest.raises(StorageFull, match=r'MiB of user "ann" are kept, and limits.stored_mb'):
         store.write(lambda db: footprint.demand_room(db, "ann")).result()
     store.write(lambda db: footprint.demand_room(db, "bob")).result()
-    store.write(lambda db: db.execute("DELETE FROM pairs") and db.execute("DELETE FROM completions")).result()
+    store.write(lambda db: forget_adapter(db, "ann")).result()
     now[0] += 60
     store.write(lambda db: footprint.demand_room(db, "ann")).result()
 
