@@ -52,8 +52,9 @@ class Footprint:
         """Count what was written of a user; the oldest completions that no feedback refers to make room for it."""
         if not self._most:
             return
-        kept, counted_s = self._counted(db, user)
-        self._known[user] = (kept + size_bytes, counted_s)
+        if user in self._known:
+            kept, counted_s = self._known[user]
+            self._known[user] = (kept + size_bytes, counted_s)
         if self._over(db, user):
             trim_completions(db, user, self._known[user][0] - int(self._most * _TRIM_TO))
             self._known[user] = (stored_bytes(db, user), self._clock())
@@ -91,7 +92,7 @@ def stored_bytes(db: Database, user: str) -> int:
 
 
 def trim_completions(db: Database, user: str, excess_bytes: int) -> int:
-    """Delete a user's oldest completions without feedback until `excess_bytes` are gone; returns how many."""
+    """Delete a user's oldest completions that no feedback refers to, until `excess_bytes` are gone: how many."""
     return db.execute(
         f"""DELETE FROM completions WHERE rowid IN (
                 SELECT rowid FROM (

@@ -248,7 +248,7 @@ async def test_beyond_the_queue_a_client_is_told_to_come_back(daemon: LiveDaemon
         answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
     assert refused
-    assert refused[0].response.headers["Retry-After"] == "1"
+    assert 1 <= int(refused[0].response.headers["Retry-After"]) <= 60
     assert any(not isinstance(answer, BaseException) for answer in answers)
     assert daemon.idle()
 

@@ -10,6 +10,7 @@ import pytest
 
 from edged.align.signals import Feedback, record_pair, record_signal
 from edged.store import Store, utc_now, utc_text
+from edged.store.adapters import forget_adapter
 from edged.store.completions import Choice, Completion, insert_completion
 from edged.store.footprint import Footprint, StorageFull, stored_bytes
 
@@ -42,6 +43,16 @@ def answer(store: Store, footprint: Footprint, name: str, user: str = "ann", siz
     store.write(write).result()
 
 
+def teach(store: Store, footprint: Footprint, chosen: str, prompt: str = "q") -> None:
+    """One pair of ann's."""
+
+    def write(db: Any) -> None:
+        footprint.demand_room(db, "ann")
+        footprint.learned(db, "ann", record_pair(db, "ann", chosen, "bad", utc_now(), prompt=prompt).pair_ids)
+
+    store.write(write).result()
+
+
 def names(store: Store) -> list[str]:
     return [row[0] for row in store.read(lambda db: db.execute("SELECT id FROM completions ORDER BY rowid").fetchall())]
 
@@ -66,12 +77,11 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
         if f"a{i}" in names(store):
             store.write(lambda db, i=i: record_signal(db, Feedback("ann", f"a{i}", "up"), utc_now())).result()
     assert names(store)[0] == "a0"
-    store.write(lambda db: record_pair(db, "ann", "good " * 400, "bad", utc_now(), prompt="q")).result()
-    now[0] += 60
+    teach(store, footprint, "good " * 400)
     with pytest.raises(StorageFull, match=r'MiB of user "ann" are kept, and limits.stored_mb'):
         store.write(lambda db: footprint.demand_room(db, "ann")).result()
     store.write(lambda db: footprint.demand_room(db, "bob")).result()
-    store.write(lambda db: db.execute("DELETE FROM pairs") and db.execute("DELETE FROM completions")).result()
+    store.write(lambda db: forget_adapter(db, "ann")).result()
     now[0] += 60
     store.write(lambda db: footprint.demand_room(db, "ann")).result()
 
@@ -79,24 +89,10 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
 def test_pairs_count_as_they_come(store: Store) -> None:
     footprint = Footprint(5000, lambda: 0.0)
 
-    def teach(number: int) -> None:
-        def write(db: Any) -> None:
-            footprint.demand_room(db, "ann")
-            pair = record_pair(db, "ann", "good " * 100, "bad", utc_now(), prompt=f"q{number}")
-            footprint.learned(db, "ann", pair.pair_ids)
-
-        store.write(write).result()
-
-    number = 0
-
-    def until_it_is_full() -> None:
-        nonlocal number
-        for number in range(20):
-            teach(number)
-
+    for number in range(10):
+        teach(store, footprint, "good " * 100, f"q{number}")
     with pytest.raises(StorageFull):
-        until_it_is_full()
-    assert number == 10
+        teach(store, footprint, "good " * 100, "one more")
 
 
 def test_without_a_limit_nothing_goes(store: Store) -> None:
