@@ -40,7 +40,9 @@ def test_the_sandbox_leaves_little_exposed() -> None:
     assert float(found[1]) <= MOST_EXPOSURE
 
 
-@pytest.mark.parametrize("hole", ["ProcSubset", "PrivateUsers", "PrivateDevices", "PrivateNetwork", "MemoryDenyWriteExecute"])
+@pytest.mark.parametrize(
+    "hole", ["ProcSubset", "PrivateUsers", "PrivateDevices", "PrivateNetwork", "MemoryDenyWriteExecute"]
+)
 def test_every_hole_that_stays_open_says_why(hole: str) -> None:
     text = (UNITS / "edged.service").read_text()
     before = text[: text.index(f"\n{hole}=")]
