@@ -17,8 +17,11 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-"""What a user (and so an adapter) may be called: it becomes a folder's name."""
+from edged.config_access import USER_NAME as USER_NAME
+from edged.config_access import AccessSettings as AccessSettings
+from edged.config_access import LimitSettings as LimitSettings
+
+_HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -91,6 +94,9 @@ class CacheSettings(_Section):
     page_size: Count = Field(16, description="tokens of one page")
     memory_mb: int = Field(0, ge=0, description="bytes of K/V pages / 2^20; 0: derived from free memory")
     prefix_sharing: bool = Field(True, description="reuse pages of equal prompt prefixes")
+    share_across: Literal["all", "user"] = Field(
+        "all", description="whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
+    )
     spill: Literal["auto", "off", "host", "disk"] = Field(
         "auto", description="where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
     )
@@ -208,12 +214,52 @@ class GuardSettings(_Section):
     max_kl_nats: Positive = Field(20.0, description="KL to the base per held-out answer token, in nats")
 
 
+class GovernorSettings(_Section):
+    """What edged gives up for its neighbours, for heat and for power."""
+
+    enabled: bool = Field(True, description="follow the box's memory, temperature and power; off: they are only shown")
+    memory_reserve_mb: int = Field(
+        0, ge=0, description="memory that the box is to have free for others / 2^20; 0: a twentieth, 256 to 2048"
+    )
+    pressure_percent: Annotated[float, Field(ge=1.0, le=100.0)] = Field(
+        10.0, description="share of time that tasks wait for memory (PSI) from which memory counts as short"
+    )
+    temperature_limit_c: float = Field(
+        0.0, ge=0.0, description="temperature that is not to be reached; 0: where the sensors say that parts slow down"
+    )
+    temperature_margin_c: Positive = Field(
+        10.0, description="so far below the limit fine-tuning begins to give way; nearer, it pauses"
+    )
+    on_battery: Literal["pause", "slow", "ignore"] = Field("pause", description="fine-tuning while on battery")
+    quiet_hours: str = Field("", description='no fine-tuning then, local time, such as "22:00-06:00"; empty: none')
+
+    @field_validator("quiet_hours")
+    @classmethod
+    def _are_hours(cls, hours: str) -> str:
+        minutes_of(hours)
+        return hours
+
+
+def minutes_of(hours: str) -> tuple[int, int] | None:
+    """(first, end) minute of the day of hours such as "22:00-06:00"; None for "". PydanticCustomError otherwise."""
+    if not hours:
+        return None
+    found = _HOURS.fullmatch(hours.strip())
+    first, end = (60 * int(found[n]) + int(found[n + 1]) for n in (1, 3)) if found else (0, 0)
+    if first == end:
+        raise PydanticCustomError("hours", 'write two times of the day such as "22:00-06:00", or "" for none')
+    return first, end
+
+
 class ApiSettings(_Section):
     """The socket."""
 
     socket: str = Field("", description="Unix socket; empty: EDGED_SOCKET, then the runtime folders")
     listen: str = Field("", description="HOST:PORT of an additional TCP listener; empty: none")
-    token: str = Field("", description="bearer token of the TCP listener; needed beyond loopback")
+    token: str = Field("", description="an admin's token over TCP, in clear; of those in [access] a hash is kept")
+    socket_mode: Literal["0600", "0660", "0666"] = Field(
+        "0660", description="who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
+    )
     max_body_kb: Count = Field(1024, description="largest request body in KiB")
     max_stop_chars: Count = Field(1024, description="longest stop string")
 
@@ -238,6 +284,14 @@ class LogSettings(_Section):
     slow_ttft_s: Positive = Field(10.0, description="a request whose first token took longer is a warning")
 
 
+class MetricsSettings(_Section):
+    """What `GET /metrics` shows."""
+
+    adapters: int = Field(
+        20, ge=0, description="adapters shown by name, the latest active; the rest is summed as other"
+    )
+
+
 class Settings(_Section):
     """All settings of one daemon."""
 
@@ -247,9 +301,13 @@ class Settings(_Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     align: AlignSettings = AlignSettings()
     guard: GuardSettings = GuardSettings()
+    governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()
+    access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
     store: StoreSettings = StoreSettings()
     log: LogSettings = LogSettings()
+    metrics: MetricsSettings = MetricsSettings()
 
 
 def load_settings(
@@ -297,12 +355,13 @@ def _explain(item: Any) -> str:
     where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
-        known = Settings.model_fields if len(where) == 1 else _section_fields(where[0])
-        return f'unknown setting "{dotted}": {_nearest(where[-1], known)}'
+        return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
     if item["type"] == "literal_error":
-        choices = get_args(_section_fields(where[0])[where[1]].annotation)
+        choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+    return f'setting "{dotted}"' + (
+        f": {item['msg']}" if item["type"] == "edged" else f" = {item['input']!r}: {item['msg']}"
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -311,6 +370,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
-def _section_fields(section: str) -> dict[str, Any]:
-    field = Settings.model_fields.get(section)
-    return dict(field.annotation.model_fields) if field and field.annotation else {}
+def _fields_at(where: Iterable[str]) -> dict[str, Any]:
+    """The settings of a section, or of a table in one of its lists."""
+    model: Any = Settings
+    for part in where:
+        if not part.isdigit():
+            model = model.model_fields[part].annotation
+            model = get_args(model)[0] if get_args(model) else model
+    return dict(model.model_fields)

@@ -27,8 +27,12 @@ from edged import logs
 from edged.align.journal import Journal
 from edged.align.pair import Record
 from edged.align.told import Told
+from edged.api.access import Access, AccessError
+from edged.api.admission import Admission
 from edged.api.app import make_app
+from edged.api.connections import Site
 from edged.api.hub import Hub
+from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses
 from edged.api.teacher import Teacher
@@ -36,10 +40,12 @@ from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
 from edged.engine.text import Codec, CodecError
+from edged.governors.governors import Governors
 from edged.models import demo_model_dir
 from edged.reload import Reloaded, Reloader, adopted
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
@@ -70,7 +76,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
         faulthandler.enable()
     try:
         return asyncio.run(Daemon(settings, os.environ, load).run())
-    except (ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
+    except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
         if logs.writes_json(settings.log, os.environ, sys.stderr):
             logs.event(log, logging.ERROR, "start_refused", str(error))
         else:
@@ -145,18 +151,18 @@ class Daemon:
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
         try:
-            listeners = take_addresses(self._settings.api, self._environ)
+            access = Access(self._settings.access, self._settings.api.token)
+            listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
             try:
-                return await self._serve(listeners, store, folder)
+                return await self._serve(listeners, access, store, folder)
             finally:
                 listeners.close()
         finally:
             store.close()
 
-    async def _serve(self, listeners: Listeners, store: Store, folder: Path) -> int:
+    async def _serve(self, listeners: Listeners, access: Access, store: Store, folder: Path) -> int:
         runner = web.AppRunner(
-            make_app(self._settings.api, self._lifecycle),
-            access_log=None,
+            make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
             handle_signals=False,
             handler_cancellation=True,
             shutdown_timeout=_HANDLERS_END_S,
@@ -164,7 +170,7 @@ class Daemon:
         await runner.setup()
         try:
             for item in listeners.sockets:
-                await web.SockSite(runner, item).start()
+                await Site(runner, item, self._settings.limits).start()
             self._tell_start(listeners, folder)
             hub = Hub(asyncio.get_running_loop())
             loading = asyncio.ensure_future(_in_thread(lambda: self._load(store, hub, folder), "edged-loader"))
@@ -198,6 +204,10 @@ class Daemon:
         journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
         self._journal = journal
         teacher = Teacher(store, codec, engine, settings.align)
+        monitor = DeviceMonitor(facts["device"])
+        governors = Governors(settings.governor, engine.use, engine.limit)
+        monitor.subscribe(governors.hear)
+        governors.hear(monitor.latest)
         services = Services(
             settings=settings,
             model=name,
@@ -207,7 +217,11 @@ class Daemon:
             codec=codec,
             hub=hub,
             teacher=teacher,
-            monitor=DeviceMonitor(facts["device"]),
+            monitor=monitor,
+            admission=Admission.for_engine(settings.serving),
+            limits=Limits(settings.limits),
+            footprint=Footprint(settings.limits.stored_mb * 2**20),
+            governors=governors,
             started_at_s=time.time(),
             reload=self._reload,
         )
@@ -238,6 +252,7 @@ class Daemon:
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
+        services.monitor.start()
         self._lifecycle.ready(services)
         self._loaded.set()
         self._manager.ready(_status(services))
@@ -254,6 +269,7 @@ class Daemon:
         for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
+        services.monitor.stop()
         started = time.monotonic()
         await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
         await runner.cleanup()

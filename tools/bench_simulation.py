@@ -2,11 +2,12 @@
 """Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
 
     python tools/bench_simulation.py TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs mace]
-                                     [--profile FILE] [--quick] [--output FILE]
+                                     [--rounds 3] [--profile FILE] [--quick] [--output FILE]
 
 Measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace while learning
-the pairs (`edged bench replay`) and simulates the same requests and pairs with the profile's times, policy by policy.
-Nothing is held out for tests, which a simulation leaves out. Printed: measured, simulated, and simulated over measured.
+the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the profile's times.
+Nothing is held out for tests, which a simulation leaves out. Printed: the median of the replays with the smallest and
+the largest, the simulation, and simulated over measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from edged.engine.process import prepare
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
     parser.add_argument("--retrain-rate", type=float, default=0.5, help="pairs per request (default 0.5)")
     parser.add_argument("--seconds", type=float, default=None, help="of the load (default 60; quick: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="replays of each policy (default 3)")
     parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
     parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
     parser.add_argument("--profile", type=Path, help="this machine's (default: it is measured first)")
@@ -71,10 +74,14 @@ def main() -> None:
         config.write_text(
             f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n"
         )
-        report = {policy: both(options, profile, config, policy) for policy in options.policies}
+        rounds = [[replayed(options, config, policy) for policy in options.policies] for _ in range(options.rounds)]
+        report = {
+            policy: {"measured": measured, "simulated": simulated(options, profile, config, policy, measured[0])}
+            for policy, measured in zip(options.policies, zip(*rounds, strict=True), strict=True)
+        }
     for policy, sides in report.items():
-        print(f"{policy}\n{'':<28}{'measured':>12}{'simulated':>12}{'ratio':>8}")
-        for line in table(sides):
+        print(f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}")
+        for line in table(**sides):
             print(line)
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
@@ -96,12 +103,19 @@ def measured_profile(model: Path, folder: Path, quick: bool) -> Path:
     return path
 
 
-def both(options: argparse.Namespace, profile: Path, config: Path, policy: str) -> dict[str, Any]:
-    """A replay's report and its simulation's."""
+def replayed(options: argparse.Namespace, config: Path, policy: str) -> dict[str, Any]:
+    """A replay's report."""
     load = ["--trace", options.trace, "--rate", f"{options.rate}", "--retrain-rate", f"{options.retrain_rate}"]
     run = ["--seconds", f"{options.seconds}", "--seed", f"{options.seed}", "--policy", policy, "--config", str(config)]
     what = ["--pairs", str(options.pairs), "--format", options.format, "--model", str(options.model), "--json"]
-    measured = json.loads(edged(["bench", "replay", *load, *run, *what]))
+    report: dict[str, Any] = json.loads(edged(["bench", "replay", *load, *run, *what]))
+    return report
+
+
+def simulated(
+    options: argparse.Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """The report of a simulation of what was `measured`, with its longest context."""
     settings = load_settings(config, overrides={"scheduler.policy": policy})
     plan = SimulationPlan(
         trace=options.trace,
@@ -114,12 +128,12 @@ def both(options: argparse.Namespace, profile: Path, config: Path, policy: str) 
         seed=options.seed,
         pair_lengths=list(lengths(options, settings)),
     )
-    simulated = simulate(plan)
-    if simulated["model"]["max_context_tokens"] != measured["model"]["max_context_tokens"]:
-        longest = measured["model"]["max_context_tokens"]
+    report = simulate(plan)
+    longest = measured["model"]["max_context_tokens"]
+    if report["model"]["max_context_tokens"] != longest:
         model = plan.settings.model.model_copy(update={"max_context_tokens": longest})
-        simulated = simulate(replace(plan, settings=plan.settings.model_copy(update={"model": model})))
-    return {"measured": measured, "simulated": simulated}
+        report = simulate(replace(plan, settings=plan.settings.model_copy(update={"model": model})))
+    return report
 
 
 def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
@@ -129,15 +143,23 @@ def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[i
         yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
 
 
-def table(sides: dict[str, Any]) -> Iterator[str]:
+def table(measured: Sequence[dict[str, Any]], simulated: dict[str, Any]) -> Iterator[str]:
     """One line for each figure."""
     for name, path in FIGURES:
-        measured, simulated = sides["measured"], sides["simulated"]
-        for key in path:
-            measured, simulated = measured[key], simulated[key]
-        ratio = f"{simulated / measured:8.2f}" if measured and simulated is not None else f"{'-':>8}"
-        shown = [f"{'-' if value is None else format(value, '12.1f'):>12}" for value in (measured, simulated)]
-        yield f"{name:<28}{''.join(shown)}{ratio}"
+        values = [value for report in measured if (value := figure(report, path)) is not None]
+        middle, guess = median(values) if values else None, figure(simulated, path)
+        ratio = f"{guess / middle:8.2f}" if middle and guess is not None else f"{'-':>8}"
+        spread = f"({min(values):.1f}-{max(values):.1f})" if values else ""
+        shown = ["-" if value is None else f"{value:.1f}" for value in (middle, guess)]
+        yield f"{name:<28}{shown[0]:>12}{spread:>18}{shown[1]:>12}{ratio}"
+
+
+def figure(report: dict[str, Any], path: Sequence[str]) -> float | None:
+    """A number of a report."""
+    value: Any = report
+    for key in path:
+        value = value[key]
+    return value
 
 
 if __name__ == "__main__":

@@ -114,9 +114,12 @@ class Shelf:
         self.versions.pop(adapter, None)
         self.files.forget(adapter)
 
-    def tidy(self, busy: Collection[str]) -> list[str]:
-        """Drop the least recently used states beyond the bound that are on disk and not `busy`; who was dropped."""
-        excess = max(0, len(self._places) - self._align.max_loaded_adapters)
+    def tidy(self, busy: Collection[str], most: int | None = None) -> list[str]:
+        """Drop the least recently used states beyond the bound that are on disk and not `busy`; who was dropped.
+
+        The bound is `most`, or as set.
+        """
+        excess = max(0, len(self._places) - (self._align.max_loaded_adapters if most is None else most))
         idle = (n for n, place in self._places.items() if place.written == place.state.version and n not in busy)
         dropped = list(islice(idle, excess))
         for name in dropped:

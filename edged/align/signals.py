@@ -79,15 +79,20 @@ def record_signal(db: Database, report: Feedback, now: datetime) -> FeedbackResu
     """Store a signal and the pairs that follow from it. The same report again changes nothing. Raises FeedbackError."""
     completion = get_completion(db, report.completion_id)
     if completion is None:
-        raise FeedbackError(
-            f'completion "{report.completion_id}" is not known: it was never answered here, or it is too old',
-            "unknown_completion",
-        )
+        raise unknown_completion(report.completion_id)
     learner = _learner(completion, report.user)
     answer = answer_of(db, completion, _choice(completion, report))
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
     return _record(db, answer, signal)
+
+
+def unknown_completion(completion_id: str) -> FeedbackError:
+    """What is said of a completion that is not there, or that is not the asker's."""
+    return FeedbackError(
+        f'completion "{completion_id}" is not known: it was never answered here, or it is too old',
+        "unknown_completion",
+    )
 
 
 def record_pair(

@@ -111,10 +111,10 @@ class Trainer:
             self._learners[adapter].unreadable = unreadable
             self._note(self._learners[adapter])
 
-    def tidy(self, busy: Collection[str]) -> None:
-        """Drop idle states from memory when there are too many; `busy` adapters answer somebody now."""
+    def tidy(self, busy: Collection[str], most: int | None = None) -> None:
+        """Drop idle states from memory when there are more than `most`, or than is set; `busy` ones answer somebody."""
         working = {name for name, learner in self._learners.items() if learner.step is not None}
-        for name in self.shelf.tidy(working.union(busy)):
+        for name in self.shelf.tidy(working.union(busy), most):
             if name in self._learners:
                 self._learners[name].best_weights = None
 

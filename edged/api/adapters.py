@@ -14,6 +14,7 @@ from sqlite_utils import Database
 from edged.align import metrics
 from edged.align.trainer import UnknownAdapter, UnknownVersion
 from edged.api import wire
+from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.schemas import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
@@ -26,10 +27,13 @@ _MOST_SERIES_PAIRS = 100_000
 
 
 async def list_adapters(request: web.Request) -> web.Response:
-    """Every adapter's metrics."""
-    services = services_of(request)
+    """Metrics of every adapter that the caller may speak for."""
+    services, caller = services_of(request), caller_of(request)
     known = await asyncio.to_thread(services.store.read, metrics.summaries)
-    return web.json_response({"adapters": [_current(services, item) for item in known]}, dumps=wire.dumps)
+    return web.json_response(
+        {"adapters": [_current(services, item) for item in known if caller.speaks_for(item["adapter"])]},
+        dumps=wire.dumps,
+    )
 
 
 async def get_adapter(request: web.Request) -> web.Response:
@@ -115,9 +119,11 @@ def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(request: web.Request) -> str:
+    """The adapter that a URL names. Raises ApiError when it cannot be one, or is not the caller's."""
     name = request.match_info["name"]
     if not USER_NAME.fullmatch(name):
         raise _unknown(name)
+    caller_of(request).demand_user(name)
     return name
 
 

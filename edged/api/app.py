@@ -5,37 +5,65 @@ Owns the table of routes and the checks before every one of them. Must not know 
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-from typing import Any
+import asyncio
+import warnings
+from typing import Literal
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, models, settings_route, status
+from edged.api import adapters, completions, feedback, metrics, models, settings_route, status, trace
+from edged.api.access import CALLER, Access, is_loopback, over_tcp
+from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
-from edged.config import ApiSettings
+from edged.config import AccessSettings, ApiSettings, LimitSettings
+from edged.config_access import Role
+from edged.observe.observer import Observer
+
+# A request's caller has a plain name, which aiohttp would rather have as an object.
+warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _PROBES = ("/healthz", "/readyz")
-_ALWAYS = (*_PROBES, "/v1/status")
+_ALWAYS = (*_PROBES, "/v1/status", "/metrics")
+
+ROLES: dict[str, Role | Literal["anybody"]] = {
+    "POST /v1/chat/completions": "use",
+    "POST /v1/completions": "use",
+    "GET /v1/models": "use",
+    "GET /v1/models/{id}": "use",
+    "POST /v1/feedback": "train",
+    "GET /v1/feedback": "train",
+    "GET /v1/adapters": "use",
+    "GET /v1/adapters/{name}": "use",
+    "DELETE /v1/adapters/{name}": "train",
+    "POST /v1/adapters/{name}/rollback": "train",
+    "GET /v1/adapters/{name}/export": "train",
+    "GET /v1/status": "use",
+    "GET /healthz": "anybody",
+    "GET /readyz": "anybody",
+}
+"""The role that a route needs; one that is not here is for admins. For whom a caller may speak, its handler checks."""
 
 
-def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
+def make_app(
+    settings: ApiSettings,
+    lifecycle: Lifecycle,
+    access: Access | None = None,
+    limits: LimitSettings | None = None,
+) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
-    app = web.Application(
-        middlewares=[
-            request_lines,
-            errors_as_json,
-            _token_check(settings.token) if settings.token else _browser_check(settings.listen),
-            _phase_check,
-        ],
-        client_max_size=settings.max_body_kb * 1024,
-    )
-    app[LIFECYCLE] = lifecycle
+    access = access or Access(AccessSettings(), settings.token)
+    checks = [_caller_check(access), _phase_check, _body_check((limits or LimitSettings()).body_s)]
+    if not access.has_tokens:
+        checks.insert(0, _browser_check(settings.listen))
+    middlewares = [request_lines, errors_as_json, *checks]
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
+    app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
+    app.cleanup_ctx.append(metrics.observing)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat_completions),
@@ -51,6 +79,8 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
             web.get("/v1/adapters/{name}/export", adapters.export),
             web.get("/v1/status", status.status),
             web.post("/v1/reload", settings_route.reload),
+            web.get("/v1/trace", trace.get_trace),
+            web.get("/metrics", metrics.metrics),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
         ]
@@ -58,25 +88,24 @@ def make_app(settings: ApiSettings, lifecycle: Lifecycle) -> web.Application:
     return app
 
 
-def _token_check(token: str) -> Middleware:
-    """Callers over TCP show the token; who may open the Unix socket is the file system's matter."""
-    expected = f"Bearer {token}".encode()
+def _caller_check(access: Access) -> Middleware:
+    """Every request has a caller, who needs the route's role."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _over_tcp(request) and request.path not in _PROBES:
-            shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(shown, expected):
-                raise ApiError(
-                    401, 'send "Authorization: Bearer TOKEN" with api.token', code="invalid_api_key",
-                    kind="authentication_error",
-                )  # fmt: skip
+        header_came(request)
+        resource = request.match_info.route.resource
+        method = "GET" if request.method == "HEAD" else request.method
+        role = ROLES.get(f"{method} {resource.canonical}", "admin") if resource is not None else "anybody"
+        if role != "anybody":
+            caller = request[CALLER] = await access.caller(request)
+            caller.demand_role(role)
         return await handler(request)
 
     return check
 
 
-def _browser_check(listen: str) -> Any:
+def _browser_check(listen: str) -> Middleware:
     """Without a token, web pages that this box's browser shows must not reach the TCP listener.
 
     Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
@@ -86,9 +115,9 @@ def _browser_check(listen: str) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if _over_tcp(request) and request.path not in _PROBES:
+        if over_tcp(request) and request.path not in _PROBES:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-            if not _is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
+            if not is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
                 raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
             if origin is not None and origin.lower() != f"http://{host.lower()}":
                 raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
@@ -105,20 +134,8 @@ def _name_in(host: str) -> str:
         return ""
 
 
-def _is_loopback(name: str) -> bool:
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
 def _forbidden(message: str, code: str) -> ApiError:
     return ApiError(403, f"{message}; or set api.token", code=code, kind="permission_error")
-
-
-def _over_tcp(request: web.Request) -> bool:
-    name = request.transport.get_extra_info("sockname") if request.transport else None
-    return isinstance(name, tuple)
 
 
 @web.middleware
@@ -128,3 +145,21 @@ async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResp
     if problem and request.path not in _ALWAYS:
         raise problem
     return await handler(request)
+
+
+def _body_check(body_s: float) -> Middleware:
+    """Bodies come in time. Handlers find them read."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(body_s):
+                await request.read()
+        except TimeoutError:
+            error = ApiError(408, f"the body did not come within limits.body_s = {body_s:g} s", code="body_too_slow")
+            answer = error.response()
+            answer.force_close()
+            return answer
+        return await handler(request)
+
+    return check

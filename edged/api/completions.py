@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.api import wire
+from edged.api.access import Caller, caller_of
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
 from edged.api.models import check_tokens, split_model
@@ -30,26 +31,28 @@ _THREAD_CHARS = 20_000
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """An answer to a conversation."""
-    services = services_of(request)
+    services, caller = services_of(request), caller_of(request)
     body = validate(ChatRequest, parse_json(await request.read()))
+    caller.demand_user(body.user, split_model(services, body.model)[1])
     messages = tuple(message.plain() for message in body.messages)
     chars = sum(len(message["content"]) for message in messages)
     prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
-    ask = _ask(services, body, prompt_ids, "chatcmpl-", messages=messages)
+    ask = _ask(services, caller, body, prompt_ids, "chatcmpl-", messages=messages)
     return await _answer(request, services, ask, body)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """A continuation of a text."""
-    services = services_of(request)
+    services, caller = services_of(request), caller_of(request)
     body = validate(CompletionRequest, parse_json(await request.read()))
+    caller.demand_user(body.user, split_model(services, body.model)[1])
     if isinstance(body.prompt, str):
         prompt_ids = await _tokenize(services.codec.encode_prompt, body.prompt, len(body.prompt))
-        ask = _ask(services, body, prompt_ids, "cmpl-", prompt=body.prompt)
+        ask = _ask(services, caller, body, prompt_ids, "cmpl-", prompt=body.prompt)
     else:
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
-        ask = _ask(services, body, ids, "cmpl-")
+        ask = _ask(services, caller, body, ids, "cmpl-")
     return await _answer(request, services, ask, body)
 
 
@@ -60,6 +63,7 @@ async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
 
 def _ask(
     services: Services,
+    caller: Caller,
     body: ChatRequest | CompletionRequest,
     prompt_ids: list[int],
     prefix: str,
@@ -77,6 +81,8 @@ def _ask(
         sampling=_sampling(services, body, len(prompt_ids)),
         stops=_stops(services, body),
         choices=body.n or 1,
+        tenant=body.user or adapter or caller.tenant,
+        teaches=caller.may("train"),
         user=body.user,
         adapter=adapter or body.user,
         messages=messages,
@@ -139,14 +145,17 @@ async def _answer(
 ) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
-    generation = Generation(services, ask)
+    generation, limits = Generation(services, ask), services.limits
     name_request(request, ask.completion_id)
     note(request, completion=ask.completion_id, user=ask.user, adapter=ask.adapter, prompt_tokens=len(ask.prompt_ids))
-    generation.start()
+    most_tokens = len(ask.prompt_ids) + ask.choices * ask.sampling.max_tokens
+    limits.begin(ask.tenant, ask.choices, most_tokens)
+    headers = wire.rate_headers(limits.remaining(ask.tenant))
     try:
+        await generation.start()
         if body.stream:
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return await _stream(request, services, generation, with_usage)
+            return await _stream(request, services, generation, with_usage, headers)
         async for _ in generation.updates():
             pass
         await generation.store()
@@ -155,15 +164,16 @@ async def _answer(
         generation.abandon()
         raise
     finally:
+        limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
         note(request, **generation.facts())
-    return web.json_response(wire.full(generation, services.codec), dumps=wire.dumps)
+    return web.json_response(wire.full(generation, services.codec), headers=headers, dumps=wire.dumps)
 
 
 async def _stream(
-    request: web.Request, services: Services, generation: Generation, with_usage: bool
+    request: web.Request, services: Services, generation: Generation, with_usage: bool, headers: dict[str, str]
 ) -> web.StreamResponse:
     """The answer in server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
     extra: wire.Json = {"usage": None} if with_usage else {}
     try:

@@ -7,32 +7,44 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from edged.align.signals import FeedbackError
+from edged.api.admission import QueueFull
+from edged.api.limits import LimitReached
 from edged.config import ConfigError
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.engine.text import CodecError
 from edged.store import StoreError
+from edged.store.footprint import StorageFull
 
 log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
-_RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1.0
 
 
 class ApiError(Exception):
     """An answer that is an error. `param` names the field at fault, `code` is for programs."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str = ""
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "",
+        retry_after_s: float = _RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
@@ -43,7 +55,7 @@ class ApiError(Exception):
         """The whole answer."""
         headers = dict(headers or {})
         if self.status in (429, 503):
-            headers["Retry-After"] = str(_RETRY_AFTER_S)
+            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         return web.json_response(self.body(), status=self.status, headers=headers, dumps=json.dumps)
 
 
@@ -62,6 +74,10 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code)
 
 
+def _too_much(message: str, code: str, retry_after_s: float) -> ApiError:
+    return ApiError(429, message, code=code, kind="rate_limit_error", retry_after_s=retry_after_s)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of any exception; what nobody foresaw is logged here and not told."""
     match error:
@@ -69,8 +85,12 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case EngineStopping():
             return unavailable(str(error), "stopping")
+        case QueueFull():
+            return _too_much(str(error), "queue_full", error.retry_after_s)
+        case LimitReached():
+            return _too_much(str(error), "rate_limit_reached", error.retry_after_s)
         case EngineBusy():
-            return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
+            return _too_much(str(error), "queue_full", _RETRY_AFTER_S)
         case RequestRefused():
             return bad_request(str(error), code="request_refused")
         case FeedbackError():
@@ -78,6 +98,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(error), code=error.kind)
         case CodecError():
             return bad_request(str(error), code="bad_text")
+        case StorageFull():
+            return ApiError(403, str(error), code="storage_full", kind="permission_error")
         case ConfigError():
             return bad_request(str(error), code="bad_settings")
         case StoreError():

@@ -14,15 +14,18 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.formats import export_pair
-from edged.align.signals import Feedback, FeedbackResult, record_pair, record_signal
+from edged.align.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api import wire
+from edged.api.access import Caller, caller_of
 from edged.api.errors import bad_request
 from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
 from edged.store import utc_now
+from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
+from edged.store.footprint import Footprint
 
 log = logging.getLogger("edged.api")
 
@@ -32,11 +35,13 @@ _EXPORT_ROWS = 256
 
 async def post_feedback(request: web.Request) -> web.Response:
     """Take a signal or a pair. 200 means that it is on disk."""
-    services = services_of(request)
+    services, caller = services_of(request), caller_of(request)
     body = parse_feedback(parse_json(await request.read()))
+    caller.demand_user(body.user)
+    services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body))
+    written = services.store.write(lambda db: _record(db, body, caller, services.footprint))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
@@ -51,12 +56,16 @@ async def post_feedback(request: web.Request) -> web.Response:
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
-    """All pairs (of `?user=NAME`) as JSON lines, in the shape that `edged feedback import --format edged` takes."""
-    services = services_of(request)
+    """All pairs of those whom the caller may speak for (or of `?user=NAME`) as JSON lines.
+
+    They have the shape that `edged feedback import --format edged` takes.
+    """
+    services, caller = services_of(request), caller_of(request)
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
-    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user))
+    caller.demand_user(user)
+    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, caller.speaks_for))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
     try:
@@ -72,13 +81,24 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _record(db: Database, body: SignalRequest | PairRequest) -> FeedbackResult:
+def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint) -> FeedbackResult:
+    """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
+    users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
+    if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
+        # Nor does it say that there is such a one.
+        raise unknown_completion(body.completion_id)
+    for user in users:
+        footprint.demand_room(db, user)
     if isinstance(body, SignalRequest):
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
-        return record_signal(db, report, utc_now())
-    messages = [message.plain() for message in body.messages] if body.messages is not None else None
-    pair = (body.user, body.chosen, body.rejected)
-    return record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+        result = record_signal(db, report, utc_now())
+    else:
+        messages = [message.plain() for message in body.messages] if body.messages is not None else None
+        pair = (body.user, body.chosen, body.rejected)
+        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+    for user in users:
+        footprint.learned(db, user, () if result.duplicate else result.pair_ids)
+    return result
 
 
 def _learn(services: Services, written: Future[FeedbackResult]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,6 +39,10 @@ class Ask:
     sampling: Sampling
     stops: tuple[str, ...]
     choices: int
+    tenant: str
+    """Whose share it counts as: the user, else the adapter, else the caller."""
+    teaches: bool
+    """Whether the next turn may count against the answer before it: the caller may train."""
     user: str | None = None
     adapter: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
@@ -173,8 +178,13 @@ class Generation:
         """The adapter's version that answered; 0 is the base model."""
         return max(answer.version for answer in self.answers)
 
-    def start(self) -> None:
-        """Submit one engine request per choice; their prompt is computed once. Raises EngineBusy, RequestRefused."""
+    async def start(self) -> None:
+        """When it is their turn, submit one engine request per choice; their prompt is computed once.
+
+        Raises EngineBusy, RequestRefused.
+        """
+        asked_s = time.monotonic()
+        await self._services.admission.enter(self.ask.tenant, self.ask.choices)
         ids = [answer.request_id for answer in self.answers]
         self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._services.hub.expect(ids, self._queue)
@@ -185,12 +195,18 @@ class Generation:
                 sampling=_nth(self.ask.sampling, index),
                 adapter=self.ask.adapter,
                 service=self.ask.service,
+                tenant=self.ask.tenant if self._services.settings.cache.share_across == "user" else "",
             )
             try:
-                self._services.engine.submit(request)
+                self._services.engine.submit(request, asked_s)
             except Exception:
                 self._cancel()
                 raise
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and of all answers until now."""
+        return len(self.ask.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 
     async def updates(self) -> AsyncIterator[list[Answer]]:
         """Choices that something happened to, until all have ended. Raises ApiError when the engine gave one up."""
@@ -250,6 +266,7 @@ class Generation:
             return
         answer.end(event)
         del self._unfinished[event.request_id]
+        self._services.admission.leave(1)
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
@@ -259,6 +276,8 @@ class Generation:
         self._services.hub.drop(self._unfinished)
         for request_id in self._unfinished:
             self._services.engine.cancel(request_id)
+        if self._unfinished:
+            self._services.admission.leave(len(self._unfinished))
         self._unfinished.clear()
 
     def _record(self, db: Database) -> tuple[int, ...]:
@@ -278,8 +297,14 @@ class Generation:
             prompt=ask.prompt,
         )
         insert_completion(db, completion, self._services.settings.store.keep_completions)
-        result = note_next_turn(db, completion.id, now) if completion.learner and ask.messages else None
-        return () if result is None or result.duplicate else result.pair_ids
+        if ask.adapter is not None:
+            self._services.footprint.added(db, ask.adapter, completion.size)
+        taught = ask.teaches and completion.learner and ask.messages
+        result = note_next_turn(db, completion.id, now) if taught else None
+        if result is None or result.duplicate:
+            return ()
+        self._services.footprint.learned(db, completion.learner or "", result.pair_ids)
+        return result.pair_ids
 
 
 def _nth(sampling: Sampling, index: int) -> Sampling:

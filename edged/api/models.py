@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.api import wire
+from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
@@ -47,9 +48,10 @@ def _unknown(services: Services, model: str) -> ApiError:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The base model and one model per adapter."""
-    services = services_of(request)
-    names = [services.model, *(f"{services.model}:{name}" for name in sorted(services.engine.adapters()))]
+    """The base model and one model per adapter that the caller may speak for."""
+    services, caller = services_of(request), caller_of(request)
+    adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))
+    names = [services.model, *(f"{services.model}:{name}" for name in adapters)]
     body = {"object": "list", "data": [_model(services, name) for name in names]}
     return web.json_response(body, dumps=wire.dumps)
 
@@ -59,6 +61,7 @@ async def get_model(request: web.Request) -> web.Response:
     services = services_of(request)
     name = request.match_info["id"]
     _, adapter = split_model(services, name)
+    caller_of(request).demand_user(adapter)
     if adapter is not None and adapter not in services.engine.adapters():
         raise _unknown(services, name)
     return web.json_response(_model(services, name), dumps=wire.dumps)

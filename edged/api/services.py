@@ -13,14 +13,18 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from edged.api.admission import Admission
 from edged.api.errors import ApiError, unavailable
 from edged.api.hub import Hub
+from edged.api.limits import Limits
 from edged.api.teacher import Teacher
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
+from edged.governors.governors import Governors
 from edged.reload import Reloaded, adopted
 from edged.store import Store
+from edged.store.footprint import Footprint
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -39,6 +43,10 @@ class Services:
     hub: Hub
     teacher: Teacher
     monitor: DeviceMonitor
+    admission: Admission
+    limits: Limits
+    footprint: Footprint
+    governors: Governors
     started_at_s: float
     """Unix time."""
     reload: Callable[[], Awaitable[Reloaded]]

@@ -18,7 +18,6 @@ from pathlib import Path
 from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
 from edged.config import ApiSettings
 
-SOCKET_MODE = 0o660
 _BACKLOG = 1024
 _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
@@ -29,14 +28,14 @@ class ListenError(RuntimeError):
 
 
 class UnixListener:
-    """A listening Unix socket that group members may use, and the lock that keeps a second daemon off it.
+    """A listening Unix socket, and the lock that keeps a second daemon off it.
 
     The lock is a file beside the socket, held until `close` or the end of the process, however it ends; so a socket
     file whose lock is free and on which nobody answers is a dead daemon's, and is replaced.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Bind and listen. Raises ListenError."""
+    def __init__(self, path: Path, mode: int = 0o660) -> None:
+        """Bind and listen; `mode` are the socket file's permissions. Raises ListenError."""
         self.path = path
         if too_long(path):
             raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
@@ -47,7 +46,7 @@ class UnixListener:
             raise _cannot(path, error) from None
         try:
             _remove_stale(path)
-            self.socket = _bind(path)
+            self.socket = _bind(path, mode)
             self._inode = os.stat(path).st_ino
         except OSError as error:
             os.close(self._lock)
@@ -85,7 +84,7 @@ class Listeners:
             item.close()
 
 
-def take_addresses(settings: ApiSettings, environ: Mapping[str, str]) -> Listeners:
+def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str, str]) -> Listeners:
     """Listen where systemd says, else where the settings say. Raises ListenError.
 
     A Unix socket of systemd's takes the place of `api.socket`, its TCP sockets that of `api.listen`.
@@ -93,14 +92,14 @@ def take_addresses(settings: ApiSettings, environ: Mapping[str, str]) -> Listene
     inherited = inherited_sockets(environ, os.getpid())
     for item in inherited:
         if item.family != socket.AF_UNIX:
-            _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], settings.token)
+            _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], has_tokens)
     taken = list(inherited)
     if settings.listen and all(item.family == socket.AF_UNIX for item in inherited):
-        taken.append(tcp_socket(settings.listen, settings.token))
+        taken.append(tcp_socket(settings.listen, has_tokens))
     unix = None
     if not any(item.family == socket.AF_UNIX for item in inherited):
         try:
-            unix = UnixListener(socket_paths(settings.socket, environ)[0])
+            unix = UnixListener(socket_paths(settings.socket, environ)[0], int(settings.socket_mode, 8))
         except ListenError:
             for item in taken:
                 item.close()
@@ -142,13 +141,16 @@ def _name(item: socket.socket) -> str:
     return os.fsdecode(address)
 
 
-def _refuse_open_to_all(what: str, host: str, token: str) -> None:
-    if not token and not ipaddress.ip_address(host).is_loopback:
-        raise ListenError(f"{what} is reachable from other machines: set api.token, or listen on 127.0.0.1")
+def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
+    if not has_tokens and not ipaddress.ip_address(host).is_loopback:
+        raise ListenError(
+            f"{what} is reachable from other machines: set api.token or make one (`edged token new`), "
+            "or listen on 127.0.0.1"
+        )
 
 
-def tcp_socket(listen: str, token: str) -> socket.socket:
-    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback without a token."""
+def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
+    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback where there are no tokens."""
     host, separator, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
@@ -157,7 +159,7 @@ def tcp_socket(listen: str, token: str) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
-    _refuse_open_to_all(f'api.listen = "{listen}"', str(address[0]), token)
+    _refuse_open_to_all(f'api.listen = "{listen}"', str(address[0]), has_tokens)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -207,12 +209,12 @@ def _remove_stale(path: Path) -> None:
     raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind(path: Path, mode: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(os.fspath(path))
         # Nobody can connect before `listen`, so that there is no moment with wider permissions.
-        os.chmod(path, SOCKET_MODE)
+        os.chmod(path, mode)
         listener.listen(_BACKLOG)
     except OSError:
         listener.close()

@@ -11,12 +11,13 @@ from aiohttp import web
 
 import edged
 from edged.api import wire
+from edged.api.access import caller_of
 from edged.api.services import LIFECYCLE, services_of
 
 
 async def status(request: web.Request) -> web.Response:
-    """Queues, bins, pages, fine-tuning, device."""
-    services = services_of(request)
+    """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
+    services, caller = services_of(request), caller_of(request)
     lifecycle = request.app[LIFECYCLE]
     body = {
         "version": edged.__version__,
@@ -25,7 +26,11 @@ async def status(request: web.Request) -> web.Response:
         **services.engine.status(),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
+        "governors": services.governors.report(),
     }
+    body["queue"]["waiting"] += services.admission.waiting
+    learning = body["finetune"]
+    learning["active_adapters"] = [name for name in learning["active_adapters"] if caller.speaks_for(name)]
     return web.json_response(body, dumps=wire.dumps)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edged.api.generation import Answer, Ask, Generation, TokenLogprob
+from edged.api.limits import Remaining
 from edged.engine.text import Codec
 from edged.scheduler.task import ServiceClass
 
@@ -36,6 +37,16 @@ def _finite(value: Any) -> Any:
 def server_event(value: Json) -> bytes:
     """One server-sent event."""
     return f"data: {dumps(value)}\n\n".encode()
+
+
+def rate_headers(remaining: Mapping[str, Remaining]) -> dict[str, str]:
+    """What is left of a user's limits, in OpenAI's headers."""
+    headers: dict[str, str] = {}
+    for name, rate in remaining.items():
+        headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{name}"] = str(rate.left)
+        headers[f"x-ratelimit-reset-{name}"] = f"{rate.reset_s:.3f}s"
+    return headers
 
 
 STREAM_END = b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,8 +36,6 @@ ROUNDS, QUICK_ROUNDS = 4, 2
 _RUNS = 3
 _LONG_S = 0.25
 """A forward that takes longer is run once a round, and not to warm up."""
-_QUANTILE = 0.25
-"""Of all times of one shape: what others took from the device is not the device's price."""
 _DECODE_CONTEXT = 64
 """Of the decodes beside a fine-tune forward."""
 
@@ -97,7 +95,10 @@ class StepShape:
 
 
 def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
-    """The grid of serving forwards, as far as batch, pages and context of this engine allow."""
+    """The grid of serving forwards, as far as batch, pages and context of this engine allow.
+
+    An adapter answers in all of them: whoever has given feedback has one, and it costs time for every token.
+    """
     serving, stride = parts.settings.serving, 2 if quick else 1
     longest = parts.max_context_tokens
     contexts = sorted({min(context, longest - 1) for context in CONTEXTS})
@@ -112,9 +113,10 @@ def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
     for adapters in ADAPTERS[::stride]:
         found += [Shape(max(number, adapters), contexts[0], adapters=adapters) for number in (1, 8, 32)]
         found.append(Shape(chunks=((128, 0),) * adapters, adapters=adapters))
+    least = min(1, parts.slots.count)
     return sorted(
         {
-            shape
+            replace(shape, adapters=max(least, shape.adapters))
             for shape in found
             if shape.tokens <= serving.max_batch_tokens
             and shape.decodes <= serving.max_sequences
@@ -301,4 +303,5 @@ class Prober:
 
 
 def _typical(times: list[float]) -> float:
-    return sorted(times)[int(_QUANTILE * (len(times) - 1))]
+    """Their median: what others take from the device now and then is not its price."""
+    return sorted(times)[len(times) // 2]

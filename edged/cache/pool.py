@@ -29,6 +29,10 @@ class PagePool:
             raise ValueError(f"a pool of {pages} pages of {page_size} tokens holds nothing: both must be at least 1")
         self.pages = pages
         self.page_size = page_size
+        self.capacity = pages
+        """Pages from this number on are retired: nobody gets them."""
+        self.touched = 0
+        """No page from this number on was handed out since it was last retired."""
         self.evictable_pages = 0
         """Pages that only the prefix trie holds."""
         self._references = [0] * pages
@@ -55,6 +59,8 @@ class PagePool:
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
+            if page >= self.touched:
+                self.touched = page + 1
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -96,13 +102,49 @@ class PagePool:
         self.release((page,))
         return self._references[page] == 0
 
+    def held_from(self, first: int) -> list[int]:
+        """Pages from `first` on that somebody holds, in order; linear in their number."""
+        return [page for page in range(first, self.capacity) if self._references[page]]
+
+    def move(self, pages: Iterable[int], below: int) -> dict[int, int]:
+        """Put free pages below `below` in the place of held `pages`: who held one holds the other, which is returned.
+
+        The holders must be told, and what the pages hold be copied. Raises OutOfPages, and moves none.
+        """
+        moving = list(pages)
+        free = sorted(page for page in self._free if page < below)
+        if len(moving) > len(free):
+            raise OutOfPages(len(moving), len(free))
+        moved = dict(zip(moving, free, strict=False))
+        for old, new in moved.items():
+            self._references[new], self._references[old] = self._references[old], 0
+            self._adopted[new], self._adopted[old] = self._adopted[old], 0
+        taken = set(moved.values())
+        self._free = [*(page for page in self._free if page not in taken), *moved]
+        self.touched = max(self.touched, 1 + max(taken, default=-1))
+        return moved
+
+    def resize(self, capacity: int) -> None:
+        """Retire the pages from `capacity` on, or bring those below it back; ValueError for one that is held."""
+        if not 1 <= capacity <= self.pages:
+            raise ValueError(f"a capacity of {capacity} pages is not between 1 and {self.pages}")
+        if held := self.held_from(capacity):
+            raise ValueError(f"page {held[0]} is held: only free pages can be retired")
+        self._free = [page for page in self._free if page < capacity]
+        # They come last: they may have to be taken from the system first.
+        self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
+        self.capacity, self.touched = capacity, min(self.touched, capacity)
+
     def check(self) -> None:
         """AssertionError on any inconsistency; linear in the pool, for tests and idle moments."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is in the free list twice"
         for page, references in enumerate(self._references):
             assert references >= 0, f"page {page} has {references} references"
-            assert (references == 0) == (page in free), f"page {page}: {references} references, free: {page in free}"
+            retired = page >= self.capacity
+            unheld = page in free or retired
+            assert (references == 0) == unheld, f"page {page}: {references} references, free: {page in free}"
+            assert not (retired and page in free), f"page {page} is retired and in the free list"
             assert references >= self._adopted[page], f"page {page} is in the trie without a reference"
         evictable = sum(self._adopted[page] and self._references[page] == 1 for page in range(self.pages))
         assert evictable == self.evictable_pages, f"{evictable} pages are evictable, {self.evictable_pages} counted"

@@ -66,6 +66,8 @@ class Pressure:
         """Whether they are to be watched, because pressure may come."""
         self.urgent = False
         """Whether the next iterations may find no page."""
+        self.forced = False
+        """A neighbour needs memory: whatever is free here."""
         self.wanted_pages = 0
         """Pages that the next two iterations may want."""
 
@@ -76,7 +78,7 @@ class Pressure:
         self.urgent = free_pages < self.wanted_pages
         if self._always:
             return
-        self.pressed = self.urgent or share < (_RELIEVED if self.pressed else _PRESSED)
+        self.pressed = self.forced or self.urgent or share < (_RELIEVED if self.pressed else _PRESSED)
         self.near = self.pressed or share < _NEAR
 
 

@@ -2,21 +2,28 @@
 
 Owns the index from tokens to pages and the order of eviction. Must not know torch, models or policies.
 
-One node stands for one full page, so that a lookup hashes each page of the prompt once. Keys are (adapter, version):
-K/V depends on the weights that computed it, so nothing is shared between two keys.
+One node stands for one full page, so that a lookup hashes each page of the prompt once. A key says which weights
+computed K/V, which depend on them, and for whom where tenants shall not see each other's; nothing is shared between two
+keys.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from edged.cache.pool import PagePool
 from edged.cache.spill import Spill
 
-Key = tuple[str | None, int]
-"""(adapter, version); (None, 0) is the base model."""
+
+class Key(NamedTuple):
+    """Who may use K/V: adapter and version; (None, 0) is the base model. `tenant` "" is everybody."""
+
+    adapter: str | None
+    version: int
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -161,6 +168,11 @@ class PrefixTrie:
         self.stats.evicted_pages += freed
         return freed
 
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        for node in self._recency:
+            node.page = moved.get(node.page, node.page)
+
     def expire(self, key: Key) -> int:
         """Forget everything under `key` (its version was replaced); returns the number of pages that this freed.
 
@@ -173,9 +185,14 @@ class PrefixTrie:
         self.stats.evicted_pages += freed
         return freed
 
-    def expire_all(self, owner: object) -> None:
-        """Forget everything under every key whose first part is `owner`."""
-        for key in [key for key in self._roots if key[0] == owner]:
+    def expire_version(self, adapter: str, version: int) -> None:
+        """Forget everything that a version of an adapter computed, for whomever."""
+        for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
+            self.expire(key)
+
+    def expire_all(self, name: str) -> None:
+        """Forget everything that the adapter `name` computed, and what was computed for the tenant `name`."""
+        for key in [key for key in self._roots if name in (key.adapter, key.tenant)]:
             self.expire(key)
 
     def check(self) -> None:

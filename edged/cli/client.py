@@ -165,6 +165,10 @@ class Client:
             if line:
                 yield _object(line)
 
+    def lines(self, path: str) -> Iterator[bytes]:
+        """The lines of the document at `path`, as they arrive."""
+        return self._lines("GET", path, None)
+
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
         response = self._open(method, path, body)
         rest = b""

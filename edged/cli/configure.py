@@ -79,17 +79,21 @@ def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
         if defaults is None and section.__doc__:
             lines[0] += f"  # {section.__doc__.strip().splitlines()[0]}"
         for key, field in type(section).model_fields.items():
-            value = getattr(section, key)
-            entry = f"{key} = {_literal(value)}"
+            value = section.model_dump()[key]
+            entry = f"{key} = {to_toml_value(value)}"
             if defaults is None:
                 lines += [f"# {field.description}"] if field.description else []
-            elif value != (default := getattr(getattr(defaults, name), key)):
-                entry += f"  # default: {_literal(default)}"
+            elif value != (default := getattr(defaults, name).model_dump()[key]):
+                entry += f"  # default: {to_toml_value(default)}"
             lines.append(entry)
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts) if defaults is not None else "".join(parts)
 
 
-def _literal(value: Any) -> str:
-    """A TOML value; JSON's notation is TOML's for strings, numbers, booleans and lists of them."""
+def to_toml_value(value: Any) -> str:
+    """A TOML value; JSON's notation is TOML's for strings, numbers, booleans and lists of them, but not for tables."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(to_toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -25,6 +25,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "feedback": ("edged.cli.feedback", "feedback"),
     "reload": ("edged.cli.reload", "reload"),
     "config": ("edged.cli.configure", "config"),
+    "token": ("edged.cli.token", "token"),
+    "doctor": ("edged.cli.doctor.command", "doctor"),
+    "trace": ("edged.cli.trace", "trace"),
     "profile": ("edged.cli.profile", "profile"),
     "bench": ("edged.cli.bench", "bench"),
 }

@@ -13,6 +13,7 @@ from edged.cli.plot import sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 BINS = 32
 """Iterations that the daemon reports."""
@@ -118,16 +119,61 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "preempted",
         number(totals["preemptions"]),
     )
-    device = data["device"]
+    box_rows(table, data["device"])
+    governor_rows(table, data["governors"])
+    return table
+
+
+def box_rows(table: Table, device: dict[str, Any]) -> None:
+    """Processor, memory, heat, power: what of it is known here."""
     heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} °C"
+    if heat and device["temperature_limit_c"] is not None:
+        heat += f" of at most {device['temperature_limit_c']:.0f} °C"
+    pressure = device["memory_pressure_some_percent"]
     table.add_row(
         "box",
         f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}",
         "memory",
         f"{_gib(device['process_rss_bytes'])} used here, {_gib(device['memory_available_bytes'])} of "
-        f"{_gib(device['memory_total_bytes'])} free",
+        f"{_gib(device['memory_total_bytes'])} free"
+        + ("" if pressure is None else f", {number(pressure, 0)} % of the time waited for"),
     )
-    return table
+    gpu = []
+    if device["gpu_percent"] is not None:
+        gpu.append(f"{number(device['gpu_percent'], 0)} % busy")
+    if device["gpu_clock_hz"] and device["gpu_clock_max_hz"]:
+        gpu.append(f"{device['gpu_clock_hz'] / 1e6:.0f} of {device['gpu_clock_max_hz'] / 1e6:.0f} MHz")
+    power = [] if device["power_w"] is None else [f"{number(device['power_w'], 1)} W"]
+    power += [device["power_mode"]] if device["power_mode"] else []
+    power += ["on battery"] if device["on_battery"] else []
+    if gpu or power:
+        table.add_row("GPU", ", ".join(gpu) or "–", "power", ", ".join(power) or "–")
+
+
+def governor_rows(table: Table, governors: dict[str, Any]) -> None:
+    """What is held back and why; energy where it can be read."""
+    if not governors["enabled"]:
+        table.add_row("governors", "off (governor.enabled)", "", "")
+        return
+    memory, power, energy = governors["memory"], governors["power"], governors["energy"]
+    reasons = "; ".join(power["reasons"])
+    table.add_row(
+        "for neighbours",
+        f"holds {', '.join(memory['holds'])}: {memory['reason']}" if memory["holds"] else "nothing held back",
+        "for heat, power",
+        f"fine-tuning {percent(power['finetune_share'])} of the time: {reasons}" if reasons else "nothing held back",
+    )
+    if energy is not None:
+        table.add_row(
+            "energy",
+            f"{_joules(energy['joules_per_output_token'])} a token, {_joules(energy['joules_per_pair'])} a pair",
+            "",
+            "",
+        )
+
+
+def _joules(value: float | None) -> str:
+    return "–" if value is None else f"{number(value, 2)} J"
 
 
 def _spilled(prefix: dict[str, Any]) -> str:

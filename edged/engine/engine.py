@@ -24,13 +24,15 @@ from edged.align.pair import IterationSample, Record, TokenPair
 from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
+from edged.engine.limiter import Limiter
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.rest import Rest
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
+from edged.governors.limits import Limits, Use
 from edged.scheduler.foresight import Foresight
-from edged.scheduler.task import Kind, Plan, Resources, Result
+from edged.scheduler.task import Kind, Plan, Result
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
@@ -45,7 +47,7 @@ class Engine:
     def __init__(
         self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
     ) -> None:
-        self.settings, self.max_context_tokens = parts.settings, parts.max_context_tokens
+        self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self.error: str | None = None
         self._parts, self._deliver, self._journal = parts, deliver, journal
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
@@ -55,6 +57,7 @@ class Engine:
         self._serving = Serving(parts)
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
+        self._limiter = Limiter(parts, self._serving, self._learning)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -98,8 +101,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineBusy or RequestRefused."""
+    def submit(self, request: Request, asked_s: float | None = None) -> None:
+        """Queue a request; `asked_s` is when it was asked for, where that is some time ago (monotonic clock).
+
+        Raises EngineBusy or RequestRefused.
+        """
         if self.error or self._stopping:
             raise EngineStopping(self.error or "the daemon is stopping")
         total = len(request.prompt_ids) + request.sampling.max_tokens
@@ -111,9 +117,11 @@ class Engine:
                 f"context of {self.max_context_tokens} tokens"
             )
         if self._serving.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+            with self._wake:
+                self._stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
         self._requests_waiting += 1
-        submitted = time.monotonic()
+        submitted = time.monotonic() if asked_s is None else asked_s
 
         def take() -> None:
             self._requests_waiting -= 1
@@ -167,6 +175,15 @@ class Engine:
             self.settings, self._foresight = settings, None
 
         return self._ask(configure)
+
+    def limit(self, limits: Limits) -> None:
+        """Keep to these limits from the next iteration on, as far as requests at hand allow."""
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._limiter.take(limits))
+
+    def use(self) -> Use:
+        """What governors see."""
+        return self._limiter.use()
 
     @property
     def adapter_files(self) -> AdapterFiles:
@@ -238,6 +255,9 @@ class Engine:
             while not self._done():
                 self.rest.sign()
                 self._take_inbox()
+                if self._limiter.settle():
+                    # A plan that was made ahead counted on other pages.
+                    self._foresight = None
                 self._learning.feed(time.monotonic(), self._serving.refused)
                 self._serving.prune(time.monotonic())
                 plan = self._plan()
@@ -267,7 +287,7 @@ class Engine:
     def _plan(self) -> Plan:
         started = time.perf_counter()
         foresight, self._foresight = self._foresight, None
-        plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
+        plan = self._scheduler.plan(time.monotonic(), self._limiter.resources(), foresight)
         self._stats.decision_ms.append((time.perf_counter() - started + self._foreseeing_s) * 1e3)
         self._foreseeing_s = 0.0
         return plan
@@ -313,7 +333,7 @@ class Engine:
             return
         try:
             begun = time.perf_counter()
-            self._foresight = self._scheduler.foresee(plan, started, self._resources())
+            self._foresight = self._scheduler.foresee(plan, started, self._limiter.resources())
             self._foreseeing_s = time.perf_counter() - begun
         except Exception:
             # The iteration that runs has nothing to do with it.
@@ -323,17 +343,6 @@ class Engine:
         if not self._learning.preempt(task_id, now):
             self._serving.preempt(task_id, now)
             self._stats.totals.preemptions += 1
-
-    def _resources(self) -> Resources:
-        pool = self._executor.pool
-        return Resources(
-            free_pages=pool.free_pages + self._executor.evictable_pages(),
-            total_pages=self._parts.pages,
-            page_size=pool.page_size,
-            max_tokens=self.settings.serving.max_batch_tokens,
-            # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
-            max_sequences=min(self.settings.serving.max_sequences, self.settings.serving.max_batch_tokens // 2),
-        )
 
     def _account(self, plan: Plan, result: Result, started_s: float, elapsed_s: float) -> None:
         stats = self._stats
@@ -345,6 +354,7 @@ class Engine:
             decision_s=stats.decision_ms[-1] * 1e-3,
             spent_s=stats.busy.add(self._parts.cost, result, elapsed_s),
             free_pages=self._executor.pool.free_pages,
+            waiting=self._serving.waiting,
         )
         stats.totals.iterations += 1
         if stats.totals.iterations == _CALIBRATED_AFTER:
@@ -384,6 +394,8 @@ class Engine:
     def _wait(self, resume_s: float) -> None:
         """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
         wait_s = self.rest.wait_s((self._learning.next_save_s(), resume_s))
+        if self._limiter.unsettled:
+            return
         with self._wake, self.rest:
             if not self._inbox:
                 self._wake.wait(0.01 if self._stopping else wait_s)

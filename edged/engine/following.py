@@ -84,7 +84,7 @@ class Following:
         """The key that a sequence will have if it is admitted now."""
         adapter = sequence.request.adapter
         version = sequence.version if sequence.pinned or adapter is None else self._trainer.version(adapter)
-        return (adapter, version) if version else (None, 0)
+        return sequence.key_under(version)
 
     def _go_on(self, task_ids: Iterable[int]) -> None:
         for task_id in task_ids:

@@ -57,6 +57,8 @@ class Iteration:
     decode_s: float
     finetune_s: float
     free_pages: int
+    waiting: int
+    """Requests that held no pages."""
 
     def tokens(self, kind: Kind) -> int:
         """Forward tokens of a kind."""
@@ -90,6 +92,7 @@ class Iterations:
         decision_s: float,
         spent_s: tuple[float, float, float],
         free_pages: int,
+        waiting: int,
     ) -> Iteration:
         """Record an iteration; call it before its tasks advance, for it reads their contexts.
 
@@ -123,6 +126,7 @@ class Iterations:
             decode_s=decode_s,
             finetune_s=finetune_s,
             free_pages=free_pages,
+            waiting=waiting,
         )
         self._kept.append(record)
         return record

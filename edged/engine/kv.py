@@ -1,6 +1,7 @@
 """K/V storage: one tensor for keys and one for values, addressed by page, layer and KV head.
 
-Owns the layout. Which page belongs to whom is `edged.cache.pool`'s; what is attended is `edged.engine.attention`'s.
+Owns the layout; what it lies in is `edged.engine.backing`'s. Which page belongs to whom is `edged.cache.pool`'s; what
+is attended is `edged.engine.attention`'s.
 
 A page index names a slab: in each layer `kv_heads` blocks of `page_size` rows of `head_dim`, so that one index stands
 for all layers and heads of `page_size` tokens. Layers lie one after the other: an index of rows or blocks is made once
@@ -9,8 +10,12 @@ and serves every layer, and a block is still addressable on its own.
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Mapping
+
 import torch
+
+from edged.engine.backing import Backing, back
 
 
 class KvStore:
@@ -28,7 +33,12 @@ class KvStore:
     ) -> None:
         self.page_size, self.layers, self.kv_heads, self.head_dim = page_size, layers, kv_heads, head_dim
         shape = (layers, pages * kv_heads, page_size, head_dim)
-        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        # Rows that are not written yet are read with weight 0, which a NaN would survive: they are zeros.
+        self._backings: tuple[Backing, Backing] = (back(shape, dtype, device), back(shape, dtype, device))
+        self.keys, self.values = (backing.tensor for backing in self._backings)
+        self._pages = pages
+        self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
+        self._layer_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
 
     @staticmethod
@@ -73,12 +83,32 @@ class KvStore:
         for store in self.rows(layer):
             store.index_copy_(0, to, store.index_select(0, rows))
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether memory of pages that nobody holds can be returned to the system."""
+        return self._backings[0].gives_back
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed, not empty: rows that are not written yet are read with weight 0, which a NaN would survive.
+    def give_back(self, first: int) -> None:
+        """Return the memory of the pages from `first` on to the system, as far as it does not hold others as well."""
+        for backing in self._backings:
+            backing.give_back(self._ranges(first, self._pages))
 
-    On the CPU numpy's zeros become resident page by page as they are written, torch's all at once.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
+    def take_back(self, end: int) -> None:
+        """Have memory for all pages below `end`, zeros where it was given back. Raises MemoryError."""
+        for backing in self._backings:
+            backing.take_back(self._ranges(0, end))
+
+    def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Where pages lie in each layer of the keys, and so of the values: (first byte, end)."""
+        size, starts = self._page_layer_bytes, range(0, self.layers * self._layer_bytes, self._layer_bytes)
+        return [(start + first * size, start + end * size) for start in starts]
+
+    def move_pages(self, moved: Mapping[int, int]) -> None:
+        """Copy the pages in the keys over those in the values; no page is in both."""
+        device = self.keys.device
+        old, new = (
+            self.block_index(torch.tensor([list(pages)], device=device)) for pages in (moved.keys(), moved.values())
+        )
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer.index_copy_(0, new, layer.index_select(0, old))

@@ -14,7 +14,7 @@ from typing import Any
 
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
-from edged.align.pair import Record, TokenPair, VersionSaved
+from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.config import Settings
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
@@ -58,6 +58,8 @@ class Learning:
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = False
+        self._held = False
+        """Governors allow no step."""
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self._loader = _beside("edged-loader")
         self._fetching: dict[str, object] = {}
@@ -89,7 +91,29 @@ class Learning:
     @property
     def _opens(self) -> bool:
         """Whether steps are opened at all."""
-        return self._settings.align.enabled and not self._paused
+        return self._settings.align.enabled and not (self._paused or self._held)
+
+    def hold(self, held: bool) -> None:
+        """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
+        if held and not self._held:
+            self._abandon_all()
+        self._held = held
+
+    def release(self, busy: Collection[str]) -> bool:
+        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
+
+        One that cannot be saved stays, and is tried again as often as ever.
+        """
+        shelf = self._trainer.shelf
+        before = shelf.count
+        self._trainer.tidy(busy, 0)
+        return shelf.count < before
+
+    def restart_above(self, page: int) -> None:
+        """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""
+        for task_id, job in list(self.jobs.items()):
+            if any((stream.pages >= page).any() for stream in job.step.group.streams):
+                self.preempt(task_id, time.monotonic())
 
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
@@ -139,6 +163,7 @@ class Learning:
             return False
         task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
+        self._parts.stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
         self._sync(task)
         self._scheduler.add(task, now)
         return True
@@ -296,6 +321,10 @@ class Learning:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
+    def _abandon_all(self) -> None:
+        for job in list(self.jobs.values()):
+            self._abandon(job.step.adapters[0])
+
     def introduce(self, adapter: str) -> None:
         """See `Trainer.introduce`."""
         self._trainer.introduce(adapter)
@@ -326,9 +355,19 @@ class Learning:
         self.pairs_queued = self._trainer.pairs_queued
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
+            self._count(records)
             self._journal(records)
         for snapshot in self._trainer.shelf.to_save(now, self._settings.store.save_every_s):
             self._saver.submit(self._save, snapshot)
+
+    def _count(self, records: list[Record]) -> None:
+        totals = self._parts.stats.totals
+        for record in records:
+            if isinstance(record, StepSkipped):
+                totals.steps_skipped += 1
+            elif isinstance(record, VersionPublished):
+                totals.rollbacks += record.reason.startswith("rollback")
+                totals.guard_rollbacks += record.reason.startswith("guard")
 
     def _save(self, snapshot: Snapshot) -> None:
         try:
@@ -351,8 +390,7 @@ class Learning:
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
-        for job in list(self.jobs.values()):
-            self._abandon(job.step.adapters[0])
+        self._abandon_all()
         self.flush(float("inf"))
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._saver.shutdown(wait=True)
@@ -369,7 +407,8 @@ class Learning:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains and self._opens,
+            "enabled": self.trains and self._settings.align.enabled and not self._paused,
+            "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_trained": self._trainer.pairs_trained,

@@ -17,6 +17,12 @@ from edged.engine.quantized import is_quantized
 
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
+_TILES = (1024, 512, 256, 128, 64, 32, 16)
+"""Numbers of rows that are multiplied at once; what is left after them is fewer than the last.
+
+oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that it meets: prompts of all lengths would
+cost gigabytes, and milliseconds each time that one is new.
+"""
 _SHARE_OF_FREE_MEMORY = 0.25
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers' decoders call linears of one parent that are given the same input."""
@@ -43,12 +49,31 @@ class _Product:
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """The output of linear `index`; nothing of `x` is kept once all have been asked for theirs."""
         if x is not self._input or index not in self._outputs:
-            whole = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            whole = self._multiply(x)
             self._input, self._outputs = x, dict(enumerate(whole.split(self._sizes, -1)))
         out = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return out
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        rows = x.reshape(-1, x.shape[-1])
+        outs = [
+            torch.ops.mkldnn._linear_pointwise(tile, self._packed, self._bias, "none", [], "")
+            for tile in rows.split(tiles(len(rows)))
+        ]
+        whole = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return whole.view(*x.shape[:-1], whole.shape[-1])
+
+
+def tiles(rows: int) -> list[int]:
+    """`rows` as a sum of few numbers of which there are few."""
+    found = []
+    for size in _TILES:
+        found += [size] * (rows // size)
+        rows %= size
+    return [*found, rows] if rows or not found else found
 
 
 class PackedLinear(nn.Module):

@@ -94,6 +94,7 @@ class EngineParts:
                 "total": self.pages,
                 "free": pool.free_pages,
                 "cached": self.executor.evictable_pages(),
+                "retired": pool.pages - pool.capacity,
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },

@@ -59,6 +59,11 @@ def restart_in_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def in_huge_pages() -> bool:
+    """Whether this program was started with the C heap in huge pages."""
+    return _HUGE_PAGES in os.environ.get("GLIBC_TUNABLES", "")
+
+
 def quiet() -> None:
     """Keep quantization packages from warning about each product (a cast of its input), each kernel that this machine
     has no use for, and each of their classes that torch knows by now."""

@@ -49,6 +49,10 @@ class Pruner:
         self._live = self._kept_tokens = 0
         self._failures = 0
 
+    def force(self, forced: bool) -> None:
+        """Prune whatever is free, because others on the box need memory; or no more so."""
+        self._pressure.forced = forced
+
     # -- when --------------------------------------------------------------------------------------------------------
 
     def due(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:

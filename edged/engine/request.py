@@ -51,13 +51,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion asked for. `adapter` None is the base model."""
+    """One completion asked for. `adapter` None is the base model.
+
+    Its K/V is shared with requests of the same `tenant` alone, "" being one that all may be.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     adapter: str | None = None
     service: ServiceClass = ServiceClass.INTERACTIVE
+    tenant: str = ""
 
 
 @dataclass(slots=True)

@@ -5,10 +5,12 @@ Owns that state. Must not know how it is batched or scheduled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from edged.cache import Key
 from edged.engine.batch import NO_SLOT
 from edged.engine.compacted import Compacted
 from edged.engine.request import FinishEvent, FinishReason, Request
@@ -64,9 +66,13 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def trie_key(self) -> tuple[str | None, int]:
-        """Under which key its pages may be shared: all untrained adapters answer as the base."""
-        return (self.request.adapter, self.kv_version) if self.kv_version else (None, 0)
+    def trie_key(self) -> Key:
+        """Under which key its pages may be shared."""
+        return self.key_under(self.kv_version)
+
+    def key_under(self, version: int) -> Key:
+        """The key of K/V that `version` of its adapter computes: all untrained adapters answer as the base."""
+        return Key(self.request.adapter if version else None, version, self.request.tenant)
 
     @property
     def shareable(self) -> bool:
@@ -83,6 +89,11 @@ class Sequence:
         first = len(self.pages)
         self.pages += pages
         self.table[first : first + len(pages)] = pages
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        self.pages = [moved.get(page, page) for page in self.pages]
+        self.table[: len(self.pages)] = self.pages
 
     def compact(self, pages: list[int], old: int, compacted: Compacted) -> None:
         """Its first `old` pages were compacted into `pages`."""

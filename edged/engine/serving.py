@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class Serving:
         task.deadline_s = submitted_s + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = sequence
         self._stats.totals.requests += 1
+        self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
         self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -203,14 +204,12 @@ class Serving:
     def _append(
         self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float
     ) -> None:
-        stats = self._stats
+        stats, task = self._stats, sequence.task
         if not sequence.first_token_s:
             sequence.first_token_s = now
-            stats.ttft_ms.append((now - sequence.submitted_s) * 1e3)
-            stats.ttft_met.append(float(now <= sequence.ttft_due_s))
+            stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
         else:
-            stats.tbt_ms.append((now - sequence.last_token_s) * 1e3)
-            stats.tbt_met.append(float(now <= sequence.task.deadline_s))
+            stats.tbt.add(now - sequence.last_token_s, now <= task.deadline_s, task.service)
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1
@@ -230,6 +229,7 @@ class Serving:
             self._give_back(sequence)
         self._leave_slot(sequence)
         self._following.leave(sequence)
+        self._stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -296,7 +296,7 @@ class Serving:
                 if sequence.admitted and sequence.request.adapter == state.name:
                     self._move(sequence, state, slot)
         if self._executor.trie is not None and previous:
-            self._executor.trie.expire((state.name, previous))
+            self._executor.trie.expire_version(state.name, previous)
         self._following.renew(state.name)
 
     def forget(self, adapter: str) -> None:
@@ -322,6 +322,20 @@ class Serving:
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
         return len(self._by_request) - self._admitted
+
+    @property
+    def admitted(self) -> int:
+        """Requests that hold pages."""
+        return self._admitted
+
+    def largest_pages(self) -> int:
+        """Pages of the largest request at hand, with the longest answer that it may get."""
+        return max((len(sequence.table) for sequence in self._by_request.values()), default=0)
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Pages that the pool has moved: what was in the keys is in the values."""
+        for sequence in self.running.values():
+            sequence.move(moved)
 
     @property
     def busy(self) -> bool:

@@ -5,16 +5,25 @@ Owns the counters. Written by the engine thread, read by any: deques and integer
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from edged.engine.busy import Busy
 from edged.engine.iterations import Iterations
+from edged.engine.waits import Wait, Waits
 
 _RATE_SPAN_S = 10.0
 _BINS = 32
 """Iterations that the status shows."""
+_WAITS = 1000
+"""Latest tokens over which percentiles and attainment go."""
+OUTCOMES = ("stop", "length", "cancelled", "error", "refused")
+"""How a request can end; "refused": the queue was full."""
+_LABELS = 8192
+
+Label = tuple[int, str, str]
+"""A task's id, the request that it serves ("" for fine-tuning), and its adapter's name (several of a joint step)."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -46,6 +55,11 @@ class Totals:
     """Times that a sequence's K/V was pruned."""
     pruned_pages: int = 0
     """Pages that came back by that."""
+    steps_skipped: int = 0
+    rollbacks: int = 0
+    """Versions that were taken back because somebody asked for it."""
+    guard_rollbacks: int = 0
+    """Versions that the guard took back."""
 
     def copy(self) -> Totals:
         """A snapshot."""
@@ -58,12 +72,14 @@ class Stats:
 
     totals: Totals = field(default_factory=Totals)
     busy: Busy = field(default_factory=Busy)
-    ttft_ms: deque[float] = field(default_factory=_latencies)
-    tbt_ms: deque[float] = field(default_factory=_latencies)
+    ttft: Waits = field(default_factory=Waits)
+    tbt: Waits = field(default_factory=Waits)
+    outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
+    """Requests that ended, by how."""
+    labels: deque[Label] = field(default_factory=lambda: deque(maxlen=_LABELS))
+    """What the latest tasks are, for those who read records of iterations."""
     iteration_ms: deque[float] = field(default_factory=_latencies)
     decision_ms: deque[float] = field(default_factory=_latencies)
-    ttft_met: deque[float] = field(default_factory=_latencies)
-    tbt_met: deque[float] = field(default_factory=_latencies)
     iterations: Iterations = field(default_factory=Iterations)
     _marks: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=256))
 
@@ -92,24 +108,27 @@ class Stats:
     def report(self, now: float) -> dict[str, Any]:
         """The parts of the status that are counted here."""
 
-        def halves(values: deque[float]) -> dict[str, float]:
-            listed = list(values)
-            return {"p50": percentile(listed, 0.5), "p95": percentile(listed, 0.95)}
+        def halves(values: list[float]) -> dict[str, float]:
+            return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95)}
 
-        def share(values: deque[float]) -> float | None:
-            listed = list(values)
-            return sum(listed) / len(listed) if listed else None
+        def milliseconds(waits: list[Wait]) -> list[float]:
+            return [seconds * 1e3 for _, seconds, _, _ in waits]
 
+        def share(waits: list[Wait]) -> float | None:
+            return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
+
+        ttft, tbt = self.ttft.latest(_WAITS), self.tbt.latest(_WAITS)
         totals = {name: getattr(self.totals, name) for name in Totals.__slots__}
         return {
             "rates": self.rates(now),
             "latency": {
-                "ttft_ms": halves(self.ttft_ms),
-                "tbt_ms": halves(self.tbt_ms),
-                "iteration_ms": halves(self.iteration_ms),
+                "ttft_ms": halves(milliseconds(ttft)),
+                "tbt_ms": halves(milliseconds(tbt)),
+                "iteration_ms": halves(list(self.iteration_ms)),
             },
             "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
             "totals": totals,
+            "outcomes": dict(self.outcomes),
             "busy": self.busy.report(),
-            "slo": {"ttft_attainment": share(self.ttft_met), "tbt_attainment": share(self.tbt_met)},
+            "slo": {"ttft_attainment": share(ttft), "tbt_attainment": share(tbt)},
         }

@@ -157,6 +157,11 @@ class CostModel:
         """Seconds per prompt token where prompts fill the forward, above zero."""
         return max(self._prices[2], 1e-9)
 
+    @property
+    def drift(self) -> float:
+        """How many times longer work takes now than at the learned prices."""
+        return self._drift.now
+
     def report(self) -> dict[str, Any]:
         """Errors in percent, where the first prices came from, iterations that they learned from, the drift factor."""
         return {

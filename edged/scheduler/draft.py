@@ -110,7 +110,7 @@ class Draft:
         if self.plan.grants or self.preempted:
             return
         stuck = min((*queues.started, *queues.waiting), key=by_arrival, default=None)
-        if stuck is None:
+        if stuck is None and not queues.throttled:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
             return

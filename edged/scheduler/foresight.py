@@ -56,6 +56,7 @@ def advanced(queues: Queues, plan: Plan, page_size: int) -> tuple[Queues, list[T
     have got a token by then: their deadlines are not set.
     """
     ahead = Queues(queues.order, queues.arrears, queues.allowance, queues.past)
+    ahead.throttled = queues.throttled
     granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
     started = {task.task_id for task in queues.started}
     running = list(queues.active())

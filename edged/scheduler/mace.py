@@ -69,7 +69,7 @@ class Mace:
         prompts = queues.started + queues.waiting[:LOOK_AHEAD]
         if queues.started:
             prompts.sort(key=self.order)
-        tuning = self._ranked(queues, draft, now) if queues.finetunes else []
+        tuning = self._ranked(queues, draft, now) if queues.finetunes and not queues.throttled else []
         wait_s = queues.arrears.wait_s(now)
         turn = _Turn(due=bool(tuning) and self._outranks_serving(queues, prompts, tuning[0], wait_s, now))
         runnable = self._admit(draft, queues, tuning, turn, now)

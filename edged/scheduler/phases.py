@@ -42,7 +42,7 @@ def serve(queues: Queues, now: float, resources: Resources, cost: CostModel, bef
             if tokens > 0:
                 draft.grant(task, tokens)
     for task in queues.waiting:
-        full = not draft.tokens_left or not draft.sequences_left
+        full = not draft.tokens_left or draft.sequences_left <= 0
         if full or task.arrival_s >= before_s or draft.pages(task, task.tokens) > draft.open_pages:
             break
         draft.sequences_left -= 1
@@ -55,7 +55,12 @@ def serve(queues: Queues, now: float, resources: Resources, cost: CostModel, bef
 
 
 def steps(queues: Queues, resources: Resources) -> list[Task]:
-    """Fine-tune tasks with work to do that memory can hold: those in the middle of a step, then the first come."""
+    """Fine-tune tasks with work to do that memory can hold: those in the middle of a step, then the first come.
+
+    None while fine-tuning is throttled.
+    """
+    if queues.throttled:
+        return []
     able = [
         task
         for task in queues.finetunes

@@ -40,6 +40,7 @@ class Queues:
         "past",
         "started",
         "tasks",
+        "throttled",
         "waiting",
     )
 
@@ -56,6 +57,8 @@ class Queues:
         self.filings = 0
         """How often a prompt was put among the waiting ones; while it stays the same, none came and none changed."""
         self.finetunes: list[Task] = []
+        self.throttled = False
+        """Fine-tuning has had its share of the time: it waits, but for giving its pages back."""
 
     def get(self, task_id: int) -> Task | None:
         """The live task of that id."""

@@ -20,6 +20,7 @@ from edged.scheduler.policy import Policy
 from edged.scheduler.queues import Queues
 from edged.scheduler.targets import Targets
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
+from edged.scheduler.throttle import Throttle
 
 
 class Scheduler:
@@ -38,6 +39,7 @@ class Scheduler:
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
+        self.throttle = Throttle()
         self._queues = Queues(policy.order, Arrears(settings), Allowance(settings), Past())
         self.targets = Targets(settings, cost)
 
@@ -95,9 +97,12 @@ class Scheduler:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
         past = self._queues.past
         past.begin(now, bool(self._queues.finetunes))
+        self._queues.throttled = self.throttle.closed(now)
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
             plan = self.policy.plan(self._queues, now, resources)
+        if self._queues.throttled and self._queues.finetunes and not plan.grants:
+            plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
         self._prepaid = plan.prepaid
         past.settle(plan)
         return plan
@@ -120,6 +125,7 @@ class Scheduler:
         queues = self._queues
         self._now = now
         finetune_s = self.cost.observe(result)
+        self.throttle.settle(finetune_s, now)
         if any([outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes]):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
             queues.allowance.settle(spent_s - finetune_s, finetune_s, now)

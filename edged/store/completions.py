@@ -58,6 +58,13 @@ class Completion:
         return self.adapter
 
     @property
+    def size(self) -> int:
+        """About as many bytes as it takes in the store."""
+        texts = [str(self.messages or self.prompt or ""), *(choice.text for choice in self.choices)]
+        ids = (self.prompt_ids, *(choice.token_ids for choice in self.choices))
+        return sum(map(len, texts)) + sum(len(str(part)) for part in ids)
+
+    @property
     def prompt_key(self) -> str:
         """Equal for equal prompts, see `prompt_key`."""
         return prompt_key(self.messages, self.prompt, self.prompt_ids)
@@ -131,6 +138,12 @@ def prune_completions(db: Database, keep: int) -> int:
 def get_completion(db: Database, completion_id: str) -> Completion | None:
     """The completion of that id with its choices in order; None when there is none (any more)."""
     return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
+
+
+def users_of_completion(db: Database, completion_id: str) -> set[str]:
+    """Whose a completion is: the user who asked, and the adapter that answered; empty where there is neither."""
+    rows = db.execute("SELECT user, adapter FROM completions WHERE id = ?", [completion_id]).fetchall()
+    return {name for row in rows for name in row if name is not None}
 
 
 def completions_of_prompt(

@@ -54,6 +54,8 @@ class Store:
     def __init__(self, path: Path) -> None:
         """Open or create the file at `path` and bring its schema up to date. Raises StoreError."""
         self.path = Path(path)
+        self.errors = 0
+        """Reads and writes that failed since start."""
         try:
             # What people said is in here and under it: others of this box have no business there.
             self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -187,7 +189,8 @@ class Store:
             write.future.set_exception(self._explained(failure) if isinstance(failure, sqlite3.Error) else failure)
 
     def _explained(self, error: sqlite3.Error) -> StoreError:
-        """SQLite's error with the file's name and, where there is one, the way out."""
+        """SQLite's error with the file's name and, where there is one, the way out; it is counted."""
+        self.errors += 1
         text = str(error)
         way_out = ""
         if "not a database" in text or "malformed" in text:

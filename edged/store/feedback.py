@@ -6,7 +6,7 @@ Owns their rows. Must not know how a signal becomes a pair.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +143,14 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
-def pair_ids_of(db: Database, adapter: str | None = None) -> list[int]:
-    """Ids of all pairs (of one adapter), oldest first."""
+def pair_ids_of(
+    db: Database, adapter: str | None = None, shown: Callable[[str], bool] = lambda learner: True
+) -> list[int]:
+    """Ids of all pairs (of one adapter) of those adapters that may be `shown`, oldest first."""
     rows = db.execute(
-        "SELECT id FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+        "SELECT id, adapter FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
     )
-    return [pair_id for (pair_id,) in rows.fetchall()]
+    return [pair_id for pair_id, learner in rows.fetchall() if shown(learner)]
 
 
 def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:

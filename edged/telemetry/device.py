@@ -1,46 +1,107 @@
-"""What the box is doing: processor, memory, this process.
+"""What the box is doing, read once a second on a thread of its own.
 
-Owns the readings. Must not know the engine; the compute device's name is passed in.
+Owns the sampler: which sources there are, what became of them, the latest reading and who hears of it. Must not know
+the engine; the compute device's name is passed in.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
+from edged.telemetry.box import Box
+from edged.telemetry.cgroup import ControlGroup
+from edged.telemetry.jetson import Jetson, is_jetson
+from edged.telemetry.nvml import Nvml
+from edged.telemetry.reading import Reading, merged
+from edged.telemetry.source import Source, SourceAbsent
+
+log = logging.getLogger("edged.telemetry")
+EVERY_S = 1.0
+TRY_AGAIN_S = 60.0
+"""How long a source that was absent is left alone."""
+
+Subscriber = Callable[[Reading], None]
 
 
 class DeviceMonitor:
-    """Readings since the one before; cheap enough for every status request."""
+    """Readings once a second, off the hot path. `latest`, `read` and `subscribe` may be used by any thread."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is the compute device's, such as "cpu" or "cuda:0"."""
-        self._name = name
-        self._process = psutil.Process()
-        # The first reading of either is meaningless: it has nothing to compare with.
-        psutil.cpu_percent(None)
-        self._process.cpu_percent(None)
+    def __init__(self, name: str, sources: Sequence[Source] | None = None, every_s: float = EVERY_S) -> None:
+        """`name` is the compute device's, such as "cpu" or "cuda:0"; `sources` are this box's own where None.
+
+        The first reading is there when this returns; more come after `start`.
+        """
+        self._name, self._every_s = name, every_s
+        self._sources = list(own_sources(name) if sources is None else sources)
+        self._absent: dict[str, tuple[str, float]] = {}
+        """Why each source is absent, and when it is tried again."""
+        self._subscribers: list[Subscriber] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="edged-telemetry", daemon=True)
+        self.latest = self._sample()
+
+    def start(self) -> None:
+        """Sample from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more readings; sources are closed."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for source in self._sources:
+            source.close()
+
+    def subscribe(self, hear: Subscriber) -> None:
+        """`hear` is called with every reading, on the sampler's thread; it must not block."""
+        self._subscribers.append(hear)
 
     def read(self) -> dict[str, Any]:
-        """Percentages are of one core for the process and of all cores for the box; sizes in bytes."""
-        memory = psutil.virtual_memory()
-        return {
-            "name": self._name,
-            "cpu_percent": psutil.cpu_percent(None),
-            "cpu_count": os.cpu_count() or 1,
-            "memory_total_bytes": memory.total,
-            "memory_available_bytes": memory.available,
-            "process_cpu_percent": self._process.cpu_percent(None),
-            "process_rss_bytes": self._process.memory_info().rss,
-            "temperature_c": _hottest_c(),
-        }
+        """The latest reading, as the status shows it, with why sources are absent."""
+        absent = {name: reason for name, (reason, _) in self._absent.copy().items()}
+        return {"name": self._name, **self.latest.report(), "absent_sources": absent}
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s = max(due_s + self._every_s, time.monotonic())
+            if self._stop.wait(due_s - time.monotonic()):
+                return
+            try:
+                self.latest = self._sample()
+                for hear in self._subscribers:
+                    hear(self.latest)
+            except Exception:
+                log.exception("a reading could not be taken or passed on")
+
+    def _sample(self) -> Reading:
+        now = time.monotonic()
+        return merged(now, [part for source in self._sources if (part := self._ask(source, now)) is not None])
+
+    def _ask(self, source: Source, now: float) -> dict[str, Any] | None:
+        """What a source reads; None while it is absent, of which the log hears once for each reason."""
+        known, again_s = self._absent.get(source.name, ("", 0.0))
+        if now < again_s:
+            return None
+        try:
+            part = source.read()
+        except SourceAbsent as error:
+            if str(error) != known:
+                log.info("%s is not read: %s", source.name, error)
+            self._absent[source.name] = (str(error), now + TRY_AGAIN_S)
+            source.close()
+            return None
+        if self._absent.pop(source.name, None):
+            log.info("%s is read again", source.name)
+        return part
 
 
-def _hottest_c() -> float | None:
-    """The highest temperature that any sensor reports; None where there is no sensor."""
-    try:
-        sensors = psutil.sensors_temperatures()
-    except (AttributeError, OSError):
-        return None
-    return max((reading.current for group in sensors.values() for reading in group), default=None)
+def own_sources(name: str) -> list[Source]:
+    """This box's: psutil, and jtop on a Jetson or NVML elsewhere."""
+    box = Box(cgroup=ControlGroup.own())
+    return [box, Jetson() if is_jetson() else Nvml(name, os.environ)]

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from edged.align.signals import record_pair
+from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.api.teacher import Teacher
@@ -80,6 +81,7 @@ class Scene:
 
     def forget(self) -> asyncio.Task[web.Response]:
         request = make_mocked_request("DELETE", "/v1/adapters/ann", match_info={"name": "ann"}, app=self._app)
+        request["caller"] = Caller("the operator", "root", "root", frozenset({"admin"}), ("*",), "admin")
         return asyncio.create_task(forget(request))
 
     def rows(self) -> int:

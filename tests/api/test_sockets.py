@@ -44,6 +44,12 @@ def test_the_socket_is_for_owner_and_group_and_goes_with_the_daemon(tmp_path: Pa
     assert not path.exists()
 
 
+def test_its_mode_says_who_may_open_it(tmp_path: Path) -> None:
+    listener = UnixListener(tmp_path / "edged.sock", 0o666)
+    assert stat.S_IMODE(listener.path.stat().st_mode) == 0o666
+    listener.close()
+
+
 def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "edged.sock"
     leave_socket(path)
@@ -98,21 +104,21 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 )
 def test_a_malformed_tcp_address_is_refused(listen: str) -> None:
     with pytest.raises(ListenError, match=r"api\.listen"):
-        tcp_socket(listen, "")
+        tcp_socket(listen, False)
 
 
 def test_tcp_beyond_loopback_needs_a_token() -> None:
     with pytest.raises(ListenError, match=r"set api\.token"):
-        tcp_socket("0.0.0.0:0", "")
-    tcp_socket("0.0.0.0:0", "secret").close()
-    tcp_socket("127.0.0.1:0", "").close()
+        tcp_socket("0.0.0.0:0", False)
+    tcp_socket("0.0.0.0:0", True).close()
+    tcp_socket("127.0.0.1:0", False).close()
 
 
 def test_a_taken_tcp_port_is_named() -> None:
-    first = tcp_socket("127.0.0.1:0", "")
+    first = tcp_socket("127.0.0.1:0", False)
     port = first.getsockname()[1]
     with pytest.raises(ListenError, match=f"127.0.0.1:{port}.*in use"):
-        tcp_socket(f"127.0.0.1:{port}", "")
+        tcp_socket(f"127.0.0.1:{port}", False)
     first.close()
 
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from edged.cache import Key, Pending
 
-BASE: Key = (None, 0)
-ALICE: Key = ("alice", 1)
+BASE = Key(None, 0)
+ALICE = Key("alice", 1)
 SIZE = 4
 
 

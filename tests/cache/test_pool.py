@@ -110,6 +110,22 @@ class PoolMachine(RuleBasedStateMachine):
             self.adopted.remove(page)
             assert self.pool.abandon(page) == all(page not in holder for holder in self.holders)
 
+    @rule(data=st.data(), capacity=st.integers(1, 6))
+    def resize(self, data: st.DataObject, capacity: int) -> None:
+        held = {page for holder in self.holders for page in holder} | self.adopted
+        above = sorted(page for page in held if page >= capacity)
+        if len(held) > capacity:
+            with pytest.raises(OutOfPages):
+                self.pool.move(above, capacity)
+            with pytest.raises(ValueError, match="is held"):
+                self.pool.resize(capacity)
+            return
+        moved = self.pool.move(above, capacity)
+        assert sorted(moved) == above
+        self.holders = [[moved.get(page, page) for page in holder] for holder in self.holders]
+        self.adopted = {moved.get(page, page) for page in self.adopted}
+        self.pool.resize(capacity)
+
     @invariant()
     def agrees_with_the_list_of_holders(self) -> None:
         self.pool.check()
@@ -117,7 +133,9 @@ class PoolMachine(RuleBasedStateMachine):
         for page in range(self.pool.pages):
             assert self.pool.references(page) == held.count(page) + (page in self.adopted)
         assert self.pool.evictable_pages == len(self.adopted - set(held))
-        assert self.pool.free_pages == self.pool.pages - len(self.adopted | set(held))
+        assert self.pool.free_pages == self.pool.capacity - len(self.adopted | set(held))
+        assert all(page < self.pool.capacity for page in held)
+        assert all(page < self.pool.touched for page in held)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from edged.cache import Key, PagePool, PrefixTrie
 
-BASE: Key = (None, 0)
-ALICE: Key = ("alice", 1)
+BASE = Key(None, 0)
+ALICE = Key("alice", 1)
 
 
 def cached(trie: PrefixTrie, pool: PagePool, key: Key, tokens: Sequence[int]) -> list[int]:
@@ -26,6 +26,23 @@ def cached(trie: PrefixTrie, pool: PagePool, key: Key, tokens: Sequence[int]) ->
 def make(pages: int = 8, page_size: int = 2) -> tuple[PagePool, PrefixTrie]:
     pool = PagePool(pages, page_size)
     return pool, PrefixTrie(pool)
+
+
+def test_tenants_find_nothing_of_each_other() -> None:
+    pool = PagePool(8, 2)
+    trie = PrefixTrie(pool)
+    tokens = [1, 2, 3, 4, 5]
+    for tenant in ("ann", "bob"):
+        cached(trie, pool, Key("shared", 1, tenant), tokens[:4])
+        cached(trie, pool, Key(None, 0, tenant), tokens[:4])
+    assert trie.match(Key("shared", 1), tokens) == trie.match(Key("shared", 1, "cy"), tokens) == []
+    assert len(trie.match(Key("shared", 1, "ann"), tokens, counted=False)) == 2
+    trie.expire_all("ann")
+    assert trie.match(Key(None, 0, "ann"), tokens) == trie.match(Key("shared", 1, "ann"), tokens) == []
+    assert trie.covered(Key(None, 0, "bob"), tokens) == 4
+    trie.expire_version("shared", 1)
+    assert trie.covered(Key("shared", 1, "bob"), tokens) == 0
+    assert trie.covered(Key(None, 0, "bob"), tokens) == 4
 
 
 def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
@@ -59,7 +76,7 @@ def test_nothing_is_shared_between_adapters_or_versions() -> None:
     pool, trie = make()
     cached(trie, pool, ALICE, [1, 2, 3, 4])
     assert trie.match(BASE, [1, 2, 3, 4, 5]) == []
-    assert trie.match(("alice", 2), [1, 2, 3, 4, 5]) == []
+    assert trie.match(Key("alice", 2), [1, 2, 3, 4, 5]) == []
     assert len(trie.match(ALICE, [1, 2, 3, 4, 5])) == 2
 
 
@@ -140,9 +157,9 @@ def test_a_page_of_another_version_is_never_taken_over() -> None:
     pool, trie = make()
     pages = pool.allocate(3)
     trie.insert(ALICE, [1, 2, 3, 4], pages)
-    trie.insert(("alice", 2), [1, 2, 3, 4, 5, 6], pages)
+    trie.insert(Key("alice", 2), [1, 2, 3, 4, 5, 6], pages)
     trie.check()
-    assert trie.match(("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
+    assert trie.match(Key("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
 
 
 def test_the_hit_share_is_counted() -> None:
@@ -173,7 +190,7 @@ class Running:
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-keys = st.sampled_from([BASE, ALICE, ("alice", 2)])
+keys = st.sampled_from([BASE, ALICE, Key("alice", 2)])
 
 
 class TrieMachine(RuleBasedStateMachine):

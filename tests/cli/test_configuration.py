@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from edged.cli.configure import to_toml_value
 from edged.cli.main import cli
 from edged.config import Settings
 from edged.scheduler.policies import POLICIES
@@ -61,6 +62,17 @@ def test_show_is_toml_of_file_and_environment_with_the_changes_marked(
     assert json.loads(run("config", "show", "--config", str(path), "--json"))["align"]["rank"] == 8
 
 
+def test_show_writes_rules_and_tokens_as_they_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "edged.toml"
+    rules = [{"roles": ["admin"], "users": ["@self"], "peers": ["group:ops"]}]
+    tokens = [{"roles": ["use"], "users": ["a*"], "name": "web", "sha256": "0" * 64}]
+    path.write_text(f"[access]\nrules = {to_toml_value(rules)}\ntokens = {to_toml_value(tokens)}\n")
+    shown = run("config", "show", "--config", str(path))
+    assert tomllib.loads(shown)["access"] == {"rules": rules, "tokens": tokens}
+    path.write_text(shown)
+    assert run("config", "show", "--config", str(path)) == shown
+
+
 def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "edged.toml"
     path.write_text("[align]\nrnak = 8\n")
@@ -79,6 +91,19 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
             "[scheduler]\nretrain_every_s = 10\nretrain_window_s = 12\n",
             'setting "scheduler.retrain_window_s" = 12: it must be shorter than retrain_every_s (10.0 s)',
         ),
+        (
+            '[[access.rules]]\npeers = ["user:ann"]\nroles = ["use", "trian"]\n',
+            'setting "access.rules.0.roles.1" = \'trian\': did you mean "train"?',
+        ),
+        (
+            '[[access.rules]]\npeers = ["user:ann"]\nroles = ["use"]\nuser = ["ann"]\n',
+            'unknown setting "access.rules.0.user": did you mean "users"?',
+        ),
+        (
+            '[[access.rules]]\npeers = ["ann"]\nroles = ["use"]\n',
+            '"ann" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"',
+        ),
+        ('[access]\ntokens = "{"\n', 'setting "access.tokens": it is neither a list of tables nor JSON'),
     ],
 )
 def test_a_wrong_choice_is_told_the_nearest_one_or_what_there_is(tmp_path: Path, text: str, message: str) -> None:

@@ -71,6 +71,7 @@ def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> Non
     text = daemon.run("status").stdout
     for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "tokens saved", "spilled", "GiB"):
         assert word in text
+    assert "for neighbours" in text
     assert "a guess and" in text
     data = json.loads(daemon.run("status", "--json").stdout)
     assert {"model", "queue", "rates", "latency", "bins", "pages", "finetune", "device"} <= data.keys()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def at_a_chunk(engine: Engine, name: str, tokens: int, then: Any) -> None:
         return work
 
     executor.run = watched  # type: ignore[method-assign]
+
+
+def test_tenants_neither_wait_for_each_other_nor_find_what_another_computed(tmp_path: Path) -> None:
+    prompt = random_ids(20 * PAGE + 3, 1)
+    with running_engine(tmp_path, serving__max_batch_tokens=64) as (engine, client):
+        with held_still(engine):
+            for name, tenant in (("a1", "ann"), ("b1", "bob"), ("a2", "ann")):
+                engine.submit(replace(request(name, prompt, tokens=4), tenant=tenant))
+        client.wait(lambda: len(client.finished) == 3)
+        assert engine.status()["totals"]["followers"] == 1
+        engine.submit(replace(request("c1", prompt, tokens=4), tenant="cy"))
+        client.wait(lambda: "c1" in client.finished)
+    cached = {name: event.cached_tokens for name, event in client.finished.items()}
+    assert cached == {"a1": 0, "b1": 0, "a2": 20 * PAGE, "c1": 0}
+    assert client.ids("a1") == client.ids("b1") == client.ids("a2") == client.ids("c1")
 
 
 def test_requests_that_wait_together_compute_their_common_prefix_once(tmp_path: Path) -> None:

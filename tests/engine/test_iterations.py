@@ -42,6 +42,7 @@ def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:
             decision_s=0.0,
             spent_s=(0.0, 0.0, 0.0),
             free_pages=1,
+            waiting=0,
         )
     assert [record.number for record in iterations.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
     assert iterations.since(KEPT + 5) == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from edged.engine.linear import PackedLinear, pack_linears
+from edged.engine.linear import PackedLinear, pack_linears, tiles
 from edged.engine.threads import CpuThreads
 
 CORES = len(os.sched_getaffinity(0))
@@ -118,7 +118,7 @@ class Layer(nn.Module):
 def test_packed_siblings_give_what_each_would_alone(bias: bool) -> None:
     torch.manual_seed(0)
     layer = Layer(bias)
-    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 40)]
+    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 40, 333, 0)]
     wanted = [layer(x).detach() for x in inputs]
     pack_linears(layer)
     assert isinstance(layer.q_proj, PackedLinear)
@@ -129,3 +129,11 @@ def test_packed_siblings_give_what_each_would_alone(bias: bool) -> None:
         a, b = inputs[1], inputs[2]
         for linear, x in ((layer.v_proj, a), (layer.q_proj, b), (layer.q_proj, a), (layer.q_proj, a)):
             torch.testing.assert_close(linear(x), linear.base(x), atol=1e-4, rtol=1e-5)
+
+
+def test_prompts_of_all_lengths_are_multiplied_in_few_sizes() -> None:
+    """Each size that oneDNN meets costs memory for ever."""
+    cut = {rows: tiles(rows) for rows in range(1, 4000)}
+    assert all(sum(pieces) == rows and min(pieces) > 0 for rows, pieces in cut.items())
+    assert len({size for pieces in cut.values() for size in pieces}) <= 22
+    assert max(len(pieces) for rows, pieces in cut.items() if rows <= 1024) <= 7

@@ -1,0 +1,95 @@
+"""Connections of slow clients: how long a header may take to come, and a full buffer to be read.
+
+Owns those two clocks of every connection. Must not know routes or callers. The body's time is the application's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from aiohttp import web
+
+from edged.config import LimitSettings
+
+log = logging.getLogger("edged.api")
+
+_BACKLOG = 1024
+"""Clients that may wait to be accepted."""
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection, which is dropped when its first header or the reading of an answer takes too long.
+
+    What a client does not read is kept up to the transport's high-water mark (64 KiB); beyond it the handler waits.
+    """
+
+    __slots__ = ("_header_timer", "_limits", "_stall_timer")
+
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: LimitSettings):
+        options: dict[str, Any] = {"keepalive_timeout": limits.idle_s, "access_log": None}
+        super().__init__(manager, loop=loop, **options)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._header_timer = self._loop.call_later(
+            self._limits.header_s, self._drop, f"no header came within limits.header_s = {self._limits.header_s:g} s"
+        )
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.header_came()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def header_came(self) -> None:
+        """The first request is known; later ones have until the connection has been idle for too long."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self._loop.call_later(
+            self._limits.stalled_s, self._drop, f"it did not read for limits.stalled_s = {self._limits.stalled_s:g} s"
+        )
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def _drop(self, reason: str) -> None:
+        if self.transport is not None:
+            log.info("a client was dropped: %s", reason)
+            self.transport.abort()
+
+
+def header_came(request: web.Request) -> None:
+    """Tell a request's connection that it is no slow one."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.header_came()
+
+
+class Site(web.SockSite):
+    """A listening socket whose connections are `Connection`s."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings) -> None:
+        super().__init__(runner, listener, backlog=_BACKLOG)
+        self._listener, self._limits = listener, limits
+
+    async def start(self) -> None:
+        """Accept connections."""
+        await web.BaseSite.start(self)
+        loop, manager = asyncio.get_running_loop(), self._runner.server
+        assert manager is not None
+
+        def connection() -> Any:
+            return Connection(manager, loop, self._limits)
+
+        self._server = await loop.create_server(connection, sock=self._listener, backlog=self._backlog)

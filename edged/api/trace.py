@@ -1,0 +1,65 @@
+"""`GET /v1/trace?seconds=N`: what the engine did in the last N seconds, for ui.perfetto.dev.
+
+Owns the route and how the document is written without being in memory as a whole. Must not know tracks or slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from aiohttp import web
+
+import edged
+from edged.api.errors import bad_request
+from edged.api.services import services_of
+from edged.observe.trace import Event, Tracer
+
+MOST_SECONDS = 600.0
+_DEFAULT_SECONDS = 10.0
+_ITERATIONS_A_PIECE = 16
+"""Made at once, so that the engine's thread is never kept waiting for long."""
+
+
+async def get_trace(request: web.Request) -> web.StreamResponse:
+    """A trace event document, one event a line."""
+    services, seconds = services_of(request), _seconds(request)
+    since_s = time.monotonic() - seconds
+    engine = services.engine
+    records = [record for record in engine.iterations() if record.started_s + record.elapsed_s >= since_s]
+    pieces = Tracer(engine.stats.labels.copy()).events(records)
+    facts = {"edged": edged.__version__, "model": services.model, "seconds": seconds, "iterations": len(records)}
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1]
+    await response.write(f'{head}, "traceEvents": [\n'.encode())
+    separator = ""
+    while events := await asyncio.to_thread(_next_piece, pieces):
+        await response.write((separator + ",\n".join(events)).encode())
+        separator = ",\n"
+    await response.write(b"\n]}\n")
+    await response.write_eof()
+    return response
+
+
+def _next_piece(pieces: Iterator[list[Event]]) -> list[str]:
+    """Some iterations' events as JSON; empty at the end."""
+    for some in iter(lambda: list(islice(pieces, _ITERATIONS_A_PIECE)), []):
+        if events := [json.dumps(event, allow_nan=False) for piece in some for event in piece]:
+            return events
+    return []
+
+
+def _seconds(request: web.Request) -> float:
+    text = request.query.get("seconds", str(_DEFAULT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= MOST_SECONDS:
+        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS:g}', "seconds")
+    return seconds

@@ -1,0 +1,1 @@
+"""`edged doctor`: what stands in edged's way on this box, and the way out of each."""

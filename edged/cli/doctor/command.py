@@ -1,0 +1,97 @@
+"""`edged doctor`: the command."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edged.cli.options import json_option
+from edged.cli.output import make_console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from edged.cli.doctor.finding import Finding
+
+WITHIN_S = 8.0
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@click.command()
+@click.option(
+    "--config", "-c", "path", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
+)
+@click.option("--socket", metavar="PATH", help="Where the daemon listens [EDGED_SOCKET].")
+@click.option(
+    "--least-free", "least_free_mb", type=click.IntRange(0), default=2048, show_default=True,
+    help="Disk space that should be free / 2^20.",
+)  # fmt: skip
+@click.option(
+    "--within", "within_s", type=click.FloatRange(1.0), default=WITHIN_S, show_default=True,
+    help="Most seconds that all checks may take.",
+)  # fmt: skip
+@json_option
+def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: float, as_json: bool) -> None:
+    """Look for what stands in edged's way on this box.
+
+    Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
+    and the way out. It works with and without a running daemon, and changes nothing. Run it as the user that edged
+    runs as, or as root.
+
+    Exit code: 0 when all is well, 1 with warnings (edged works, but not as well as it could), 2 with failures.
+    """
+    from edged.cli.doctor.finding import EXIT_CODES, worst
+
+    begun = time.monotonic()
+    findings = _examine(path, socket, least_free_mb << 20, within_s)
+    state = worst(findings)
+    took_s = time.monotonic() - begun
+    if as_json:
+        print_json({"state": state, "took_s": round(took_s, 3), "findings": [asdict(item) for item in findings]})
+    else:
+        make_console().print(_table(findings))
+        counts = {kind: sum(item.state == kind for item in findings) for kind in EXIT_CODES}
+        click.echo(f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s")
+    raise SystemExit(EXIT_CODES[state])
+
+
+def _examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
+    """All findings; settings that cannot be read are one of them, and the defaults are looked at then."""
+    from edged.api.addresses import socket_paths
+    from edged.cli.doctor.examine import examine
+    from edged.cli.doctor.finding import Examination, broken, fine
+    from edged.config import ConfigError, Settings, load_settings
+    from edged.store.folder import data_folder
+
+    try:
+        settings = load_settings(path)
+        first = fine("settings", str(path) if path else "the defaults and the environment")
+    except ConfigError as error:
+        settings = Settings()
+        first = broken("settings", str(error), "correct it; the defaults were looked at instead")
+    examination = Examination(
+        settings=settings,
+        data_dir=data_folder(settings.store.data_dir, os.environ),
+        sockets=socket_paths(socket or settings.api.socket, os.environ),
+        least_free_bytes=least_free_bytes,
+        within_s=within_s,
+    )
+    return [first, *examine(examination)]
+
+
+def _table(findings: list[Finding]) -> RenderableType:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table: Any = Table("", "", "seen", "way out", box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[2:]:
+        column.overflow = "fold"
+    for item in findings:
+        table.add_row(Text(item.state, _STYLES[item.state]), item.name, Text(item.seen), Text(item.way_out))
+    return table

@@ -1,0 +1,101 @@
+"""Checks of the device: the GPU, its driver, whether this torch can use it, and whether the model fits.
+
+Owns what is made of the probe's answers. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
+
+_NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
+"""A GPU's, on desktops and on Jetsons."""
+_CUDA_TORCH = "install a torch that is built for CUDA: on a Jetson NVIDIA's own wheel, else `pip install torch`"
+
+
+def gpu_there(it: Examination) -> bool:
+    """Whether the box has an NVIDIA GPU, whatever torch says."""
+    return it.jetson or any((it.root / node).exists() for node in _NODES)
+
+
+def device(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
+    """The device that the model will run on."""
+    wanted = it.settings.model.device
+    if not found:
+        yield doubtful("device", "torch could not be imported in time", 'try `python -c "import torch"`')
+    elif found["cuda"]:
+        major, minor = found["capability"]
+        whose = "shared with the box" if found["integrated"] else "of its own"
+        yield fine("device", f"{found['gpu']}, compute capability {major}.{minor}, {gib(found['gpu_bytes'])} {whose}")
+    elif wanted.startswith("cuda"):
+        way_out = 'see "torch" and "driver" here, or set model.device = "auto"'
+        yield broken("device", f'model.device = "{wanted}", and torch sees no GPU', way_out)
+    elif gpu_there(it):
+        way_out = 'see "torch" and "driver" here; the group that owns /dev/nvidia* or /dev/nvhost-* may be missing'
+        yield doubtful("device", "there is an NVIDIA GPU, and torch does not see it: the processor is used", way_out)
+    else:
+        yield fine("device", f"no GPU: the processor, {len(os.sched_getaffinity(0))} cores")
+    if gpu_there(it):
+        yield _driver(it)
+
+
+def _driver(it: Examination) -> Finding:
+    release = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", it.read("proc/driver/nvidia/version"))
+    if release:
+        return fine("driver", release[1])
+    if l4t := it.read("etc/nv_tegra_release"):
+        return fine(
+            "driver", "L4T " + ".".join(re.findall(r"R(\d+).*?REVISION: ([\d.]+)", l4t)[0]) if "R" in l4t else l4t
+        )
+    return broken("driver", "a GPU is there, and no driver of it is loaded", "install NVIDIA's driver, then restart")
+
+
+def torch_build(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether torch was built for the GPU that is there."""
+    if not found:
+        return
+    seen = f"{found['torch']}, " + (f"CUDA {found['cuda_build']}" if found["cuda_build"] else "built for processors")
+    if gpu_there(it) and not found["cuda_build"]:
+        yield broken("torch", f"{seen}, though a GPU is there", _CUDA_TORCH)
+    elif found["cuda"] and not _compiled_for(found["capability"], found["architectures"]):
+        major, minor = found["capability"]
+        yield doubtful("torch", f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
+    else:
+        yield fine("torch", seen)
+
+
+def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
+    """Binaries run on the same major version from their minor one on; PTX on everything later."""
+    major, minor = capability
+    for architecture in architectures:
+        kind, _, digits = architecture.partition("_")
+        number = re.match(r"\d+", digits)
+        if number is None:
+            continue
+        built = divmod(int(number[0]), 10)
+        if (kind == "compute" and built <= (major, minor)) or (built[0] == major and built[1] <= minor):
+            return True
+    return False
+
+
+def memory(it: Examination, found: Mapping[str, Any], running: bool) -> Iterator[Finding]:
+    """Whether the model with its adapters, a step and a context fits: at all, and now if nobody runs it yet."""
+    if not found:
+        return
+    if problem := found.get("problem"):
+        yield broken("memory", problem, "serve another model, or change what it names")
+        return
+    needed, total, available = found["needed_bytes"], found["total_bytes"], found["available_bytes"]
+    seen = f"{gib(needed)} are needed in {found['dtype']} with {found['context_tokens']:,} tokens of context"
+    less = 'model.quantize = "nf4", fewer align.max_loaded_adapters, or a smaller model'
+    if not found["fits"]:
+        yield broken("memory", f"{seen}; the device has {gib(total)}", less)
+    elif not running and available is not None and needed > available:
+        yield doubtful("memory", f"{seen}; {gib(available)} are available now", f"end other programs; or {less}")
+    else:
+        left = gib(total) if available is None else f"{gib(available)} of {gib(total)} available"
+        yield fine("memory", f"{seen}; {left}")

@@ -1,0 +1,95 @@
+"""One thing that was looked at, and the circumstances of looking.
+
+Owns these two. Must not know any check.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from edged.config import Settings
+
+State = Literal["ok", "warn", "fail"]
+EXIT_CODES: dict[State, int] = {"ok": 0, "warn": 1, "fail": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was `seen` of a thing; unless it is fine, the way out."""
+
+    name: str
+    state: State
+    seen: str
+    way_out: str = ""
+
+
+def fine(name: str, seen: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, "ok", seen)
+
+
+def doubtful(name: str, seen: str, way_out: str) -> Finding:
+    """edged works, but not as well or not for as long as it could."""
+    return Finding(name, "warn", seen, way_out)
+
+
+def broken(name: str, seen: str, way_out: str) -> Finding:
+    """edged cannot start, or something was lost."""
+    return Finding(name, "fail", seen, way_out)
+
+
+def worst(findings: Sequence[Finding]) -> State:
+    """The worst state of all."""
+    return max((finding.state for finding in findings), key=lambda state: EXIT_CODES[state], default="ok")
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Which edged is looked at, and how long that may take."""
+
+    settings: Settings
+    data_dir: Path
+    sockets: tuple[Path, ...]
+    """Where the daemon listens, in order of preference."""
+    least_free_bytes: int
+    within_s: float
+    root: Path = Path("/")
+    """Of /proc, /sys, /etc, /run and /dev, as a recorded tree has them elsewhere."""
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def left_s(self, most: float) -> float:
+        """How long one check may take: `most`, or what is left."""
+        return max(0.1, min(most, self.within_s - (time.monotonic() - self.begun_s)))
+
+    def read(self, path: str) -> str:
+        """The text of a file of the system; "" where it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:
+            return ""
+
+    @property
+    def jetson(self) -> bool:
+        """Whether the box is one."""
+        return bool(self.read("etc/nv_tegra_release")) or "tegra" in self.read("proc/device-tree/compatible")
+
+
+def output_of(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """(exit code, what it wrote) of a program; (127, reason) where it is not there or does not end."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return 127, f"{command[0]} did not end within {timeout_s:.0f} s"
+    except OSError as error:
+        return 127, f"{command[0]}: {error.strerror}"
+    return ended.returncode, (ended.stdout + ended.stderr).strip()
+
+
+def gib(size_bytes: float) -> str:
+    """A size as people read it."""
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**29 else f"{size_bytes / 2**20:.0f} MiB"

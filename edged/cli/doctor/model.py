@@ -1,0 +1,140 @@
+"""Checks of the model's files, and of the prices that were measured with it.
+
+Owns what a directory of save_pretrained must have. No weight is read; must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
+from edged.cli.doctor.safetensors import Damaged, tensors_of
+from edged.config import ModelSettings
+
+_AGAIN = "download it again, or write it again with save_pretrained"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
+    """(directory of the model, what is wrong otherwise); nothing is downloaded."""
+    path = Path(settings.path).expanduser()
+    if settings.path == "demo":
+        from edged.models import demo_model_dir
+
+        try:
+            return demo_model_dir(), None
+        except FileNotFoundError as error:
+            return None, broken("model", str(error), "reinstall edged")
+    if path.is_dir():
+        return path, None
+    if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
+        way_out = 'set model.path to one that save_pretrained wrote, a hub name, or "demo"'
+        return None, broken("model", f'model.path = "{settings.path}" is not a directory', way_out)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(settings.path, local_files_only=True)), None
+    except Exception:  # whatever the hub's client says, the model is not here
+        way_out = "nothing need be done where there is a network: the first start downloads it"
+        return None, doubtful("model", f"{settings.path} was not downloaded yet", way_out)
+
+
+def files(folder: Path) -> Iterator[Finding]:
+    """Configuration, weights and tokenizer."""
+    config = _json(folder / "config.json")
+    if config is None:
+        yield broken(
+            "model", f"{folder}: no config.json that can be read", "give a directory that save_pretrained wrote"
+        )
+        return
+    kind = ", ".join(config.get("architectures") or ["of no named architecture"])
+    if "auto_map" in config:
+        way_out = "use a model whose architecture transformers has: edged runs no code from a model's directory"
+        yield doubtful("model", f"{folder} wants code of its own to run ({kind})", way_out)
+    yield _weights(folder, kind)
+    yield _tokenizer(folder)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _weights(folder: Path, kind: str) -> Finding:
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        other = [path.name for path in sorted(folder.glob("*.bin"))[:1]]
+        seen = f"only {other[0]}, a pickle, which may run code" if other else "no *.safetensors"
+        return broken("model", f"{folder}: {seen}", "save it with save_pretrained(safe_serialization=True)")
+    try:
+        held = {path.name: tensors_of(path) for path in found}
+    except Damaged as error:
+        return broken("model", f"{folder}: {error}", _AGAIN)
+    if problem := _index_problem(folder, held):
+        return broken("model", f"{folder}: {problem}", _AGAIN)
+    elements = sum(sum(tensors.values()) for tensors in held.values())
+    size = gib(sum(path.stat().st_size for path in found))
+    return fine("model", f"{folder}: {kind}, {elements:,} weights in {len(found)} files of {size}, whole")
+
+
+def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:
+    """How the index of several files and the files differ, or ""."""
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return ""
+    index = _json(path)
+    if index is None or not isinstance(index.get("weight_map"), dict):
+        return f"{path.name} cannot be read"
+    if missing := sorted(set(index["weight_map"].values()) - held.keys()):
+        return f"{missing[0]} is missing ({len(missing)} of the files in {path.name})"
+    absent = [tensor for tensor, file in index["weight_map"].items() if tensor not in held[file]]
+    return f"{absent[0]} is not in the file that {path.name} names" if absent else ""
+
+
+def _tokenizer(folder: Path) -> Finding:
+    found = [name for name in _TOKENIZERS if (folder / name).is_file()]
+    if not found:
+        return broken("tokenizer", f"{folder} has none", "write one there with tokenizer.save_pretrained")
+    settings = _json(folder / "tokenizer_config.json") or {}
+    if found[0].endswith(".json") and _json(folder / found[0]) is None:
+        return broken("tokenizer", f"{folder / found[0]} cannot be read", _AGAIN)
+    if (folder / "chat_template.jinja").is_file() or settings.get("chat_template"):
+        return fine("tokenizer", f"{found[0]}, with a chat template")
+    way_out = f"put a chat_template.jinja into {folder}: without one only /v1/completions answers"
+    return doubtful("tokenizer", f"{found[0]}, without a chat template", way_out)
+
+
+def profile(it: Examination, gpu: str | None) -> Iterator[Finding]:
+    """Whether prices were measured for this model on this device; `gpu` is its name, None on a processor."""
+    from edged.scheduler.profile import FOLDER, Profile, ProfileError
+
+    settings = it.settings
+    measure = "`edged profile`, with nothing else running: until then latencies are guessed and learned"
+    setting = settings.scheduler.profile
+    paths = [Path(setting).expanduser()] if setting else sorted((it.data_dir / FOLDER).glob("*.json"))
+    profiles, problems = [], []
+    for path in paths:
+        try:
+            profiles.append((path, Profile.read(path)))
+        except ProfileError as error:
+            problems.append(str(error))
+    name = settings.model.name or (
+        "demo" if settings.model.path == "demo" else Path(settings.model.path).resolve().name
+    )
+    for path, found in profiles:
+        if found.subject.model == name and (gpu is None or found.subject.device == gpu):
+            yield fine("profile", f"{path.name}, of {found.created_at[:10]}")
+            return
+    if problems:
+        yield doubtful("profile", problems[0], measure)
+    elif profiles:
+        of = profiles[0][1].subject
+        yield doubtful("profile", f"only of {of.model} on {of.device}, not of {name} on {gpu or 'this box'}", measure)
+    else:
+        yield doubtful("profile", f"none of {name}", measure)

@@ -1,0 +1,109 @@
+"""What only torch and transformers can tell, asked in a process of its own that may be slow or fail.
+
+Owns that process: `python -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on
+torch and the device, then one on memory. Must not be imported for more than `Probe` before it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from edged.config import Settings
+
+CONTEXT_TOKENS = 4096
+"""Of K/V that should fit, where model.max_context_tokens says nothing."""
+
+
+class Probe:
+    """The process, begun at once; its lines are there when `lines` has waited for them."""
+
+    def __init__(self, settings: Settings, model: Path | None) -> None:
+        """`model` None: only torch and the device are looked at."""
+        asked = {"settings": settings.model_dump(), "model": str(model) if model else ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "edged.cli.doctor.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked))
+        self._process.stdin.close()
+        self._process.stdin = None
+
+    def lines(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(torch and device, memory); empty where nothing came in time."""
+        try:
+            text, _ = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            text, _ = self._process.communicate()
+        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        device, memory, *_ = [*found, {}, {}]
+        return device, memory
+
+
+def _device(wanted: str) -> dict[str, Any]:
+    """What torch was built for, and the GPU that it sees."""
+    import torch
+
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda_build": torch.version.cuda or "",
+        "cuda": torch.cuda.is_available(),
+    }
+    if found["cuda"]:
+        device = torch.device(wanted if wanted.startswith("cuda") else "cuda:0")
+        told = torch.cuda.get_device_properties(device)
+        found["gpu"] = told.name
+        found["capability"] = [told.major, told.minor]
+        found["architectures"] = torch.cuda.get_arch_list()
+        found["integrated"] = bool(getattr(told, "is_integrated", False))
+        found["gpu_bytes"] = told.total_memory
+    return found
+
+
+def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str, Any]:
+    """What serving and training take, by the engine's own arithmetic, and what the device has."""
+    import psutil
+
+    from edged.bench.memory import plan_memory
+    from edged.engine.loading import ModelRefused
+
+    box = psutil.virtual_memory()
+    cuda = bool(device["cuda"]) and settings.model.device != "cpu"
+    own = cuda and not device["integrated"]
+    total = int(device["gpu_bytes"] if own else box.total)
+    context = settings.model.max_context_tokens or CONTEXT_TOKENS
+    try:
+        plan = plan_memory(model, settings, "cuda" if cuda else "cpu", total, context)
+    except ModelRefused as error:
+        return {"problem": str(error)}
+    parts = plan["parts"]
+    return {
+        "fits": plan["fits"],
+        "dtype": plan["dtype"],
+        "context_tokens": context,
+        "needed_bytes": sum(parts.values()) - parts["system"] + plan["context_bytes"],
+        "total_bytes": total,
+        "available_bytes": None if own else int(box.available),
+    }
+
+
+def main() -> None:
+    """Answer what stdin asks."""
+    asked = json.load(sys.stdin)
+    settings = Settings.model_validate(asked["settings"])
+    device = _device(settings.model.device)
+    print(json.dumps(device), flush=True)
+    if asked["model"]:
+        print(json.dumps(_memory(settings, Path(asked["model"]), device)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Checks of what edged keeps and where: disk, folders, database, learned adapters.
+
+Owns how each is looked at without changing it. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
+from edged.cli.doctor.safetensors import Damaged, tensors_of
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+
+_OPERATIONS = 10_000
+"""Of SQLite's virtual machine, between two looks at the time."""
+
+
+def disk(it: Examination) -> Iterator[Finding]:
+    """Room for the database, adapters and spilled prefixes."""
+    folder = _nearest(it.data_dir)
+    try:
+        space, files = shutil.disk_usage(folder), os.statvfs(folder)
+    except OSError as error:
+        yield broken("disk", f"{folder}: {error.strerror}", "mount the disk, or set store.data_dir")
+        return
+    seen = f"{gib(space.free)} of {gib(space.total)} free at {folder}"
+    way_out = "make room, or move store.data_dir to a larger disk"
+    if files.f_files and not files.f_favail:
+        yield broken("disk", f"{seen}, but no file can be made (no inodes)", way_out)
+    elif space.free < it.least_free_bytes // 10:
+        yield broken("disk", seen, way_out)
+    elif space.free < it.least_free_bytes:
+        yield doubtful("disk", f"{seen}; {gib(it.least_free_bytes)} should be", way_out)
+    else:
+        yield fine("disk", seen)
+
+
+def folders(it: Examination) -> Iterator[Finding]:
+    """Whether this user may write where edged does, and whether others may read there."""
+    yield _data_folder(it.data_dir)
+    yield _socket_folder(it.sockets[0])
+
+
+def _data_folder(folder: Path) -> Finding:
+    name = "data folder"
+    if not folder.exists():
+        if problem := _cannot_write(_nearest(folder)):
+            return broken(name, f"{folder} is not there and cannot be made: {problem}", "set store.data_dir")
+        return fine(name, f"{folder} will be made")
+    if problem := _cannot_write(folder):
+        way_out = f"run this as the user that edged runs as; else `sudo chown -R USER {folder}`, or set store.data_dir"
+        return broken(name, f"{folder}: {problem}", way_out)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o007:
+        way_out = f"`chmod o= {folder}`: what people said is in there"
+        return doubtful(name, f"{folder} is open to everybody on this box (mode {mode:o})", way_out)
+    return fine(name, f"{folder}, mode {mode:o}")
+
+
+def _socket_folder(path: Path) -> Finding:
+    name = "socket"
+    if path.exists():
+        about = path.stat()
+        mode, group = stat.S_IMODE(about.st_mode), _group_name(about.st_gid)
+        seen = f"{path}, group {group}, mode {mode:o}"
+        if not os.access(path, os.R_OK | os.W_OK):
+            return doubtful(
+                name, f"{seen}: this user may not use it", f"`sudo usermod -aG {group} $USER`, then log in anew"
+            )
+        if mode & 0o007:
+            return doubtful(name, f"{seen}: everybody on this box may use it", f"`chmod o= {path}`")
+        return fine(name, seen)
+    if problem := _cannot_write(_nearest(path.parent)):
+        way_out = "give --socket (or EDGED_SOCKET, or api.socket) a path in a folder where this user may write"
+        return broken(name, f"{path} cannot be made: {problem}", way_out)
+    return fine(name, f"{path} will be made")
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _cannot_write(folder: Path) -> str:
+    """Why no file can be made in a folder, or "": modes do not say it of root, of read-only disks and of sandboxes."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder}: {error.strerror}" if folder.is_dir() else f"{folder} is not a folder"
+
+
+def database(it: Examination) -> Iterator[Finding]:
+    """SQLite's own check, on a connection that cannot write, and the schema's version."""
+    path = it.data_dir / DATABASE_FILE
+    if not path.exists():
+        yield fine("database", "none yet: the first start makes it")
+        return
+    way_out = (
+        "stop edged, move the file away, and restore a backup or what `sqlite3 FILE .recover` can read; "
+        "adapters on disk stay good"
+    )
+    try:
+        with closing(_open_to_read(path)) as connection:
+            end = time.monotonic() + it.left_s(3.0)
+            connection.set_progress_handler(lambda: time.monotonic() > end, _OPERATIONS)
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            applied = {name for (name,) in connection.execute("SELECT name FROM migrations")}
+    except sqlite3.OperationalError as error:
+        if "interrupted" in str(error):
+            way_out = f"`sqlite3 -readonly {path} 'PRAGMA quick_check'` takes its time"
+            yield doubtful(
+                "database", f"{gib(path.stat().st_size)}: not checked to its end within some seconds", way_out
+            )
+        else:
+            yield broken("database", f"{path}: {error}", way_out)
+    except sqlite3.DatabaseError as error:
+        yield broken("database", f"{path}: {error}", way_out)
+    else:
+        yield _schema(path, applied) if verdict == "ok" else broken("database", f"{path}: {verdict}", way_out)
+
+
+def _schema(path: Path, applied: set[str]) -> Finding:
+    from edged.store.migrations import MIGRATIONS
+
+    known = [migration.__name__ for migration in MIGRATIONS]
+    seen = f"{gib(path.stat().st_size)}, whole"
+    if unknown := sorted(applied.difference(known)):
+        return broken("database", f"written by a newer edged ({unknown[0]})", "install that version again")
+    if missing := [name for name in known if name not in applied]:
+        return fine("database", f"{seen}; the next start brings it up to date ({len(missing)} migrations)")
+    return fine("database", f"{seen}, schema {known[-1]}")
+
+
+def _open_to_read(path: Path) -> sqlite3.Connection:
+    quoted = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    connection = sqlite3.connect(f"file:{quoted}?mode=ro", uri=True, timeout=1.0)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        # Where the folder cannot be written, not even the shared memory of a write-ahead log can be made.
+        connection.close()
+        connection = sqlite3.connect(f"file:{quoted}?immutable=1", uri=True)
+    return connection
+
+
+def adapters(it: Examination) -> Iterator[Finding]:
+    """The newest version of every adapter on disk: all files there, whole, and as they were written."""
+    newest = _newest_versions(it.data_dir / ADAPTERS_FOLDER)
+    end = time.monotonic() + it.left_s(2.0)
+    damaged, summed = [], 0
+    for folder in newest:
+        sums = time.monotonic() < end
+        summed += sums
+        if problem := _damage(folder, sums):
+            damaged.append(f"{folder.parent.name} {folder.name}: {problem}")
+    if damaged:
+        way_out = "nothing need be done: the version before it is served, and its pairs are learnt again"
+        yield doubtful("adapters", f"{len(damaged)} of {len(newest)} damaged: " + "; ".join(damaged[:3]), way_out)
+    elif newest:
+        checked = "" if summed == len(newest) else f" ({summed} with checksums, for want of time)"
+        yield fine("adapters", f"{len(newest)} on disk, whole{checked}")
+    else:
+        yield fine("adapters", "none yet")
+
+
+def _newest_versions(root: Path) -> list[Path]:
+    try:
+        people = [person for base in root.iterdir() if base.is_dir() for person in base.iterdir() if person.is_dir()]
+        versions = [sorted(person.glob("v[0-9]*")) for person in people]
+    except OSError:
+        return []
+    return [found[-1] for found in versions if found]
+
+
+def _damage(folder: Path, sums: bool) -> str:
+    """What is wrong with a version, or ""; checksums are looked at where `sums`."""
+    try:
+        expected: dict[str, str] = json.loads((folder / "edged.json").read_text())["sha256"]
+        for name, checksum in expected.items():
+            if name.endswith(".safetensors"):
+                tensors_of(folder / name)
+            if sums and _sha256(folder / name) != checksum:
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, KeyError, Damaged) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,75 @@
+"""`edged trace`: what the engine did, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edged.cli.client import Client, DaemonError
+from edged.cli.options import json_option, with_client
+from edged.cli.output import number, print_json, show_progress
+
+_TOLD_EVERY = 20_000
+"""Lines between two reports of progress."""
+
+
+@click.command()
+@click.option(
+    "--seconds",
+    "-s",
+    type=click.FloatRange(0.0, 600.0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="How long a time.",
+)
+@click.option("--output", "-o", default="edged-trace.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--record", is_flag=True, help="The next SECONDS instead of the last ones.")
+@json_option
+@with_client
+def trace(client: Client, seconds: float, output: Path, record: bool, as_json: bool) -> None:
+    """Write what the engine did in the last SECONDS as a trace.
+
+    Iterations with their bins, decisions, forwards, units, tasks and preemptions, and how pages, queue and latency
+    went. Open the file in https://ui.perfetto.dev (it stays on your machine) or chrome://tracing.
+    """
+    if record:
+        _wait(seconds)
+    facts, events = _download(client, f"/v1/trace?seconds={seconds:g}", output)
+    if as_json:
+        return print_json({"file": str(output), "events": events, **facts})
+    told = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
+    return click.echo(f"{told}; open it in https://ui.perfetto.dev")
+
+
+def _wait(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0.0:
+        show_progress(f"recording: {left:.0f} s left")
+        time.sleep(min(1.0, left))
+
+
+def _download(client: Client, path: str, output: Path) -> tuple[dict[str, Any], int]:
+    """Write the document at `path` to `output`, whole or not at all; returns what it says of itself, and its events."""
+    draft = output.with_name(f".{output.name}.{os.getpid()}")
+    count, head = 0, b""
+    try:
+        with draft.open("wb") as file:
+            for line in client.lines(path):
+                file.write(line + b"\n")
+                head = head or line
+                count += 1
+                if count % _TOLD_EVERY == 0:
+                    show_progress(f"{count:,} events")
+        draft.replace(output)
+    except OSError as error:
+        raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    # The first line opens the list of events, the last one closes it.
+    facts: dict[str, Any] = json.loads(head + b"]}")["otherData"]
+    return facts, count - 2

@@ -1,0 +1,165 @@
+"""CUDA memory in pieces behind one range of addresses: pieces go back to the system while kernels keep their pointers.
+
+Owns the driver's virtual memory calls (CUDA Driver API, 6.14). Must not know pages: it is told ranges of bytes.
+Captured graphs stay valid, for no address changes; who gives a piece back sees to it that nothing reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+_OUT_OF_MEMORY = 2
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class CudaMemoryError(RuntimeError):
+    """The driver cannot map memory piece by piece here; the message has its reason."""
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Flags(ctypes.Structure):
+    """CUmemAllocationProp.allocFlags."""
+
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _Flags),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _Addresses:
+    """What torch makes a tensor of bytes from."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+class CudaMemory:
+    """A tensor of zeros over pieces of the driver's granularity, usually 2 MiB."""
+
+    gives_back = True
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Raises CudaMemoryError; then nothing is held."""
+        self._device = device
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaMemoryError(str(error)) from None
+        # The context of this thread is torch's from here on.
+        torch.cuda.synchronize(device)
+        location = _Location(_ON_DEVICE, device.index or 0)
+        self._properties = _Properties(type=_PINNED, location=location)
+        self._access = _Access(location, _READ_WRITE)
+        piece = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(piece), ctypes.byref(self._properties), 0)
+        self._piece = piece.value
+        size = math.prod(shape) * dtype.itemsize
+        self._pieces = -(-size // self._piece)
+        address = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(address), *map(ctypes.c_size_t, (self._whole, 0)), *_ZEROS)
+        self._address = address.value
+        self._handles: dict[int, int] = {}
+        try:
+            self._map(range(self._pieces))
+            self._bytes = torch.as_tensor(_Addresses(self._address, self._whole), device=device)
+            self._bytes.zero_()
+            self._try_out()
+        except Exception as error:
+            self._unmap(list(self._handles))
+            self._driver.cuMemAddressFree(ctypes.c_uint64(self._address), ctypes.c_size_t(self._whole))
+            raise CudaMemoryError(str(error)) from error
+        self.tensor = self._bytes[:size].view(dtype).view(shape)
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """See `Backing`: the pieces that lie in a range from end to end."""
+        pieces = {
+            piece for first, end in ranges for piece in range(-(-first // self._piece), end // self._piece)
+        } & self._handles.keys()
+        if pieces:
+            # Kernels that were launched may still read beside what is given up.
+            torch.cuda.synchronize(self._device)
+            self._unmap(pieces)
+
+    def take_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """See `Backing`: all pieces that a range touches; where memory is short, those that there was memory for."""
+        wanted = {piece for first, end in ranges for piece in range(first // self._piece, -(-end // self._piece))}
+        for piece in sorted(wanted - self._handles.keys()):
+            self._map([piece])
+            self._bytes[piece * self._piece : (piece + 1) * self._piece].zero_()
+
+    @property
+    def _whole(self) -> int:
+        return self._pieces * self._piece
+
+    def _try_out(self) -> None:
+        """Give the last piece back and take it again: what works once is relied on."""
+        last = (self._whole - self._piece, self._whole)
+        self._bytes[last[0] : last[1]].fill_(1)
+        self.give_back([last])
+        self.take_back([last])
+        if bool(self._bytes[last[0] : last[1]].any()):
+            raise CudaMemoryError("memory that was given back and taken again is not zero")
+
+    def _map(self, pieces: Iterable[int]) -> None:
+        for piece in pieces:
+            handle, address = ctypes.c_uint64(), ctypes.c_uint64(self._address + piece * self._piece)
+            size = ctypes.c_size_t(self._piece)
+            self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), _ZEROS[0])
+            try:
+                self._call("cuMemMap", address, size, ctypes.c_size_t(0), handle, _ZEROS[0])
+            except Exception:
+                self._driver.cuMemRelease(handle)
+                raise
+            self._handles[piece] = handle.value
+            self._call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+
+    def _unmap(self, pieces: Iterable[int]) -> None:
+        for piece in pieces:
+            address = ctypes.c_uint64(self._address + piece * self._piece)
+            self._call("cuMemUnmap", address, ctypes.c_size_t(self._piece))
+            self._call("cuMemRelease", ctypes.c_uint64(self._handles.pop(piece)))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call the driver. Raises MemoryError where it has no memory, CudaMemoryError for all else."""
+        try:
+            code = getattr(self._driver, name)(*arguments)
+        except AttributeError:
+            raise CudaMemoryError(f"the driver has no {name}") from None
+        if code == _OUT_OF_MEMORY:
+            raise MemoryError(f"{name}: the GPU finds no memory")
+        if code:
+            raise CudaMemoryError(f"{name} failed with error {code}")
+
+
+_ZEROS = (ctypes.c_uint64(0), ctypes.c_uint64(0))
+"""An address of the driver's choice, and no flags."""

@@ -1,0 +1,119 @@
+"""All governors together: one reading in, one set of limits out, one log line for each step.
+
+Owns how their limits combine, the status of each, and the energy account. Must not know the engine: `use` and `limit`
+are functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from edged.config import GovernorSettings
+from edged.governors.limits import Limits, Use
+from edged.governors.memory import STEPS, MemoryGovernor
+from edged.governors.power import PowerGovernor
+from edged.telemetry.energy import EnergyMeter
+from edged.telemetry.reading import Reading
+
+log = logging.getLogger("edged.governors")
+_DRIFTED = 1.1
+"""Iterations that take so many times as long as priced, while clocks are held down, are the throttling's."""
+
+
+class Governors:
+    """Hears of every reading on the sampler's thread; `report` may be called from any."""
+
+    def __init__(
+        self,
+        settings: GovernorSettings,
+        use: Callable[[], Use],
+        limit: Callable[[Limits], None],
+        minute: Callable[[], int] | None = None,
+    ) -> None:
+        """`limit` is told of limits that changed; `minute` is the minute of the local day, the clock's where None."""
+        self._settings, self._use, self._limit = settings, use, limit
+        self._minute = minute or _local_minute
+        self._memory, self._power, self._energy = MemoryGovernor(settings), PowerGovernor(settings), EnergyMeter()
+        self._limits = Limits()
+        self._throttled = False
+        self._report: dict[str, Any] = {"enabled": settings.enabled}
+
+    def hear(self, reading: Reading) -> None:
+        """Govern by a reading."""
+        use = self._use()
+        self._energy.add(
+            reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
+        )
+        if not self._settings.enabled:
+            self._report = self._reported(reading, use, self._limits)
+            return
+        step, share = self._memory.step, self._power.share
+        by_memory = self._memory.update(reading, use, reading.at_s)
+        self._power.update(reading, reading.at_s, self._minute())
+        limits = replace(by_memory, finetune_share=min(by_memory.finetune_share, self._power.share))
+        self._report = self._reported(reading, use, limits)
+        if limits != self._limits:
+            self._limits = limits
+            self._limit(limits)
+        self._tell(step, share, use)
+
+    def _tell(self, step: int, share: float, use: Use) -> None:
+        """One line for each step up or down."""
+        memory, power = self._memory, self._power
+        if memory.step != step:
+            held = "nothing" if not memory.step else ", ".join(STEPS[1 : memory.step + 1])
+            log.info("memory governor: step %d of 4, was %d; it holds %s: %s", memory.step, step, held, memory.reason)
+        if power.share != share:
+            why = "; ".join(power.reasons) or "nothing holds it back any more"
+            log.info(
+                "power governor: fine-tuning gets %.0f %% of the time, had %.0f %%: %s",
+                100 * power.share,
+                100 * share,
+                why,
+            )
+        throttled = bool(power.throttled)
+        if throttled != self._throttled:
+            self._throttled = throttled
+            if throttled:
+                log.warning(
+                    "the device is throttled (%s): iterations take %.2f times as long as priced",
+                    ", ".join(power.throttled),
+                    use.drift,
+                )
+            else:
+                log.info("the device is not throttled any more")
+
+    def _reported(self, reading: Reading, use: Use, limits: Limits) -> dict[str, Any]:
+        memory, power = self._memory, self._power
+        return {
+            "enabled": self._settings.enabled,
+            "memory": {
+                "step": memory.step,
+                "holds": list(STEPS[1 : memory.step + 1]),
+                "reason": memory.reason,
+                "reserve_bytes": memory.reserve_bytes(reading.memory_total_bytes),
+                "kv_budget_bytes": (use.pages if limits.pages is None else limits.pages) * use.page_bytes,
+                "kv_resident_bytes": use.resident_pages * use.page_bytes,
+                "max_sequences": use.max_sequences if limits.sequences is None else limits.sequences,
+            },
+            "power": {
+                "finetune_share": power.share,
+                "reasons": power.reasons,
+                "throttled": list(power.throttled),
+                "drift_by_throttling": use.drift if power.throttled and use.drift >= _DRIFTED else None,
+            },
+            "energy": self._energy.report(),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """What each governor holds and why, and the energy account, for the status."""
+        return self._report
+
+
+def _local_minute() -> int:
+    now = time.localtime()
+    return 60 * now.tm_hour + now.tm_min

@@ -1,0 +1,154 @@
+"""What is given up when a neighbour needs memory, in which order, and when it comes back.
+
+Owns that decision. Pure: readings, the engine's use and the clock go in, limits come out. Must not know how pages are
+given back.
+
+What K/V take and what is free add up to the same whoever of the two has it. So the pages that may take memory are those
+that do now, and as many more as leave the reserve free: that holds still when the engine itself takes or gives a page,
+and moves only when a neighbour does.
+"""
+
+from __future__ import annotations
+
+import math
+
+from edged.config import GovernorSettings
+from edged.governors.limits import Limits, Use
+from edged.telemetry.reading import Reading
+
+STEPS = ("none", "caches", "pruning", "fine-tuning", "admission")
+"""What is held back at each step, with all before it."""
+CACHES, PRUNING, FINETUNING, ADMISSION = range(1, 5)
+_PATIENCE_S, _ACUTE_PATIENCE_S = 3.0, 1.0
+"""How long a step may take to help before the next one: ordinarily, and with less than half the reserve left."""
+_CALM_S, _LONGEST_CALM_S = 10.0, 160.0
+"""How long there must be enough before a step is taken back; twice as long each time that this came too early."""
+_FORGIVEN_S = 600.0
+"""After so long without a step the calm is as short as at first."""
+_MARGIN_SHARE, _LEAST_MARGIN, _MOST_MARGIN = 0.125, 16 << 20, 256 << 20
+_PRESSURE_SHARE = 0.05
+"""Of all pages: what one reading under pressure takes, though the reserve is there."""
+_LEAST_RESERVE, _MOST_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
+
+
+class MemoryGovernor:
+    """The steps, from caches to admission and back."""
+
+    def __init__(self, settings: GovernorSettings) -> None:
+        self._settings = settings
+        self.step = 0
+        """Index in STEPS."""
+        self.limits = Limits()
+        self.reason = ""
+        self._pages: int | None = None
+        self._sequences: int | None = None
+        self._changed_s = -math.inf
+        self._eased_s = -math.inf
+        self._calm_since_s: float | None = None
+        self._calm_s = _CALM_S
+
+    def reserve_bytes(self, total_bytes: int) -> int:
+        """Memory that is to be free for others."""
+        if self._settings.memory_reserve_mb:
+            return self._settings.memory_reserve_mb << 20
+        return int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
+
+    def update(self, reading: Reading, use: Use, now: float) -> Limits:
+        """The limits after a reading."""
+        reserve = self.reserve_bytes(reading.memory_total_bytes)
+        margin = int(min(_MOST_MARGIN, max(_LEAST_MARGIN, _MARGIN_SHARE * reserve)))
+        spare = reading.memory_available_bytes - reserve
+        pressed = self._pressed(reading, spare < reserve)
+        self.reason = _reason(reading, reserve, pressed)
+        if spare < 0 or pressed:
+            self._calm_since_s = None
+            patience_s = _ACUTE_PATIENCE_S if 2 * reading.memory_available_bytes < reserve else _PATIENCE_S
+            caches_do = self.step == CACHES and not pressed and _cached_bytes(use) >= -spare
+            if not self.step or (now - self._changed_s >= patience_s and not caches_do):
+                self._harder(use, now)
+        elif spare < (2 * margin if self.step == CACHES else 3 * margin // 4):
+            # Caches are kept so small that the margin is just there: it takes more for them to grow again.
+            self._calm_since_s = None
+        elif self._calm_since_s is None:
+            self._calm_since_s = now
+        elif now - max(self._calm_since_s, self._changed_s) >= self._calm_s:
+            self._ease(use, now)
+        self._pages = self._budget(spare, margin, pressed, use)
+        self.limits = Limits(
+            pages=self._pages,
+            prune=self.step >= PRUNING and use.prunes,
+            finetune_share=0.0 if self.step >= FINETUNING else 1.0,
+            release=self.step >= FINETUNING,
+            sequences=self._sequences,
+        )
+        return self.limits
+
+    def _pressed(self, reading: Reading, little: bool) -> bool:
+        """Whether tasks wait for memory: those of the own group, or of the box where it has `little` left.
+
+        With plenty left, those who wait do so at a bound of their own: what is given up would not reach them.
+        """
+        least = self._settings.pressure_percent
+        own, box = reading.cgroup_pressure_some_percent, reading.memory_pressure_some_percent
+        return (own is not None and own >= least) or (little and box is not None and box >= least)
+
+    def _harder(self, use: Use, now: float) -> None:
+        """The next step; at the last one, half as many sequences."""
+        if now - self._eased_s < 2.0 * self._calm_s:
+            self._calm_s = min(_LONGEST_CALM_S, 2.0 * self._calm_s)
+            self._eased_s = -math.inf
+        elif now - self._changed_s > _FORGIVEN_S:
+            self._calm_s = _CALM_S
+        self.step = next((step for step in _steps(use) if step > self.step), self.step)
+        if self.step == ADMISSION:
+            most = min(use.running, self._sequences or use.max_sequences)
+            self._sequences = max(1, most // 2)
+        self._changed_s = now
+
+    def _ease(self, use: Use, now: float) -> None:
+        """One step back; from the last one, twice as many sequences until all are allowed."""
+        if not self.step:
+            return
+        if self._sequences is not None:
+            self._sequences = 2 * self._sequences if 2 * self._sequences < use.max_sequences else None
+        if self._sequences is None:
+            self.step = max(step for step in (0, *_steps(use)) if step < self.step)
+        self._changed_s = self._eased_s = now
+
+    def _budget(self, spare: int, margin: int, pressed: bool, use: Use) -> int | None:
+        """Pages that may take memory: from the first step on never more than before."""
+        if not use.gives_back:
+            return None
+        pages = use.resident_pages
+        if spare < 0:
+            pages -= -((spare - margin) // use.page_bytes)
+        elif spare > margin:
+            pages += (spare - margin) // use.page_bytes
+        if pressed:
+            pages = min(pages, use.resident_pages - math.ceil(_PRESSURE_SHARE * use.pages))
+        if self.step and self._pages is not None:
+            pages = min(pages, self._pages)
+        pages = max(0, pages)
+        return None if pages >= use.pages else pages
+
+
+def _steps(use: Use) -> tuple[int, ...]:
+    """Those that help here, in order: what cannot be given back to the box helps no neighbour."""
+    if not use.gives_back:
+        return (FINETUNING, ADMISSION)
+    return (CACHES, PRUNING, FINETUNING, ADMISSION) if use.prunes else (CACHES, FINETUNING, ADMISSION)
+
+
+def _cached_bytes(use: Use) -> int:
+    """What caches take, and so can give."""
+    return max(0, use.resident_pages - use.live_pages) * use.page_bytes
+
+
+def _reason(reading: Reading, reserve: int, pressed: bool) -> str:
+    """Why, in one phrase."""
+    available, wanted = reading.memory_available_bytes >> 20, reserve >> 20
+    text = f"{available} MiB are available, {wanted} MiB are to be"
+    if pressed:
+        waits = max(reading.cgroup_pressure_some_percent or 0.0, reading.memory_pressure_some_percent or 0.0)
+        text += f", tasks wait for memory {waits:.0f} % of the time"
+    return text

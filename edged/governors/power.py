@@ -1,0 +1,106 @@
+"""How much fine-tuning heat and power allow.
+
+Owns that decision. Pure: readings, the clock and the time of day go in, a share of the time comes out. Serving is never
+held back: it is what the box is for, and the hardware slows it down by itself where it must.
+"""
+
+from __future__ import annotations
+
+from edged.config import GovernorSettings, minutes_of
+from edged.governors.ladder import Ladder
+from edged.telemetry.reading import Reading
+
+LEVELS = (1.0, 0.5, 0.25, 0.0)
+_HOLD_S = 30.0
+"""How long it must be better before the share rises by a level."""
+_DISTANCES = ((0.3, 0.0), (0.6, 0.25), (1.0, 0.5))
+"""Below these shares of the margin to the limit, these levels."""
+_RELIEF = 0.3
+"""Of the margin: how much further from the limit it must be for the share to rise again."""
+_MODES = ((0.6, 0.25), (0.9, 0.5))
+"""Below these shares of the clock or power that the box can have, these levels."""
+_BUSY_PERCENT, _SLOWED = 80.0, 0.85
+"""A GPU that is so busy at less than this share of the clock that it may have is slowed down."""
+_SLOW_LEVEL = 0.5
+
+
+class PowerGovernor:
+    """Heat, throttled clocks, power mode, battery and quiet hours; the strictest of them counts."""
+
+    def __init__(self, settings: GovernorSettings) -> None:
+        self._settings = settings
+        self._quiet = minutes_of(settings.quiet_hours)
+        self._heat, self._clocks, self._mode = (Ladder(LEVELS, _HOLD_S) for _ in range(3))
+        self._highest_clock_hz = 0.0
+        self.share = 1.0
+        """Of the time, for fine-tuning."""
+        self.reasons: list[str] = []
+        """What holds it back."""
+        self.throttled: tuple[str, ...] = ()
+        """Why the device is slowed down just now."""
+
+    def update(self, reading: Reading, now: float, minute: int) -> float:
+        """The share after a reading, at `minute` of the local day."""
+        self.throttled = throttling(reading)
+        held = [
+            self._by_heat(reading, now),
+            self._by_clocks(now),
+            self._by_mode(reading, now),
+            self._by_battery(reading),
+            (0.0, "quiet hours") if self._quiet and within(self._quiet, minute) else (1.0, ""),
+        ]
+        self.share = min(share for share, _ in held)
+        self.reasons = [reason for share, reason in held if share < 1.0]
+        return self.share
+
+    def _by_heat(self, reading: Reading, now: float) -> tuple[float, str]:
+        """Falls over the margin below the limit."""
+        limit_c = self._settings.temperature_limit_c or reading.temperature_limit_c
+        if reading.temperature_c is None or not limit_c:
+            return self._heat.follow(1.0, 1.0, now), "temperature is not known any more"
+        near = (limit_c - reading.temperature_c) / self._settings.temperature_margin_c
+        share = self._heat.follow(_level(_DISTANCES, near), _level(_DISTANCES, near - _RELIEF), now)
+        return share, f"{reading.temperature_c:.0f} °C of at most {limit_c:.0f} °C"
+
+    def _by_clocks(self, now: float) -> tuple[float, str]:
+        """Half while the clocks are held down."""
+        wanted = _SLOW_LEVEL if self.throttled else 1.0
+        return self._clocks.follow(wanted, wanted, now), f"clocks held down: {', '.join(self.throttled) or 'until now'}"
+
+    def _by_mode(self, reading: Reading, now: float) -> tuple[float, str]:
+        """Falls with the clock that the power mode allows, against the highest that was seen, or with the power cap."""
+        shares = [1.0]
+        if reading.gpu_clock_max_hz:
+            self._highest_clock_hz = max(self._highest_clock_hz, reading.gpu_clock_max_hz)
+            shares.append(reading.gpu_clock_max_hz / self._highest_clock_hz)
+        if reading.power_limit_w and reading.power_limit_default_w:
+            shares.append(reading.power_limit_w / reading.power_limit_default_w)
+        wanted = _level(_MODES, min(shares))
+        share = self._mode.follow(wanted, wanted, now)
+        mode = f"power mode {reading.power_mode}" if reading.power_mode else "power mode"
+        return share, f"{mode}: {min(shares):.0%} of full speed"
+
+    def _by_battery(self, reading: Reading) -> tuple[float, str]:
+        levels = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}
+        return (levels[self._settings.on_battery] if reading.on_battery else 1.0), "on battery"
+
+
+def throttling(reading: Reading) -> tuple[str, ...]:
+    """Why the clocks are held down: the driver's reasons; else that a busy GPU runs slower than its mode allows."""
+    if reading.throttle_reasons is not None:
+        return reading.throttle_reasons
+    clock, most = reading.gpu_clock_hz, reading.gpu_clock_max_hz
+    busy = reading.gpu_percent is not None and reading.gpu_percent >= _BUSY_PERCENT
+    if busy and clock and most and clock < _SLOWED * most:
+        return (f"{clock / 1e6:.0f} of {most / 1e6:.0f} MHz though busy",)
+    return ()
+
+
+def within(hours: tuple[int, int], minute: int) -> bool:
+    """Whether a minute of the day lies in hours that may go past midnight; the end is not part of them."""
+    first, end = hours
+    return first <= minute < end if first < end else minute >= first or minute < end
+
+
+def _level(bounds: tuple[tuple[float, float], ...], value: float) -> float:
+    return next((level for below, level in bounds if value < below), 1.0)

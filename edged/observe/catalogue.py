@@ -1,0 +1,158 @@
+"""Every metric that `GET /metrics` can show: name, type, labels, meaning. docs/metrics.md is checked against it.
+
+Owns the names and the one way to fill them with samples. Must not know where values come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import Metric as Family
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; counters' names end with `_total`, the info's with `_info`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    labels: tuple[str, ...]
+    help: str
+
+
+def _counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, "counter", labels, help)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", labels, help)
+
+
+def _histogram(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, "histogram", labels, help)
+
+
+CATALOGUE = (
+    Metric("edged_build_info", "info", ("version", "model", "dtype", "device", "policy"), "What runs here; always 1"),
+    _gauge("edged_ready", "1 while completions are served; 0 while loading, draining, and after the engine stopped"),
+    _gauge("edged_start_time_seconds", "Unix time at which the daemon began to serve"),
+    # Latency
+    _histogram("edged_ttft_seconds", "From a request's arrival to its first token", "class"),
+    _histogram("edged_tbt_seconds", "From a token to the next one of the same answer", "class"),
+    _counter("edged_slo_tokens_total", "Tokens that met their target, or missed it", "target", "class", "result"),
+    _gauge("edged_slo_attainment_ratio", "Share of the latest 1000 tokens that came in time", "target"),
+    _histogram("edged_iteration_seconds", "Iterations from taking pages to tokens, by what was in them", "mix"),
+    _histogram("edged_decision_seconds", "What the scheduler took to plan an iteration"),
+    _counter("edged_iterations_over_budget_total", "Iterations that took longer than the slack of those they served"),
+    _gauge("edged_iteration_slack_seconds", "Budget minus measured time, mean of the latest iterations"),
+    # Work
+    _counter("edged_requests_total", "Requests that ended, by how; refused: the queue was full", "outcome"),
+    _gauge("edged_queue_requests", "Requests now, by stage", "stage"),
+    _gauge("edged_queue_limit_requests", "Requests that may wait (serving.max_queue)"),
+    _counter("edged_tokens_total", "Tokens computed: of prompts, of answers, of preference pairs", "kind"),
+    _counter("edged_busy_seconds_total", "Seconds in which the device worked, by what for", "kind"),
+    _gauge("edged_bin_tokens", "Forward tokens of an iteration by kind, mean of the latest 32", "kind"),
+    _gauge("edged_bin_units", "Fine-tune units of an iteration, mean of the latest 32"),
+    _counter("edged_preemptions_total", "Times that a task had to give its pages back"),
+    # Pages
+    _gauge("edged_pages", "K/V pages by state; cached ones hold prefixes that nobody uses now", "state"),
+    _gauge("edged_page_bytes", "Size of a K/V page"),
+    _counter("edged_prunings_total", "Times that a sequence's old K/V was pruned"),
+    _counter("edged_pruned_pages_total", "Pages that pruning gave back"),
+    _counter("edged_prefix_lookup_tokens_total", "Prompt tokens that were looked up among the shared prefixes"),
+    _counter("edged_prefix_hit_tokens_total", "Prompt tokens that were found there and not computed again"),
+    _counter("edged_prefix_restored_tokens_total", "Of these, tokens that came back from the spill"),
+    _counter("edged_prefix_evicted_pages_total", "Pages of shared prefixes that were dropped"),
+    _counter("edged_prefix_spilled_tokens_total", "Tokens whose pages went to the spill instead"),
+    _gauge("edged_spill_pages", "Room for spilled prefixes, in pages", "state"),
+    # Predictions
+    _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
+    _gauge("edged_device_drift_ratio", "Times now over those that the prices were learned at; above 1: slower"),
+    # Alignment
+    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, or impossible"),
+    _gauge("edged_pairs_pending", "Pairs that wait for training or are in a step"),
+    _counter("edged_pairs_trained_total", "Pairs that were trained on"),
+    _counter("edged_optimizer_steps_total", "Optimizer steps"),
+    _counter("edged_steps_skipped_total", "Optimizer steps that were not taken, as for a loss that is not finite"),
+    _counter("edged_rollbacks_total", "Versions that were taken back, by whom", "cause"),
+    _gauge("edged_adapters", "Adapters: known, in memory, in a slot of the model", "place"),
+    _gauge("edged_adapter_win_rate_ratio", "Share of the latest 50 pairs whose chosen answer was likelier", "adapter"),
+    _gauge("edged_adapter_clpd_nats", "Mean log p(chosen) - log p(rejected) of these pairs", "adapter"),
+    _gauge("edged_adapter_reward_accuracy_ratio", "Share of these pairs with a positive reward margin", "adapter"),
+    _gauge("edged_adapter_version", "Version that is served", "adapter"),
+    _gauge("edged_adapter_pairs_pending", "Pairs that wait", "adapter"),
+    # The box
+    _gauge("edged_temperature_celsius", "The hottest sensor"),
+    _gauge("edged_temperature_limit_celsius", "Where that part is slowed down, if it says so"),
+    _gauge("edged_power_watts", "What the box or its GPU draws"),
+    _gauge("edged_memory_bytes", "The box's memory", "state"),
+    _gauge("edged_gpu_memory_bytes", "Memory of a GPU that has its own", "state"),
+    _gauge("edged_process_memory_bytes", "Resident memory of the daemon"),
+    _gauge("edged_cpu_ratio", "Processor time: the box's as a share of all cores, the daemon's as cores", "of"),
+    _gauge("edged_disk_bytes", "Size of the file system with the data folder, and what is free of it", "state"),
+    _gauge("edged_database_bytes", "The database with its write-ahead log"),
+    _counter("edged_store_errors_total", "Reads and writes of the database that failed"),
+    _counter("edged_records_lost_total", "Records that were overwritten before these metrics saw them", "record"),
+)  # fmt: skip
+
+_BY_NAME = {metric.name: metric for metric in CATALOGUE}
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A histogram's state: values per bucket up to each of `bounds` and beyond (not cumulative), and their sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Samples(Collector):
+    """Values of one moment, by metric; what has no value is left out."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[tuple[str, ...], float | Buckets]] = {}
+
+    def put(self, name: str, value: float | Buckets | None, *labels: str) -> None:
+        """Set a sample; `labels` in the catalogue's order. None, for what is not known, sets nothing."""
+        if len(labels) != len(_BY_NAME[name].labels):
+            raise ValueError(f"{name} has the labels {_BY_NAME[name].labels}, not {labels}")
+        if value is not None:
+            self._values.setdefault(name, {})[labels] = value
+
+    def collect(self) -> Iterator[Family]:
+        """Families in the catalogue's order, for prometheus_client's encoders."""
+        for metric in CATALOGUE:
+            if values := self._values.get(metric.name):
+                yield _family(metric, values)
+
+
+def _family(metric: Metric, values: dict[tuple[str, ...], float | Buckets]) -> Family:
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for labels, value in values.items():
+            assert isinstance(value, Buckets)
+            histogram.add_metric(labels, _cumulative(value), value.total)
+        return histogram
+    if metric.kind == "info":
+        info = InfoMetricFamily(metric.name.removesuffix("_info"), metric.help)
+        for labels in values:
+            info.add_metric((), dict(zip(metric.labels, labels, strict=True)))
+        return info
+    family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _cumulative(value: Buckets) -> Sequence[tuple[str, float]]:
+    seen, buckets = 0, []
+    for bound, count in zip((*map(repr, value.bounds), "+Inf"), value.counts, strict=True):
+        seen += count
+        buckets.append((bound, float(seen)))
+    return buckets

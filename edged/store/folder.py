@@ -1,0 +1,21 @@
+"""Where the data folder is, and what its parts are called.
+
+Owns those names. Must not know what the parts hold, nor anything slow to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+DATABASE_FILE = "edged.db"
+ADAPTERS_FOLDER = "adapters"
+
+
+def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
+    """The folder of database and adapters: the setting, systemd's, else the user's."""
+    if configured:
+        return Path(configured).expanduser()
+    if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
+        return Path(state)
+    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"

@@ -1,0 +1,83 @@
+"""The control group (version 2) that this process is in: how much memory it may still take, and how it waits for it.
+
+Owns the files below /sys/fs/cgroup. Must not know the box's own memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The tightest bound on memory among a control group and those that it lies in."""
+
+    total_bytes: int
+    available_bytes: int
+    """What is left below the bound; reclaimable page cache counts as left, as it does in MemAvailable."""
+
+
+class ControlGroup:
+    """A control group with its ancestors, the own one first."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        """`folder` lies in `root`, where the hierarchy is mounted."""
+        self._folders = [folder, *folder.parents][: len(folder.relative_to(root).parts)]
+
+    @classmethod
+    def own(cls, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> ControlGroup | None:
+        """This process's; None without version 2, or in its root group, which has no bounds."""
+        try:
+            lines = (proc / "self/cgroup").read_text().splitlines()
+        except OSError:
+            return None
+        path = next((line[3:] for line in lines if line.startswith("0::")), "/")
+        folder = root / path.lstrip("/")
+        return cls(folder, root) if path != "/" and (folder / "memory.current").is_file() else None
+
+    def bound(self) -> Bound | None:
+        """The tightest of `memory.max` and `memory.high`; None where nothing is bounded."""
+        bounds = []
+        for folder in self._folders:
+            most = min(
+                (m for name in ("memory.max", "memory.high") if (m := _number(folder / name)) is not None), default=None
+            )
+            used = _number(folder / "memory.current")
+            if most is None or used is None:
+                continue
+            bounds.append(Bound(most, max(0, most - max(0, used - _reclaimable(folder)))))
+        return min(bounds, key=lambda bound: bound.available_bytes, default=None)
+
+    def pressure(self) -> float | None:
+        """`some avg10` of `memory.pressure` in percent."""
+        return pressure_percent(self._folders[0] / "memory.pressure", "some")
+
+
+def pressure_percent(path: Path, kind: str) -> float | None:
+    """`avg10` of the line `kind` ("some", "full") of a file of pressure stall information; None without such a file."""
+    try:
+        lines = path.read_text().splitlines()
+        line = next(line for line in lines if line.startswith(kind))
+        return float(line.split("avg10=")[1].split()[0])
+    except (OSError, StopIteration, IndexError, ValueError):
+        # A kernel without CONFIG_PSI, or one booted without psi=1, has no such file or refuses to read it.
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for "max" or no file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that nobody used lately, in bytes."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "inactive_file")

@@ -1,0 +1,55 @@
+"""Energy by what it was spent on: power over the device's busy seconds of each kind.
+
+Owns these sums. Must not know where power or seconds are read.
+"""
+
+from __future__ import annotations
+
+_LONGEST_S = 10.0
+"""A gap between two readings that is longer than this is a sleep: nobody knows the power in it."""
+
+
+class EnergyMeter:
+    """Joules since the first reading with a power.
+
+    A span's energy goes to serving and fine-tuning as the device was busy with each in it; what is left is idle. The
+    power of a span is the mean of those at its ends.
+    """
+
+    def __init__(self) -> None:
+        self.serving_j = self.finetune_j = self.idle_j = 0.0
+        self.output_tokens = self.pairs = 0
+        """Served and learnt in the same time."""
+        self._last: tuple[float, float, float, float, int, int] | None = None
+
+    def add(
+        self, now: float, power_w: float | None, serving_s: float, finetune_s: float, output_tokens: int, pairs: int
+    ) -> None:
+        """A reading, with the device's seconds, the tokens and the pairs since start."""
+        if power_w is None:
+            self._last = None
+            return
+        last, self._last = self._last, (now, power_w, serving_s, finetune_s, output_tokens, pairs)
+        if last is None or not 0.0 < now - last[0] <= _LONGEST_S:
+            return
+        span_s, mean_w = now - last[0], (power_w + last[1]) / 2.0
+        serving, finetune = serving_s - last[2], finetune_s - last[3]
+        # An iteration is counted when it ends, so a span may be told of more seconds than it has.
+        scale = min(1.0, span_s / (serving + finetune)) if serving + finetune > 0.0 else 0.0
+        self.serving_j += mean_w * serving * scale
+        self.finetune_j += mean_w * finetune * scale
+        self.idle_j += mean_w * (span_s - (serving + finetune) * scale)
+        self.output_tokens += output_tokens - last[4]
+        self.pairs += pairs - last[5]
+
+    def report(self) -> dict[str, float | None] | None:
+        """Joules, by kind and for each token and pair; None where no power was ever read."""
+        if not self.serving_j + self.finetune_j + self.idle_j:
+            return None
+        return {
+            "serving_j": self.serving_j,
+            "finetune_j": self.finetune_j,
+            "idle_j": self.idle_j,
+            "joules_per_output_token": self.serving_j / self.output_tokens if self.output_tokens else None,
+            "joules_per_pair": self.finetune_j / self.pairs if self.pairs else None,
+        }

@@ -1,0 +1,121 @@
+"""A Jetson through jetson-stats: its service reads the hardware as root, this is a client of its socket.
+
+Owns the import of jtop and the shapes of its answers. Must not know psutil's part: memory, processor, this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+from pathlib import Path
+from typing import Any
+
+from edged.telemetry.source import SourceAbsent
+
+_OFFLINE_C = -256.0
+"""What jtop shows of a sensor that is switched off."""
+_HIGHEST_LIMIT_C, _LOWEST_LIMIT_C = 130.0, 40.0
+
+
+class Jetson:
+    """`jtop.jtop`, opened at the first reading and again after its service was gone."""
+
+    name = "jtop"
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self._interval_s = interval_s
+        self._jtop: Any = None
+
+    def read(self) -> dict[str, Any]:
+        """See `Source`."""
+        try:
+            if self._jtop is None:
+                self._jtop = _opened(self._interval_s)
+            if not self._jtop.ok(spin=True):
+                raise SourceAbsent("jtop.service has stopped: systemctl start jtop.service")
+            return values_of(self._jtop)
+        except SourceAbsent:
+            raise
+        except queue.Empty:
+            raise SourceAbsent("jtop.service does not answer: systemctl restart jtop.service") from None
+        except Exception as error:
+            # jtop raises whatever its socket, its service's version or its permissions come to.
+            raise SourceAbsent(" ".join(str(error).split()) or type(error).__name__) from error
+
+    def close(self) -> None:
+        """Leave the service."""
+        if self._jtop is not None:
+            with contextlib.suppress(Exception):
+                self._jtop.close()
+            self._jtop = None
+
+
+def is_jetson(root: Path = Path("/")) -> bool:
+    """Whether this is a Jetson: its Linux says so, or its device tree."""
+    if (root / "etc/nv_tegra_release").exists():
+        return True
+    try:
+        return b"nvidia,tegra" in (root / "proc/device-tree/compatible").read_bytes()
+    except OSError:
+        return False
+
+
+def _opened(interval_s: float) -> Any:
+    """A started `jtop.jtop`. Its import sets how multiprocessing starts processes, for everyone: that is undone."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        import jtop
+    except ImportError:
+        raise SourceAbsent("jetson-stats is not installed: pip install jetson-stats") from None
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+    client = jtop.jtop(interval=interval_s)
+    client.start()
+    return client
+
+
+def values_of(jetson: Any) -> dict[str, Any]:
+    """The fields of a `Reading` from a connected `jtop.jtop`; powers come in mW, clocks of sysfs in kHz, NVML's in MHz.
+
+    The shapes are those of `jtop.jtop`'s properties `gpu`, `temperature`, `power`, `nvpmodel` and `fan` (version 7).
+    """
+    gpu: dict[str, Any] = next(iter(jetson.gpu.values()), {})
+    clocks = gpu.get("freq", {})
+    unit_hz = 1e6 if clocks.get("governor") == "nvml" else 1e3
+    temperature_c, limit_c = _heat(jetson.temperature)
+    power = jetson.power or {}
+    total_w = power.get("tot", {}).get("power")
+    rails = {name: rail["power"] / 1e3 for name, rail in power.get("rail", {}).items() if rail.get("online", True)}
+    if name := power.get("tot", {}).get("name"):
+        rails[name] = total_w / 1e3
+    speeds = [speed for fan in jetson.fan.values() for speed in fan.get("speed", ())]
+    return {
+        "gpu_percent": gpu.get("status", {}).get("load"),
+        "gpu_clock_hz": clocks["cur"] * unit_hz if clocks.get("cur") else None,
+        "gpu_clock_max_hz": clocks["max"] * unit_hz if clocks.get("max") else None,
+        "temperature_c": temperature_c,
+        "temperature_limit_c": limit_c,
+        "power_w": None if total_w is None else total_w / 1e3,
+        "power_rails_w": rails,
+        "power_mode": None if jetson.nvpmodel is None else str(jetson.nvpmodel),
+        "fan_percent": float(max(speeds)) if speeds else None,
+    }
+
+
+def _heat(sensors: dict[str, dict[str, Any]]) -> tuple[float | None, float | None]:
+    """(temperature, limit) of the sensor nearest to its limit, else of the hottest; disks' are not this device's."""
+    heats = [
+        (sensor["temp"], _limit_c(sensor))
+        for name, sensor in sensors.items()
+        if sensor.get("online", sensor["temp"] != _OFFLINE_C) and not name.lower().startswith("nvme")
+    ]
+    limited = [(temperature_c, limit_c) for temperature_c, limit_c in heats if limit_c is not None]
+    if limited:
+        return min(limited, key=lambda heat: heat[1] - heat[0])
+    return max(heats, key=lambda heat: heat[0], default=(None, None))
+
+
+def _limit_c(sensor: dict[str, Any]) -> float | None:
+    limits = (sensor.get("max"), sensor.get("crit"))
+    return next((limit for limit in limits if limit and _LOWEST_LIMIT_C <= limit <= _HIGHEST_LIMIT_C), None)

@@ -1,0 +1,139 @@
+"""Whose request goes next: one tenant's flood delays the others by one turn of each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from edged.api.admission import Admission, QueueFull
+from edged.config import ServingSettings
+
+
+class Scene:
+    """Requests that note the order in which they go in."""
+
+    def __init__(self, at_once: int, most_waiting: int) -> None:
+        self.now = 0.0
+        self.admission = Admission(at_once, most_waiting, lambda: self.now)
+        self.order: list[str] = []
+
+    async def ask(self, tenant: str, choices: int = 1) -> asyncio.Task[None]:
+        async def run() -> None:
+            await self.admission.enter(tenant, choices)
+            self.order.append(tenant)
+
+        task = asyncio.create_task(run())
+        # Once for this one to ask, once for another to hear that it was turned away.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+    async def end(self, choices: int = 1) -> None:
+        self.admission.leave(choices)
+        await asyncio.sleep(0)
+
+
+async def test_a_flood_is_served_in_turns_with_the_others() -> None:
+    scene = Scene(1, 100)
+    for _ in range(20):
+        await scene.ask("ann")
+    await scene.ask("bob")
+    await scene.ask("cy")
+    for _ in range(5):
+        await scene.end()
+    assert scene.order == ["ann", "ann", "bob", "cy", "ann", "ann"]
+
+
+async def test_alone_a_tenant_gets_everything() -> None:
+    scene = Scene(3, 100)
+    for _ in range(5):
+        await scene.ask("ann")
+    assert scene.order == ["ann"] * 3
+    assert scene.admission.waiting == 2
+
+
+async def test_when_too_many_wait_the_flood_is_turned_away_and_the_others_stay() -> None:
+    scene = Scene(1, 4)
+    flood = [await scene.ask("ann") for _ in range(5)]
+    bob = await scene.ask("bob")
+    assert [task.done() for task in flood] == [True, False, False, False, True]
+    with pytest.raises(QueueFull, match="max_queue"):
+        await flood[-1]
+    assert not bob.done()
+    late = await scene.ask("ann")
+    with pytest.raises(QueueFull):
+        await late
+
+
+async def test_a_request_larger_than_all_room_goes_alone() -> None:
+    scene = Scene(4, 100)
+    await scene.ask("ann", 9)
+    await scene.ask("bob", 1)
+    assert scene.order == ["ann"]
+    await scene.end(9)
+    assert scene.order == ["ann", "bob"]
+
+
+async def test_a_client_that_leaves_while_waiting_leaves_no_hole() -> None:
+    scene = Scene(1, 100)
+    await scene.ask("ann")
+    gone = await scene.ask("bob")
+    await scene.ask("cy")
+    gone.cancel()
+    await asyncio.sleep(0)
+    await scene.end()
+    assert scene.order == ["ann", "cy"]
+    assert scene.admission.waiting == 0
+
+
+async def test_a_client_that_leaves_at_the_moment_of_its_turn_gives_it_on() -> None:
+    scene = Scene(1, 100)
+    await scene.ask("ann")
+    gone = await scene.ask("bob")
+    await scene.ask("cy")
+    scene.admission.leave(1)
+    gone.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert scene.order == ["ann", "cy"]
+
+
+async def test_a_turn_that_comes_to_one_who_is_leaving_goes_to_the_next() -> None:
+    scene = Scene(1, 3)
+    await scene.ask("ann")
+    gone = [await scene.ask("bob") for _ in range(2)]
+    await scene.ask("cy")
+    for task in gone:
+        task.cancel()
+    scene.admission.leave(1)
+    late = await scene.ask("dan")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert scene.order == ["ann", "cy"]
+    await scene.end()
+    assert scene.order == ["ann", "cy", "dan"]
+    assert late.done()
+    assert scene.admission.waiting == 0
+
+
+async def test_how_long_to_wait_follows_from_the_rate_of_late() -> None:
+    scene = Scene(1, 10)
+    for _ in range(11):
+        await scene.ask("ann")
+    assert scene.admission.retry_after_s() == 1.0
+    for _ in range(4):
+        scene.now += 2.0
+        await scene.end()
+    refused = [await scene.ask("ann") for _ in range(5)][-1]
+    with pytest.raises(QueueFull) as full:
+        await refused
+    # Ends at 2, 4, 6 and 8 s: four in six seconds, and ten wait.
+    assert full.value.retry_after_s == pytest.approx(15.0, rel=0.1)
+
+
+def test_the_engine_gets_what_it_runs_and_as_much_to_choose_from() -> None:
+    admission = Admission.for_engine(ServingSettings(max_sequences=4, max_queue=10))
+    assert (admission._at_once, admission._most_waiting) == (8, 6)
+    small = Admission.for_engine(ServingSettings(max_sequences=4, max_queue=1))
+    assert (small._at_once, small._most_waiting) == (5, 0)

@@ -1,0 +1,135 @@
+"""Limits of a running daemon: who reaches one is told when to come again, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.api.live import LiveDaemon, running
+from tests.models import save_tiny
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    root = tmp_path_factory.mktemp("limits")
+    save_tiny(root / "tiny", max_position_embeddings=512)
+    limits = {"limits__requests_per_minute": 3, "limits__tokens_per_minute": 1000, "limits__feedback_per_minute": 2}
+    with running(root / "run", root / "tiny", **limits) as live:
+        yield live
+
+
+def ask(http: httpx2.Client, **fields: Any) -> httpx2.Response:
+    return http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4, "ignore_eos": True, **fields})
+
+
+def refused(response: httpx2.Response, setting: str) -> int:
+    """The seconds to wait of an answer that must be a refusal because of a setting."""
+    assert response.status_code == 429, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_reached")
+    assert f"limits.{setting}" in error["message"]
+    return int(response.headers["Retry-After"])
+
+
+def test_requests_beyond_the_limit_are_refused_and_others_are_served(limited: LiveDaemon) -> None:
+    with limited.http() as http:
+        answers = [ask(http, user="ann") for _ in range(3)]
+        assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0"]
+        assert answers[0].headers["x-ratelimit-limit-requests"] == "3"
+        assert 1 <= refused(ask(http, user="ann"), "requests_per_minute") <= 20
+        assert ask(http, user="bob").status_code == 200
+
+
+def test_tokens_of_long_answers_count(limited: LiveDaemon) -> None:
+    with limited.http() as http:
+        assert ask(http, user="cy", max_tokens=480, n=3).status_code == 200
+        assert refused(ask(http, user="cy"), "tokens_per_minute") > 20
+
+
+def test_tokens_that_were_not_needed_are_given_back(limited: LiveDaemon) -> None:
+    with limited.http() as http:
+        first = ask(
+            http, user="dan", max_tokens=400, stop=["a", "e", "i", "o", "u", " "] + [chr(c) for c in range(97, 107)]
+        )
+        assert first.status_code == 200
+        used = first.json()["usage"]["total_tokens"]
+        left = int(ask(http, user="dan").headers["x-ratelimit-remaining-tokens"])
+        assert left >= 1000 - used - 9 - 1
+
+
+def test_a_stream_says_what_is_left_too(limited: LiveDaemon) -> None:
+    with limited.http() as http:
+        assert ask(http, user="eve", stream=True).headers["x-ratelimit-remaining-requests"] == "2"
+
+
+def test_feedback_beyond_the_limit_is_refused(limited: LiveDaemon) -> None:
+    with limited.http() as http:
+        for i in range(2):
+            pair = {"user": "ann", "prompt": f"q{i}", "chosen": "good", "rejected": "bad"}
+            assert http.post("/v1/feedback", json=pair).status_code == 200
+        pair = {"user": "ann", "prompt": "q", "chosen": "good", "rejected": "bad"}
+        assert 1 <= refused(http.post("/v1/feedback", json=pair), "feedback_per_minute") <= 30
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    root = tmp_path_factory.mktemp("small")
+    save_tiny(root / "tiny", max_position_embeddings=512)
+    with running(root / "run", root / "tiny", serving__max_sequences=2, serving__max_queue=40) as live:
+        yield live
+
+
+async def waiting(live: LiveDaemon, least: int) -> None:
+    """Until so many requests wait."""
+    for _ in range(200):
+        if (await asyncio.to_thread(live.status))["queue"]["waiting"] >= least:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the flood did not come")
+
+
+async def test_one_users_flood_does_not_hold_up_another(small: LiveDaemon) -> None:
+    async with small.async_openai() as client:
+        done: list[str] = []
+
+        async def chat(user: str) -> None:
+            fields = {"max_tokens": 250, "extra_body": {"ignore_eos": True}}
+            await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
+            done.append(user)
+
+        flood = [asyncio.create_task(chat("ann")) for _ in range(30)]
+        await waiting(small, 25)
+        before = len(done)
+        await chat("bob")
+        # Two run, two more are the engine's already, and bob's turn comes with the next.
+        assert len(done) - before <= 10, "bob waited for more than a few of ann's"
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+    assert await asyncio.to_thread(small.idle)
+
+
+async def test_a_full_queue_turns_the_flood_away_and_not_the_others(small: LiveDaemon) -> None:
+    async with small.async_openai() as client:
+
+        async def chat(user: str) -> Any:
+            fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            return await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
+
+        flood = [asyncio.create_task(chat("ann")) for _ in range(60)]
+        await waiting(small, 40)
+        assert (await chat("bob")).choices
+        answers = await asyncio.gather(*flood, return_exceptions=True)
+    refusals = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+    assert refusals
+    assert all(int(answer.response.headers["Retry-After"]) >= 1 for answer in refusals)
+    assert json.loads(refusals[0].response.text)["error"]["code"] == "queue_full"
+    assert await asyncio.to_thread(small.idle)

@@ -1,0 +1,438 @@
+"""`edged doctor` finds what is really broken, says the way out, and leaves what is fine alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edged.cli.doctor import box, device, model, service, storage
+from edged.cli.doctor.finding import Examination, Finding, State, broken, doubtful, fine, worst
+from edged.cli.doctor.safetensors import Damaged, tensors_of
+from edged.config import Settings, load_settings
+from edged.models import demo_model_dir
+from edged.scheduler.cost import Prices
+from edged.scheduler.profile import Profile, Subject
+from edged.store import Store
+from tests.cli.conftest import Daemon, edged
+from tests.models import save_tiny
+
+LONG_S = 60.0
+"""Tests share their processors: here torch may take its time."""
+
+
+def examination(folder: Path, **changes: Any) -> Examination:
+    values = {
+        "settings": Settings(),
+        "data_dir": folder / "data",
+        "sockets": (folder / "edged.sock",),
+        "least_free_bytes": 0,
+        "within_s": 20.0,
+        **changes,
+    }
+    return Examination(**values)
+
+
+def only(findings: Any) -> Finding:
+    (finding,) = list(findings)
+    assert finding.way_out or finding.state == "ok"
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def by_name(output: str) -> dict[str, dict[str, str]]:
+    return {item["name"]: item for item in json.loads(output)["findings"]}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_daemon_is_well(daemon: Daemon) -> None:
+    data, within = {"EDGED_STORE__DATA_DIR": str(daemon.socket.parent / "data")}, ("--within", str(LONG_S))
+    environment = {**data, "EDGED_MODEL__PATH": str(daemon.socket.parent / "tiny")}
+    result = daemon.run("doctor", "--json", "--least-free", "0", *within, code=1, **environment)
+    found = by_name(result.stdout)
+    states = {name: item["state"] for name, item in found.items()}
+    for name in ("settings", "daemon", "database", "adapters", "model", "tokenizer", "disk", "memory", "torch"):
+        assert states[name] == "ok", found[name]
+    assert "serves tiny" in found["daemon"]["seen"]
+    assert "edged profile" in found["profile"]["way_out"]
+    assert json.loads(result.stdout)["state"] == "warn"
+
+
+def test_without_a_daemon_a_table_says_what_to_do(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    (tmp_path / "edged.toml").write_text(
+        f'[model]\npath = "{model}"\n[store]\ndata_dir = "{tmp_path / "data"}"\n[api]\nsocket = "{tmp_path / "s"}"\n'
+    )
+    result = edged("doctor", "--config", str(tmp_path / "edged.toml"), "--within", str(LONG_S), "--least-free", "0")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "none answers on" in result.stdout
+    assert "edged serve" in result.stdout
+    assert " 0 failures in " in result.stdout
+
+
+def test_settings_that_cannot_be_are_a_failure_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "edged.toml").write_text("[cache]\npage_sise = 16\n")
+    arguments = ("doctor", "--json", "--config", str(tmp_path / "edged.toml"), "--socket", str(tmp_path / "s"))
+    result = edged(*arguments, EDGED_STORE__DATA_DIR="", XDG_DATA_HOME=str(tmp_path))
+    assert result.returncode == 2
+    found = by_name(result.stdout)
+    assert 'did you mean "page_size"?' in found["settings"]["seen"]
+    assert {"disk", "model", "daemon"} <= found.keys()
+
+
+def test_the_exit_code_is_the_worst_state() -> None:
+    states: list[tuple[list[Finding], State]] = [
+        ([], "ok"),
+        ([fine("a", "")], "ok"),
+        ([doubtful("a", "", ""), fine("b", "")], "warn"),
+        ([doubtful("a", "", ""), broken("b", "", ""), fine("c", "")], "fail"),
+    ]
+    for findings, state in states:
+        assert worst(findings) == state
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model_dir(), tmp_path / "demo"))
+
+
+def states_of(folder: Path) -> dict[str, Finding]:
+    return {finding.name: finding for finding in model.files(folder)}
+
+
+def test_a_model_that_is_whole_is_fine(tiny: Path) -> None:
+    assert {finding.state for finding in states_of(tiny).values()} == {"ok"}
+
+
+@pytest.mark.parametrize("size", [4, 100, -1])
+def test_truncated_weights_are_found_without_reading_them(tiny: Path, size: int) -> None:
+    file = tiny / "model.safetensors"
+    os.truncate(file, size if size > 0 else file.stat().st_size + size)
+    finding = states_of(tiny)["model"]
+    assert finding.state == "fail"
+    assert "model.safetensors" in finding.seen
+    with pytest.raises(Damaged):
+        tensors_of(file)
+
+
+def test_a_header_that_is_no_json_is_damage(tiny: Path) -> None:
+    file = tiny / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:12] = b"\xff\xff\xff\xff"
+    file.write_bytes(content)
+    assert "header" in states_of(tiny)["model"].seen
+
+
+def test_an_index_that_names_what_is_not_there_is_found(tiny: Path) -> None:
+    index = tiny / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    assert "model-00001-of-00002.safetensors is missing" in states_of(tiny)["model"].seen
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert "a is not in the file" in states_of(tiny)["model"].seen
+    index.write_text("{")
+    assert "cannot be read" in states_of(tiny)["model"].seen
+
+
+def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+    assert "pickle" in states_of(tiny)["model"].seen
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
+    assert [f.state for f in model.files(tiny) if "code of its own" in f.seen] == ["warn"]
+    (tiny / "config.json").write_text("{")
+    assert "config.json" in only(model.files(tiny)).seen
+
+
+def test_a_tokenizer_without_template_or_without_sense_is_found(tiny: Path) -> None:
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tiny / name).unlink(missing_ok=True)
+    assert states_of(tiny)["tokenizer"].state == "warn"
+    (tiny / "tokenizer.json").write_text("{")
+    assert states_of(tiny)["tokenizer"].state == "fail"
+    (tiny / "tokenizer.json").unlink()
+    assert states_of(tiny)["tokenizer"].state == "fail"
+
+
+def test_a_model_that_is_not_there_is_found_without_a_download(tmp_path: Path) -> None:
+    def found(path: str) -> Finding | None:
+        return model.find(load_settings(environ={}, overrides={"model.path": path}).model)[1]
+
+    assert found("demo") is None
+    wrong, away = found(str(tmp_path / "nothing")), found("nobody/nothing")
+    assert wrong is not None
+    assert wrong.state == "fail"
+    assert away is not None
+    assert away.state == "warn"
+
+
+def write_profile(path: Path, of: str, on: str) -> None:
+    subject = Subject(model=of, fingerprint="f", device=on, dtype="float32")
+    prices = Prices((0.0,) * 8, 32, {})
+    Profile(
+        subject=subject, created_at="2026-01-02", edged_version="1", prices=prices, overhead_s=0.0, error_percent={}
+    ).write(path)
+
+
+def test_a_missing_foreign_or_broken_profile_is_found(tmp_path: Path) -> None:
+    it, folder = examination(tmp_path), tmp_path / "data" / "profiles"
+    assert "none of demo" in only(model.profile(it, "Orin")).seen
+    write_profile(folder / "a.json", "llama", "Orin")
+    assert "only of llama on Orin" in only(model.profile(it, "Orin")).seen
+    (folder / "a.json").write_text("{}")
+    assert "is no profile" in only(model.profile(it, "Orin")).seen
+    write_profile(folder / "b.json", "demo", "Orin")
+    assert only(model.profile(it, "Orin")).state == "ok"
+    assert only(model.profile(it, "H200")).state == "warn"
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_with_less_room_than_asked_for_is_found(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert only(storage.disk(examination(tmp_path))).state == "ok"
+    assert only(storage.disk(examination(tmp_path, least_free_bytes=2 * free))).state == "warn"
+    assert only(storage.disk(examination(tmp_path, least_free_bytes=100 * free))).state == "fail"
+
+
+def test_folders_that_cannot_be_written_are_found_even_by_root(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    places = {"data_dir": Path("/proc/edged"), "sockets": (tmp_path / "file" / "edged.sock",)}
+    data, listener = storage.folders(examination(tmp_path, **places))
+    assert (data.state, listener.state) == ("fail", "fail")
+    assert "/proc" in data.seen
+    assert "is not a folder" in listener.seen
+    assert "store.data_dir" in data.way_out
+    (existing, _) = storage.folders(examination(tmp_path, data_dir=Path("/proc/self")))
+    assert existing.state == "fail"
+
+
+def test_folders_and_sockets_that_everybody_may_use_are_found(tmp_path: Path) -> None:
+    it = examination(tmp_path)
+    it.data_dir.mkdir(mode=0o750)
+    assert [finding.state for finding in storage.folders(it)] == ["ok", "ok"]
+    it.data_dir.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(it.sockets[0]))
+        it.sockets[0].chmod(0o666)
+        data, found = storage.folders(it)
+        assert (data.state, found.state) == ("warn", "warn")
+        assert "chmod o=" in data.way_out
+        it.sockets[0].chmod(0o660)
+        assert [finding.state for finding in storage.folders(it)] == ["warn", "ok"]
+
+
+def filled(folder: Path) -> Path:
+    """A database of some hundred pages."""
+    folder.mkdir()
+    path = folder / "edged.db"
+    store = Store(path)
+    store.write(lambda db: db.execute("CREATE TABLE blobs (id INTEGER PRIMARY KEY, data BLOB)")).result()
+    store.write(lambda db: db["blobs"].insert_all({"data": os.urandom(2000)} for _ in range(500))).result()
+    store.close()
+    return path
+
+
+def test_a_database_that_is_whole_is_fine_and_is_not_changed(tmp_path: Path) -> None:
+    path = filled(tmp_path / "data")
+    before = path.read_bytes()
+    finding = only(storage.database(examination(tmp_path)))
+    assert finding.state == "ok"
+    assert "schema m0" in finding.seen
+    assert path.read_bytes() == before
+
+
+def test_a_corrupted_page_is_found(tmp_path: Path) -> None:
+    path = filled(tmp_path / "data")
+    with path.open("r+b") as file:
+        for page in range(20, 40):
+            file.seek(page * 4096)
+            file.write(b"\xff" * 4096)
+    finding = only(storage.database(examination(tmp_path)))
+    assert finding.state == "fail"
+    assert ".recover" in finding.way_out
+    path.write_bytes(b"no database at all" * 100)
+    assert only(storage.database(examination(tmp_path))).state == "fail"
+
+
+def test_a_database_of_a_newer_or_older_edged_is_told_apart(tmp_path: Path) -> None:
+    path = filled(tmp_path / "data")
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM migrations WHERE name = (SELECT max(name) FROM migrations)")
+    older = only(storage.database(examination(tmp_path)))
+    assert older.state == "ok"
+    assert "up to date" in older.seen
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO migrations VALUES ('m999_future', '')")
+    newer = only(storage.database(examination(tmp_path)))
+    assert newer.state == "fail"
+    assert "m999_future" in newer.seen
+
+
+def test_a_database_in_use_is_checked_too(tmp_path: Path) -> None:
+    filled(tmp_path / "data")
+    store = Store(tmp_path / "data" / "edged.db")
+    store.write(lambda db: db["blobs"].insert({"data": b"x"})).result()
+    assert only(storage.database(examination(tmp_path))).state == "ok"
+    store.close()
+
+
+def test_damaged_adapters_are_found(daemon: Daemon, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        for seed in range(2):
+            body = {"prompt": "hi", "user": "sam", "n": 2, "max_tokens": 8, "seed": seed}
+            answer = client.post("/v1/completions", body)
+            rating = {"completion_id": answer["id"], "choice": 0, "signal": "chosen"}
+            client.post("/v1/feedback", rating)
+    learned, deadline = daemon.socket.parent / "data" / "adapters", time.monotonic() + 60
+    while not list(learned.glob("*/sam/v*/edged.json")):
+        assert time.monotonic() < deadline, "no version was saved"
+        time.sleep(0.1)
+    shutil.copytree(learned, tmp_path / "data" / "adapters")
+    it = examination(tmp_path)
+    assert only(storage.adapters(it)).state == "ok"
+    newest = sorted((tmp_path / "data" / "adapters").glob("*/sam/v*"))[-1]
+    weights = newest / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    flipped = only(storage.adapters(it))
+    assert flipped.state == "warn"
+    assert "not as it was written" in flipped.seen
+    os.truncate(weights, len(content) - 10)
+    assert "its header says" in only(storage.adapters(it)).seen
+    (newest / "edged.json").unlink()
+    assert only(storage.adapters(it)).state == "warn"
+
+
+# -- the box -----------------------------------------------------------------------------------------------------------
+
+
+def system(folder: Path, **files: str) -> Path:
+    """A recorded /proc and /etc; `_` in a name is `/`."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+ORIN = {
+    "proc__device-tree__compatible": "nvidia,p3737-0000+p3701-0004\0nvidia,tegra234\0",
+    "etc__nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64",
+    "proc__swaps": "Filename\tType\tSize\tUsed\tPriority\n/dev/zram0 partition 1966048 0 5\n",
+}
+
+
+def test_a_jetson_without_its_services_is_told_so(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=system(tmp_path, **ORIN))
+    assert it.jetson
+    assert "jetson-stats" in only(box.jtop(it)).way_out
+    assert "nvpmodel" in only(box.power(it)).seen
+    assert "nvzramconfig" in only(box.swap(it)).way_out
+    found = list(device.device(it, {"cuda": False}))
+    assert [(finding.name, finding.state) for finding in found] == [("device", "warn"), ("driver", "ok")]
+    assert found[1].seen == "L4T 36.4.3"
+
+
+def test_jtop_is_well_where_its_socket_answers(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=system(tmp_path, **ORIN))
+    (tmp_path / "run").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "run" / "jtop.sock"))
+        assert only(box.jtop(it)).state == "warn"
+        listener.listen()
+        assert only(box.jtop(it)).state == "ok"
+
+
+def test_swap_that_is_in_use_is_found(tmp_path: Path) -> None:
+    lines = "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 4194304 {} -2\n"
+    it = examination(tmp_path, root=system(tmp_path, proc__swaps=lines.format(0)))
+    assert only(box.swap(it)).state == "ok"
+    system(tmp_path, proc__swaps=lines.format(3_000_000))
+    assert only(box.swap(it)).state == "warn"
+
+
+def test_a_clock_that_went_back_is_found(tmp_path: Path) -> None:
+    it = examination(tmp_path)
+    it.data_dir.mkdir()
+    database = it.data_dir / "edged.db"
+    database.touch()
+    tomorrow = time.time() + 86400
+    os.utime(database, (tomorrow, tomorrow))
+    finding = only(box.clock(it))
+    assert finding.state == "warn"
+    assert "were written at" in finding.seen
+
+
+GPU = {"torch": "2.8", "cuda_build": "12.6", "cuda": True, "gpu": "Orin", "integrated": True, "gpu_bytes": 2**35}
+
+
+def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
+    with_gpu = examination(tmp_path, root=system(tmp_path, **ORIN))
+    for_processors = {"torch": "2.8", "cuda_build": "", "cuda": False}
+    assert only(device.torch_build(with_gpu, for_processors)).state == "fail"
+    without = examination(tmp_path / "other")
+    if not device.gpu_there(without):
+        assert only(device.torch_build(without, for_processors)).state == "ok"
+    wants_cuda = load_settings(environ={}, overrides={"model.device": "cuda:0"})
+    asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda)
+    assert only(device.device(asked, for_processors)).state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "state"),
+    [
+        ([8, 7], ["sm_80", "sm_90"], "ok"),
+        ([8, 7], ["sm_87"], "ok"),
+        ([8, 7], ["sm_90"], "warn"),
+        ([10, 0], ["sm_90", "compute_90"], "ok"),
+        ([7, 2], ["sm_75", "compute_90"], "warn"),
+    ],
+)
+def test_kernels_for_another_gpu_are_found(
+    tmp_path: Path, capability: list[int], architectures: list[str], state: str
+) -> None:
+    found = {**GPU, "capability": capability, "architectures": architectures}
+    assert only(device.torch_build(examination(tmp_path), found)).state == state
+
+
+def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:
+    it = examination(tmp_path)
+    needs = {"fits": True, "dtype": "bfloat16", "context_tokens": 4096, "needed_bytes": 8 << 30}
+    room = {"total_bytes": 32 << 30, "available_bytes": 20 << 30}
+    assert only(device.memory(it, {**needs, **room}, running=False)).state == "ok"
+    short = {**needs, **room, "available_bytes": 4 << 30}
+    assert only(device.memory(it, short, running=False)).state == "warn"
+    assert only(device.memory(it, short, running=True)).state == "ok"
+    assert only(device.memory(it, {**needs, **room, "fits": False}, running=False)).state == "fail"
+    assert only(device.memory(it, {"problem": "model: no linears"}, running=False)).state == "fail"
+
+
+UNIT = "[Unit]\nDescription=edged\n\n[Service]\nExecStart=/bin/true\n{}\n"
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+
+
+@needs_systemd
+def test_units_that_are_missing_wrong_or_unwatched_are_found(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=tmp_path)
+    assert "not installed" in only(service.units(it)).seen
+    unit = "etc__systemd__system__edged.service"
+    system(tmp_path, **{unit: UNIT.format("")})
+    assert "WatchdogSec" in only(service.units(it)).way_out
+    system(tmp_path, **{unit: UNIT.format("WatchdogSec=30\nRestartt=always")})
+    assert "Restartt" in only(service.units(it)).seen
+    system(tmp_path, **{unit: UNIT.format("WatchdogSec=30")})
+    assert only(service.units(it)).state == "ok"

@@ -1,0 +1,59 @@
+"""What `edged status` shows of the box and its governors, where they know something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from edged.cli.status import box_rows, governor_rows
+from edged.telemetry.reading import Reading
+
+
+def shown(fill: Any, data: dict[str, Any]) -> str:
+    table = Table(box=None, show_header=False)
+    fill(table, data)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_a_hot_jetson_is_shown_with_its_limits() -> None:
+    reading = Reading(
+        0.0,
+        memory_available_bytes=2 << 30,
+        memory_total_bytes=8 << 30,
+        memory_pressure_some_percent=12.0,
+        temperature_c=91.0,
+        temperature_limit_c=99.0,
+        gpu_percent=97.0,
+        gpu_clock_hz=828e6,
+        gpu_clock_max_hz=1300e6,
+        power_w=27.9,
+        power_mode="MODE_50W",
+    )
+    text = shown(box_rows, {"name": "cuda:0", **reading.report()})
+    for part in ("91 °C of at most 99 °C", "12 % of the time", "97 % busy, 828 of 1300 MHz", "27.9 W, MODE_50W"):
+        assert part in text
+
+
+def test_a_box_that_knows_little_shows_no_dashes_for_a_gpu() -> None:
+    text = shown(box_rows, {"name": "cpu", **Reading(0.0).report()})
+    assert "GPU" not in text
+    assert "°C" not in text
+
+
+def test_what_is_held_is_shown_with_the_reason() -> None:
+    governors = {
+        "enabled": True,
+        "memory": {"holds": ["caches", "pruning"], "reason": "200 MiB are available, 256 MiB are to be"},
+        "power": {"finetune_share": 0.5, "reasons": ["91 °C of at most 99 °C"]},
+        "energy": {"joules_per_output_token": 0.71, "joules_per_pair": None},
+    }
+    text = shown(governor_rows, governors)
+    assert "holds caches, pruning: 200 MiB are available, 256 MiB are to be" in text
+    assert "fine-tuning 50 % of the time: 91 °C" in text
+    assert "0.71 J a token, – a pair" in text
+    assert "governor.enabled" in shown(governor_rows, {"enabled": False})

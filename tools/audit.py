@@ -1,0 +1,136 @@
+"""What `tools/audit` does: pip-audit over what edged needs, and the installed files against their packages' own hashes.
+
+Owns which packages those are and how findings are told. Must not know edged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.metadata as metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+AUDIT_S = 300.0
+"""How long the vulnerability database may take."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One installed package: `files` with a hash, `changed` those that have another one now."""
+
+    name: str
+    version: str
+    files: int
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known against the packages; `problem` says why nobody could be asked, "" where somebody was."""
+
+    vulnerabilities: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def requirements(names: list[str]) -> Iterator[metadata.Distribution]:
+    """The installed distributions that these requirements lead to, each once; extras and other systems left out."""
+    seen: set[str] = set()
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name in seen or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        try:
+            found = metadata.distribution(wanted.name)
+        except metadata.PackageNotFoundError:
+            continue
+        yield found
+        waiting += [Requirement(line) for line in found.requires or ()]
+
+
+def examine(distribution: metadata.Distribution) -> Package:
+    """Compare a package's files with the hashes that were installed with it (RECORD)."""
+    changed, files = [], 0
+    for file in distribution.files or ():
+        if file.hash is None:
+            continue
+        files += 1
+        try:
+            digest = hashlib.new(file.hash.mode, Path(str(file.locate())).read_bytes()).digest()
+        except OSError:
+            changed.append(f"{file} (missing)")
+            continue
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value.rstrip("="):
+            changed.append(str(file))
+    return Package(distribution.metadata["Name"], distribution.version, files, tuple(changed))
+
+
+def ask(packages: list[Package]) -> Known:
+    """What pip-audit's database knows against these very versions."""
+    if importlib.util.find_spec("pip_audit") is None:
+        return Known(problem="pip-audit is not installed: pip install pip-audit")
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "requirements.txt"
+        # A local version, such as torch's +cpu, is not in any database; the public one before it is.
+        listed.write_text("".join(f"{item.name}=={item.version.split('+')[0]}\n" for item in packages))
+        command = [sys.executable, "-m", "pip_audit", "--requirement", str(listed), "--no-deps", "--disable-pip"]
+        try:
+            done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=AUDIT_S)
+            found = json.loads(done.stdout)["dependencies"]
+        except subprocess.TimeoutExpired:
+            return Known(problem=f"the vulnerability database gave no answer for {AUDIT_S:.0f} s")
+        except (ValueError, KeyError):
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            return Known(problem=f"the vulnerability database could not be asked: {reason[:300]}")
+    return Known(
+        tuple(
+            f"{item['name']} {item['version']}: {known['id']}, fixed in {', '.join(known['fix_versions']) or 'none'}"
+            for item in found
+            for known in item.get("vulns", ())
+        )
+    )
+
+
+def main() -> int:
+    """Returns the exit code that `tools/audit` documents."""
+    parser = argparse.ArgumentParser(prog="tools/audit", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args().json
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    packages = sorted((examine(found) for found in requirements(needed)), key=lambda item: item.name.lower())
+    known = ask(packages)
+    changed = [f"{item.name} {item.version}: {file}" for item in packages for file in item.changed]
+    if as_json:
+        print(json.dumps({"packages": [asdict(item) for item in packages], **asdict(known)}, indent=2))
+    else:
+        files = sum(item.files for item in packages)
+        print(f"{len(packages)} packages, {files} files: {len(changed)} differ from what was installed")
+        print("\n".join(f"  {line}" for line in changed) or "  all are as their packages' own hashes say")
+        if known.problem:
+            print(f"NOT checked for known vulnerabilities: {known.problem}")
+            print("  what was checked are the hashes above; the versions are: tools/audit --json")
+        else:
+            print(f"{len(known.vulnerabilities)} known vulnerabilities")
+            print("\n".join(f"  {line}" for line in known.vulnerabilities))
+    if changed or known.vulnerabilities:
+        return 1
+    return 2 if known.problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
