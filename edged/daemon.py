@@ -152,6 +152,8 @@ class Daemon:
         store = Store(folder / DATABASE_FILE)
         try:
             access = Access(self._settings.access, self._settings.api.token)
+            self._reloader.check(lambda settings: _check_access(access, settings))
+            self._reloader.on_change(lambda settings: access.configure(settings.access))
             listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
             try:
                 return await self._serve(listeners, access, store, folder)
@@ -245,6 +247,10 @@ class Daemon:
             _set_up_logs,
             configure_engine,
             self._lifecycle.configure,
+            lambda settings: services.admission.configure(settings.serving),
+            lambda settings: services.limits.configure(settings.limits),
+            lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
+            lambda settings: services.governors.configure(settings.governor),
             lambda settings: services.teacher.configure(settings.align),
             lambda settings: journal.configure(settings.store.keep_samples),
         ):
@@ -324,6 +330,18 @@ class Daemon:
             return await self._reloader.reload()
         finally:
             self._manager.ready(_status(self._lifecycle.services))
+
+
+def _check_access(access: Access, settings: Settings) -> None:
+    """Raises ConfigError for rules or tokens that cannot take the place of those in use."""
+    try:
+        other = Access(settings.access, settings.api.token)
+    except AccessError as error:
+        raise ConfigError(str(error)) from None
+    if other.has_tokens != access.has_tokens:
+        raise ConfigError(
+            "access.tokens: TCP listeners are open with tokens or without, which needs a restart; nothing was changed"
+        )
 
 
 def _status(services: Services) -> str:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged import logs
-from edged.config import ConfigError, GuardSettings, LogSettings, SchedulerSettings, Settings
+from edged.config import ConfigError, GovernorSettings, GuardSettings, LogSettings, SchedulerSettings, Settings
+from edged.config_access import AccessSettings
 
 log = logging.getLogger("edged")
 
@@ -30,7 +31,13 @@ RELOADABLE: dict[str, frozenset[str]] = {
         }
     ),
     "guard": frozenset(GuardSettings.model_fields),
+    "governor": frozenset(GovernorSettings.model_fields),
     "api": frozenset({"max_stop_chars"}),
+    "access": frozenset(AccessSettings.model_fields),
+    # The patience with slow clients is a connection's, from its beginning.
+    "limits": frozenset(
+        {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
+    ),
     "store": frozenset({"keep_completions", "keep_samples", "keep_versions", "save_every_s"}),
     "log": frozenset(LogSettings.model_fields),
 }
@@ -77,12 +84,12 @@ class Reloaded:
 def compare(old: Settings, new: Settings) -> Reloaded:
     """How `new` differs from `old`; values of tokens are not shown."""
     changes: tuple[list[Change], list[Change]] = ([], [])
-    for section in type(new).model_fields:
-        before, after = getattr(old, section), getattr(new, section)
-        for key in type(after).model_fields:
-            values = getattr(before, key), getattr(after, key)
-            if values[0] != values[1]:
-                shown = (_HIDDEN, _HIDDEN) if "token" in key and isinstance(values[1], str) else values
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    for section, values in after.items():
+        for key, value in values.items():
+            if before[section][key] != value:
+                secret = "token" in key and isinstance(value, (str, list))
+                shown = (_HIDDEN, _HIDDEN) if secret else (before[section][key], value)
                 can = key in RELOADABLE.get(section, ())
                 changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
     return Reloaded(*map(tuple, changes))
@@ -104,11 +111,16 @@ class Reloader:
         """`load` reads file, environment and flags as at the start, or raises ConfigError; None: nothing can."""
         self.settings, self._load = settings, load
         self._parts: list[Apply] = []
+        self._checks: list[Callable[[Settings], None]] = []
         self._one_at_a_time = asyncio.Lock()
 
     def on_change(self, apply: Apply) -> None:
         """Have a part take over changed settings; parts are asked in the order in which they came."""
         self._parts.append(apply)
+
+    def check(self, check: Callable[[Settings], None]) -> None:
+        """Have settings looked at before any is applied; `check` raises ConfigError for what a part cannot take."""
+        self._checks.append(check)
 
     async def reload(self) -> Reloaded:
         """Apply what can change. Raises ConfigError, and nothing has changed then."""
@@ -117,6 +129,8 @@ class Reloader:
         async with self._one_at_a_time:
             try:
                 new = await asyncio.to_thread(self._load)
+                for check in self._checks:
+                    check(adopted(self.settings, new))
             except ConfigError as error:
                 message = f"settings are not reloaded, the old ones hold: {error}"
                 logs.event(log, logging.ERROR, "reload_refused", message)

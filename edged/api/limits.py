@@ -72,6 +72,14 @@ class Limits:
         self._settings, self._clock = settings, clock
         self._users: OrderedDict[str, _User] = OrderedDict()
 
+    def configure(self, settings: LimitSettings) -> None:
+        """Count by other limits; everybody begins with full buckets again, and what is open stays counted."""
+        self._settings = settings
+        opened = [(name, user.open_choices) for name, user in self._users.items()]
+        self._users.clear()
+        for name, choices in opened:
+            self._user(name, self._clock()).open_choices = choices
+
     def __len__(self) -> int:
         """Users who are remembered."""
         return len(self._users)
