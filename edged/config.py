@@ -73,6 +73,9 @@ class ModelSettings(_Section):
         True, description="CPU: weights in huge pages; edged serve starts itself again to have them"
     )
     max_context_tokens: int = Field(0, ge=0, description="longest prompt plus answer; 0: what fits model and cache")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that came with the model, with all of edged's rights; off: it is refused"
+    )
 
 
 class ServingSettings(_Section):
@@ -203,6 +206,31 @@ class AlignSettings(_Section):
     max_active_adapters: Count = Field(32, description="adapters held in the model at once")
 
 
+class FeedbackSettings(_Section):
+    """How much each kind of feedback counts, and what of it is held back."""
+
+    weight_pair: Share = Field(1.0, description="of explicit pairs, times what each came with; 0: not learned from")
+    weight_chosen: Share = Field(1.0, description="of a choice between candidates")
+    weight_edit: Share = Field(1.0, description="of an edited answer over the original")
+    weight_regenerate: Share = Field(1.0, description="of an answer that was regenerated, and of the one accepted then")
+    weight_thumbs: Share = Field(1.0, description="of up, down and rejected")
+    weight_rephrase: Share = Field(0.5, description="of what the next turn shows: a rephrasing or correction")
+    weight_dwell: Share = Field(0.5, description="of reading time")
+    weight_skip: Share = Field(0.5, description="of a skipped answer")
+    pairs_per_hour: int = Field(
+        1000, ge=0, description="a user's pairs that are trained on per hour, others wait; 0: no limit"
+    )
+    quarantine: bool = Field(True, description="keep pairs that look poisoned out of training until somebody decides")
+    suspicious_deviations: Positive = Field(
+        6.0,
+        description="deviations of the loss above the adapter's median: counts for a burst; twice as many: left out",
+    )
+    burst_share: Share = Field(
+        0.5, description="share of suspicious ones among 8 pairs that quarantines them and those that follow"
+    )
+    alarm_s: Positive = Field(3600.0, description="how long a burst has a user's new pairs quarantined, unless decided")
+
+
 class GuardSettings(_Section):
     """When a version is taken back by itself."""
 
@@ -268,8 +296,17 @@ class StoreSettings(_Section):
     """What is kept on disk."""
 
     data_dir: str = Field("", description="folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
-    keep_completions: Count = Field(100_000, description="completions kept; feedback's own are never dropped")
+    keep_completions: Count = Field(100_000, description="completions kept; feedback's own stay")
     keep_samples: Count = Field(20_000, description="iteration samples kept")
+    keep_days: float = Field(
+        90.0, ge=0.0, description="age at which completions, samples and old versions' records go, in days; 0: never"
+    )
+    keep_feedback_days: float = Field(
+        0.0, ge=0.0, description="age at which signals and pairs that are done with go, in days; 0: never"
+    )
+    max_database_mb: int = Field(
+        4096, ge=0, description="size from which the oldest completions without feedback go / 2^20; 0: any"
+    )
     keep_versions: Count = Field(5, description="adapter versions kept on disk per user")
     save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
 
@@ -300,6 +337,7 @@ class Settings(_Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     align: AlignSettings = AlignSettings()
+    feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()
     governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,27 +32,33 @@ from edged.api.access import Access, AccessError
 from edged.api.admission import Admission
 from edged.api.app import make_app
 from edged.api.connections import Site
+from edged.api.feed import Feed
+from edged.api.forgetting import finish_forgetting
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, Listeners, take_addresses
+from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
+from edged.api.status import report
 from edged.api.teacher import Teacher
 from edged.config import ConfigError, ModelSettings, Settings
 from edged.engine.engine import Engine
 from edged.engine.model import ModelRefused
+from edged.engine.process import allow_files
 from edged.engine.text import Codec, CodecError
 from edged.governors.governors import Governors
 from edged.models import demo_model_dir
 from edged.reload import Reloaded, Reloader, adopted
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
+from edged.store.backup import clear_leftovers
+from edged.store.folder import DATABASE_FILE, data_folder
 from edged.store.footprint import Footprint
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
 log = logging.getLogger("edged")
 
-DATABASE_FILE = "edged.db"
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
@@ -74,6 +81,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     # The watchdog's SIGABRT leaves the stacks of all threads in the journal.
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    allow_files()
     try:
         return asyncio.run(Daemon(settings, os.environ, load).run())
     except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
@@ -108,21 +116,13 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns += ["*.py"] if settings.trust_remote_code else []
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
     except Exception as error:  # network, names and permissions, each with its own exception
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelMissing(
             f'model "{settings.path}" is not a directory here and could not be downloaded ({reason})'
         ) from error
-
-
-def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
-    """The folder of database and adapters: the setting, systemd's, else the user's."""
-    if configured:
-        return Path(configured).expanduser()
-    if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
-        return Path(state)
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"
 
 
 class Daemon:
@@ -144,12 +144,14 @@ class Daemon:
     async def run(self) -> int:
         """Returns the exit code. Raises what prevents a start."""
         loop = asyncio.get_running_loop()
+        tell_of_full_tables_once(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         # A terminal that closes ends what runs in it; elsewhere SIGHUP means "read your settings again".
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if sys.stdin.isatty() else self._on_hangup)
         folder = data_folder(self._settings.store.data_dir, self._environ)
         store = Store(folder / DATABASE_FILE)
+        clear_leftovers(folder)
         try:
             access = Access(self._settings.access, self._settings.api.token)
             self._reloader.check(lambda settings: _check_access(access, settings))
@@ -194,22 +196,31 @@ class Daemon:
         model_dir, name = find_model(self._settings.model)
         model = self._settings.model.model_copy(update={"name": name})
         settings = self._settings.model_copy(update={"model": model})
-        codec = Codec.load(model_dir)
+        if model.trust_remote_code:
+            log.warning(
+                "model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir
+            )
+        codec = Codec.load(model_dir, model.trust_remote_code)
+        finish_forgetting(store, folder / "adapters")
         told = Told()
 
-        def take(records: list[Record]) -> None:
-            journal.append(records)
+        def take(records: list[Record]) -> Future[None] | None:
             told.tell(records)
+            feed.tell(records)
+            return journal.append(records)
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
-        journal = Journal(store, facts["fingerprint"], settings.store.keep_samples)
+        journal = Journal(store, facts["fingerprint"])
         self._journal = journal
-        teacher = Teacher(store, codec, engine, settings.align)
+        feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
+        teacher = Teacher(store, codec, engine, settings)
         monitor = DeviceMonitor(facts["device"])
         governors = Governors(settings.governor, engine.use, engine.limit)
         monitor.subscribe(governors.hear)
         governors.hear(monitor.latest)
+        upkeep = Upkeep(store, settings.store)
+        upkeep.report(fresh=True)
         services = Services(
             settings=settings,
             model=name,
@@ -218,16 +229,18 @@ class Daemon:
             store=store,
             codec=codec,
             hub=hub,
+            feed=feed,
             teacher=teacher,
             monitor=monitor,
             admission=Admission.for_engine(settings.serving),
             limits=Limits(settings.limits),
             footprint=Footprint(settings.limits.stored_mb * 2**20),
             governors=governors,
+            upkeep=upkeep,
             started_at_s=time.time(),
             reload=self._reload,
         )
-        self._connect(services, journal)
+        self._connect(services)
         if resumed := teacher.resume(facts["fingerprint"]):
             log.info("%d pairs were open and go on", resumed)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
@@ -236,7 +249,7 @@ class Daemon:
         gc.freeze()
         return services
 
-    def _connect(self, services: Services, journal: Journal) -> None:
+    def _connect(self, services: Services) -> None:
         """Say who takes over settings that change at run time, in the order in which they do."""
         engine = services.engine
 
@@ -251,14 +264,15 @@ class Daemon:
             lambda settings: services.limits.configure(settings.limits),
             lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
             lambda settings: services.governors.configure(settings.governor),
-            lambda settings: services.teacher.configure(settings.align),
-            lambda settings: journal.configure(settings.store.keep_samples),
+            services.teacher.configure,
+            lambda settings: services.upkeep.configure(settings.store),
         ):
             self._reloader.on_change(apply)
 
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
+        services.upkeep.start()
         self._lifecycle.ready(services)
         self._loaded.set()
         self._manager.ready(_status(services))
@@ -268,6 +282,8 @@ class Daemon:
             while not self._stop.is_set() and not engine.error:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
+                if self._journal is not None:
+                    self._journal.retry()
         self._lifecycle.drain()
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)
@@ -280,6 +296,7 @@ class Daemon:
         await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
         await runner.cleanup()
         services.teacher.close()
+        await _in_thread(services.upkeep.stop, "edged-stopper")
         if self._journal is not None:
             self._journal.flush()
         if engine.error:

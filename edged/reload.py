@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged import logs
-from edged.config import ConfigError, GovernorSettings, GuardSettings, LogSettings, SchedulerSettings, Settings
+from edged.config import (
+    ConfigError,
+    GovernorSettings,
+    GuardSettings,
+    LogSettings,
+    SchedulerSettings,
+    Settings,
+    StoreSettings,
+)
 from edged.config_access import AccessSettings
 
 log = logging.getLogger("edged")
@@ -38,7 +46,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "limits": frozenset(
         {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
     ),
-    "store": frozenset({"keep_completions", "keep_samples", "keep_versions", "save_every_s"}),
+    "store": frozenset(StoreSettings.model_fields) - {"data_dir"},
     "log": frozenset(LogSettings.model_fields),
 }
 """What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:

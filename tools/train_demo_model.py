@@ -263,8 +263,8 @@ def sample(
 @torch.inference_mode()
 def evaluate(directory: Path) -> dict[str, float]:
     """Judge the saved model; prints samples and returns perplexity and style shares."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     nats = weight = 0.0
     for ids, weights in itertools.islice(batches(tokenizer, dialogues(TEST_SEED, fresh=True), 4096, TEST_SEED), 16):
         answers = torch.where(weights == 1.0, weights, 0.0)

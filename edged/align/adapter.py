@@ -26,10 +26,15 @@ from edged.config import AlignSettings
 
 _PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
+_DRAFT = ".draft"
 
 
 class AdapterError(ValueError):
     """An adapter's files cannot be used; the message names the folder and the reason."""
+
+
+class GradientTooLarge(ValueError):
+    """A step's gradient is far outside of what this adapter's steps had; the message says how large it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,11 @@ class AdapterState:
             weights[name] = (_leaf(a, self.device), _leaf(b, self.device))
         return weights
 
+    @property
+    def finite(self) -> bool:
+        """Whether all weights are numbers that are not infinite."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
+
     def parameters(self) -> list[torch.Tensor]:
         """All A and B, in a fixed order."""
         return [tensor for pair in self.weights.values() for tensor in pair]
@@ -88,10 +98,17 @@ class AdapterState:
             self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True
         )
 
-    def step(self, gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]], pairs: int) -> float:
+    def step(
+        self,
+        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        pairs: int,
+        weight: float | None = None,
+        most_norm: float = math.inf,
+    ) -> float:
         """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
 
-        Raises FloatingPointError when the norm is not finite, and whatever AdamW raises; nothing has changed then.
+        `weight` is the sum of the pairs' weights, by default their number. Raises FloatingPointError when the norm is
+        not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
         try:
             for name, leaves in self.weights.items():
@@ -100,9 +117,12 @@ class AdapterState:
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
-            # AdamW moves as far for one pair as for many: without this, pairs that trickle in would move the weights
-            # micro_batch_pairs times as far as the same pairs that come at once.
-            share = min(1.0, pairs / self.align.micro_batch_pairs)
+            if norm > most_norm:
+                raise GradientTooLarge(f"gradient: its norm is {norm:.3g}, {most_norm:.3g} is far for this adapter")
+            # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
+            # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
+            # once, and a step of weak signals as far as one of choices.
+            share = min(1.0, (pairs if weight is None else weight) / self.align.micro_batch_pairs)
             self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share
             self._whole_optimizer_step()
         finally:
@@ -178,15 +198,31 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         root.mkdir(parents=True, exist_ok=True)
+        # What a power cut left half written is nobody's.
+        for draft in root.glob(f"*/.v*{_DRAFT}"):
+            shutil.rmtree(draft, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
         """Write a version so that it is there whole or not at all; returns its folder and the versions removed."""
         folder = self.root / snapshot.adapter
         folder.mkdir(exist_ok=True)
         final = folder / f"v{snapshot.version:06d}"
-        draft = folder / f".v{snapshot.version:06d}.draft"
+        draft = folder / f".v{snapshot.version:06d}{_DRAFT}"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+        try:
+            draft.mkdir()
+            self._write(draft, snapshot)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(draft, final)
+        except BaseException:
+            # A full disk has no room for half a version.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _fsync(folder)
+        _fsync(self.root)
+        return final, self._retire(snapshot.adapter)
+
+    def _write(self, draft: Path, snapshot: Snapshot) -> None:
         (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
         save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
@@ -202,11 +238,6 @@ class AdapterFiles:
         for path in draft.iterdir():
             _fsync(path)
         _fsync(draft)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(draft, final)
-        _fsync(folder)
-        _fsync(self.root)
-        return final, self._retire(snapshot.adapter)
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
         old = self.versions(adapter)[: -self.keep]
@@ -234,7 +265,7 @@ class AdapterFiles:
             manifest = json.loads((folder / _MANIFEST).read_text())
             sums = manifest["sha256"]
             damaged = [name for name, value in sums.items() if _sha256(folder / name) != value]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise AdapterError(f"{folder}: not a whole adapter version ({error})") from None
         if damaged:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")

@@ -85,6 +85,47 @@ def export_pair(row: PairRow) -> Pair:
     }
 
 
+def to_trl(pair: Pair) -> Pair:
+    """An exported pair as TRL's preference type with an explicit prompt: conversational for a chat, else standard.
+
+    Raises FormatError for what it cannot say.
+    """
+    if "messages" in pair:
+        sides = {side: [{"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")}
+        return {"prompt": [_plain(message) for message in pair["messages"]], **sides}
+    if "prompt" in pair:
+        return {name: pair[name] for name in ("prompt", "chosen", "rejected")}
+    raise FormatError("its prompt is known in tokens alone")
+
+
+def to_hh(pair: Pair) -> Pair:
+    """An exported chat as HH-RLHF's two dialogues. Raises FormatError for what would be read back as something else."""
+    if "messages" not in pair:
+        raise FormatError("it is not a chat")
+    messages = [_plain(message) for message in pair["messages"]]
+    names = {role: name for name, role in _ROLES.items()}
+    if strange := [message["role"] for message in messages if message["role"] not in names]:
+        raise FormatError(f'the format has no role "{strange[0]}"')
+    before = "".join(f"\n\n{names[message['role']]}: {message['content'].strip()}" for message in messages)
+    row = {side: f"{before}\n\nAssistant: {pair[side].strip()}" for side in ("chosen", "rejected")}
+    wanted = [{**message, "content": message["content"].strip()} for message in messages]
+    read = _parse_hh(row)
+    if read != {"messages": wanted, **{side: pair[side].strip() for side in ("chosen", "rejected")}}:
+        raise FormatError("its turns do not alternate, or a text holds what begins a turn")
+    return row
+
+
+def _plain(message: Pair) -> dict[str, str]:
+    """A message's role and text: both formats have no more."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "".join(text for text in texts if isinstance(text, str))
+    if not isinstance(content, str):
+        raise FormatError("a message has no text")
+    return {"role": str(message["role"]), "content": content}
+
+
 def _open(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC

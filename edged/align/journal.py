@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -23,7 +24,8 @@ from edged.align.pair import (
     VersionPublished,
     VersionSaved,
 )
-from edged.store import Store, adapters, feedback, samples, utc_now, utc_text
+from edged.align.suspicion import Past
+from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
 from edged.store.feedback import PairRow
 
 log = logging.getLogger(__name__)
@@ -35,19 +37,22 @@ FLUSH_SAMPLES = 50
 class Journal:
     """Takes records on the engine thread and has them written behind it, in order."""
 
-    def __init__(self, store: Store, ref_model: str, keep_samples: int = 20_000) -> None:
+    def __init__(self, store: Store, ref_model: str) -> None:
         """`ref_model` names what computes reference log-probabilities."""
         self._store = store
         self._ref_model = ref_model
-        self._keep_samples = keep_samples
         self._samples: list[tuple[str, IterationSample]] = []
+        self._lock = threading.RLock()
+        self._unwritten: list[Record] = []
+        """Records that could not be stored, as on a full disk: they are tried again before all that follow."""
+        self._latest: Future[None] | None = None
 
-    def configure(self, keep_samples: int) -> None:
-        """Keep another number of samples from now on."""
-        self._keep_samples = keep_samples
+    def append(self, records: Sequence[Record]) -> Future[None] | None:
+        """Queue `records` for the store; returns at once. What cannot be written is logged, kept and tried again.
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Queue `records` for the store; returns at once. A failed write is logged, since nobody waits for it."""
+        The future resolves when all that was appended until now is on disk, and fails where it could not be written;
+        None: nothing was ever appended.
+        """
         now = utc_now()
         durable: list[Record] = []
         for record in records:
@@ -55,16 +60,25 @@ class Journal:
                 durable.append(record)
             else:
                 self._samples.append((utc_text(now), record))
-        if durable or len(self._samples) >= FLUSH_SAMPLES:
-            self._write(durable, now)
+        with self._lock:
+            if durable or self._unwritten or len(self._samples) >= FLUSH_SAMPLES:
+                self._write(durable, now)
+            return self._latest
 
     def flush(self) -> None:
         """Queue the samples that still wait for company; call it when the engine has stopped."""
-        if self._samples:
-            self._write([], utc_now())
+        with self._lock:
+            if self._samples or self._unwritten:
+                self._write([], utc_now())
+
+    def retry(self) -> None:
+        """Queue what could not be written, if there is any."""
+        if self._unwritten:
+            self.flush()
 
     def _write(self, records: list[Record], now: datetime) -> None:
         waiting, self._samples = self._samples, []
+        records, self._unwritten = self._unwritten + records, []
 
         def write(db: Database) -> None:
             for record in records:
@@ -74,14 +88,17 @@ class Journal:
                 except sqlite3.IntegrityError:
                     log.exception("a record does not fit the database: %r", record)
             for created_at, sample in waiting:
-                samples.insert_sample(db, created_at, asdict(sample), self._keep_samples)
+                samples.insert_sample(db, created_at, asdict(sample))
 
-        self._store.write(write).add_done_callback(_report)
+        self._latest = self._store.write(write)
+        self._latest.add_done_callback(lambda future: self._report(future, records))
 
-
-def _report(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()):
-        log.error("records of the learning loop were not stored: %s", error)
+    def _report(self, future: Future[None], records: list[Record]) -> None:
+        if future.cancelled() or not (error := future.exception()):
+            return
+        log.error("%d records of the learning loop were not stored, and are tried again: %s", len(records), error)
+        with self._lock:
+            self._unwritten += records
 
 
 def write_record(db: Database, record: Record, ref_model: str, now: datetime) -> None:
@@ -112,6 +129,8 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                 record.version if record.epochs_done > 0 and record.state in ("queued", "trained", "learnt") else None
             )
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)
+            if record.state == "quarantined":
+                quarantine.insert_quarantined(db, record.pair_id, created_at, record.adapter, record.reason)
         case VersionPublished():
             adapters.insert_version(
                 db,
@@ -132,7 +151,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
         case StepSkipped():
             adapters.insert_skipped_step(db, created_at, record.adapter, record.version, record.pair_ids, record.reason)
         case IterationSample():
-            raise TypeError("iteration samples are bounded: give them to Journal.append")
+            raise TypeError("iteration samples are written in company: give them to Journal.append")
 
 
 def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
@@ -145,9 +164,23 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
     return count
 
 
-def load_open_pairs(db: Database, ref_model: str, replay: int = 64) -> list[PairRow]:
+def load_open_pairs(db: Database, ref_model: str, replay: int = feedback.REPLAY_PAIRS) -> list[PairRow]:
     """Pairs that a restart resumes with, oldest first: queued, held out, and `replay` trained ones of each adapter.
 
     Call `requeue_lost` for every adapter before. Reference log-probabilities by another model are None.
     """
     return feedback.open_pairs(db, ref_model, replay)
+
+
+def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, Past]:
+    """What a restart remembers of each adapter's latest pairs and steps; alarms last `alarm_s` from their burst."""
+    names = db.execute("SELECT DISTINCT adapter FROM pairs").fetchall()
+    return {name: _past(db, name, alarm_s, now) for (name,) in names}
+
+
+def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> Past:
+    losses, norms = quarantine.usual(db, adapter)
+    begun = quarantine.burst_since(db, adapter)
+    # A clock that went backwards makes no alarm longer than it was.
+    gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
+    return Past(losses, norms, max(0.0, alarm_s - gone_s))

@@ -9,14 +9,16 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore
 from edged.align.held_out import HeldOutTest
-from edged.align.pair import TokenPair
+from edged.align.pair import PairState, TokenPair
+from edged.align.rate import PairRate
+from edged.align.suspicion import Suspicion
 from edged.config import AlignSettings, GuardSettings
 
 FineTuneStep = DpoStep | HeldOutTest
@@ -43,6 +45,10 @@ class Learner:
     """One adapter's pairs and progress."""
 
     name: str
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    rate: PairRate = field(default_factory=PairRate)
+    waiting: deque[TokenPair] = field(default_factory=deque)
+    """Pairs beyond `feedback.pairs_per_hour`."""
     queue: deque[TokenPair] = field(default_factory=deque)
     replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
     held_out: dict[int, TokenPair] = field(default_factory=dict)
@@ -60,6 +66,10 @@ class Learner:
     unreadable: bool = False
     """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
+    suspected: int = -1
+    """The version that answered with numbers that are not finite, latest."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Versions that are not gone back to."""
     best: HeldOutScore | None = None
     best_weights: dict[str, torch.Tensor] | None = None
     loss: float = FIRST_LOSS
@@ -69,13 +79,48 @@ class Learner:
         """Pairs that wait for training or are in a step."""
         return len(self.queue) + len(self.taken)
 
-    def hold_out(self, pair: TokenPair, guard: GuardSettings) -> bool:
+    def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
+        """Put a submitted pair where its state says, a new one where it belongs; its new state and why, if it has one.
+
+        `now` in seconds.
+        """
+        if pair.state == "held_out":
+            self.held_out[pair.pair_id] = pair
+            return None
+        contradicts = self.suspicion.note(pair)
+        if pair.state != "queued":
+            self.replay.append(pair)
+        elif pair.trusted or pair.epochs_done:
+            self.queue.append(pair)
+        elif self.suspicion.alarm_left_s(now):
+            return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
+        elif not contradicts and self._hold_out(guard):
+            self.held_out[pair.pair_id] = replace(pair, state="held_out")
+            self.unscored.add(pair.pair_id)
+            return "held_out", ""
+        else:
+            self.waiting.append(pair)
+            self.admit(now)
+        return None
+
+    def _hold_out(self, guard: GuardSettings) -> bool:
         """Whether a new pair is kept for tests."""
-        if pair.epochs_done:
-            return False
         self.seen += 1
         share, room = guard.held_out_share, len(self.held_out) < guard.held_out_pairs
         return share > 0 and room and self.seen % max(1, round(1 / share)) == 0
+
+    def admit(self, now: float) -> None:
+        """Queue those who waited for their time."""
+        while self.waiting and self.rate.take(now):
+            self.queue.append(self.waiting.popleft())
+
+    def hold_burst(self, now: float) -> list[TokenPair]:
+        """Raise the alarm and give up what is the rest of the burst: new pairs that nothing was done with yet."""
+        self.suspicion.raise_alarm(now)
+        rest = [pair for pair in (*self.queue, *self.waiting) if not (pair.epochs_done or pair.trusted)]
+        rest += [self.held_out[pair_id] for pair_id in sorted(self.unscored)]
+        self.drop({pair.pair_id for pair in rest})
+        return rest
 
     def draw(self, align: AlignSettings) -> Draw:
         """The next step's pairs, which stay where they are until `begin`."""
@@ -107,7 +152,7 @@ class Learner:
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs."""
-        for pairs in (self.queue, self.replay):
+        for pairs in (self.queue, self.waiting, self.replay):
             kept = [pair for pair in pairs if pair.pair_id not in pair_ids]
             pairs.clear()
             pairs.extend(kept)

@@ -12,10 +12,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from edged.align.adapter import AdapterState
+from edged.align.adapter import AdapterState, GradientTooLarge
 from edged.align.decoder import Leaves
 from edged.align.loss import PairLogps, PairLoss, preference_loss
+from edged.align.memory import out_of_memory
 from edged.align.pair import PairScored, TokenPair
+from edged.align.suspicion import Suspicion, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a fresh pair: it with its reference log-probabilities, its loss, whether it was trained on.
+
+    A pair that the verdict leaves out is not trained on.
+    """
+
+    pair: TokenPair
+    loss: float
+    trained: bool
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +42,48 @@ class _Mark:
     outcomes: int
     scores: int
     trained: int
+    weight: float
 
 
 class Member:
     """An adapter in a step over its `fresh` and `replay` pairs.
 
-    Its gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA.
+    Its gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA. A
+    pair that is left out has no part in it: it is as if it had not been in the step.
     """
 
-    def __init__(self, state: AdapterState, fresh: Sequence[TokenPair], replay: Sequence[TokenPair]) -> None:
+    def __init__(
+        self,
+        state: AdapterState,
+        fresh: Sequence[TokenPair],
+        replay: Sequence[TokenPair],
+        suspicion: Suspicion | None = None,
+    ) -> None:
+        """Without a `suspicion` no pair is left out."""
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
-        self.outcomes: list[tuple[TokenPair, float, bool]] = []
-        """(pair with its reference log-probabilities, loss, whether it was trained on) of the fresh pairs."""
+        self.outcomes: list[Outcome] = []
+        """Of the fresh pairs."""
         self.scores: list[PairScored] = []
         self.loss = float("nan")
+        """Mean over all pairs but those that were left out; NaN when all were."""
         self.grad_norm = 0.0
         self.trained = 0
         self.error = ""
         """Why its optimizer step was not taken."""
+        self.starved = False
+        """Whether that was want of memory."""
+        self.burst = ""
+        """Why its fresh pairs are held for a burst: then no optimizer step was taken either."""
+        self.strange = ""
+        """Why its gradient is far too large: then none was taken."""
         gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         self.leaves = Leaves(state.weights, state.spec.scaling, gradients)
+        self._suspicion = suspicion or Suspicion()
+        self._weight = 0.0
         self._losses: list[float] = []
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
-        self._mark = _Mark(None, 0, 0, 0, 0)
+        self._mark = _Mark(None, 0, 0, 0, 0, 0.0)
 
     @property
     def _totals(self) -> list[torch.Tensor]:
@@ -59,32 +92,38 @@ class Member:
     def mark(self) -> None:
         """A group ended and another follows: `restart` comes back to here."""
         gradients = [total.clone() for total in self._totals]
-        self._mark = _Mark(gradients, len(self._losses), len(self.outcomes), len(self.scores), self.trained)
+        counts = (len(self._losses), len(self.outcomes), len(self.scores), self.trained)
+        self._mark = _Mark(gradients, *counts, self._weight)
 
     def restart(self) -> None:
         """The present group starts again: back to where the one before it ended."""
         mark = self._mark
         del self._losses[mark.losses :], self.outcomes[mark.outcomes :], self.scores[mark.scores :]
-        self.trained = mark.trained
+        self.trained, self._weight = mark.trained, mark.weight
         if mark.gradients is None:
             torch._foreach_zero_(self._totals)
         else:
             torch._foreach_copy_(self._totals, mark.gradients)
 
     def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
-        """Take the sums of one of its pairs in; its loss, None when that is under the threshold already."""
+        """Take the sums of one of its pairs in; its loss, None when that is under the threshold or far too high."""
         align = self.state.align
         loss = preference_loss(logps, align.beta, align.loss)
-        train = loss.loss >= align.loss_threshold
-        self.trained += int(train)
-        self._losses.append(loss.loss)
-        if pair.pair_id in self._fresh_ids:
-            self._record(pair, logps, loss, train)
+        fresh = pair.pair_id in self._fresh_ids
+        verdict = self._suspicion.judge(pair, loss.loss) if fresh else Verdict()
+        train = loss.loss >= align.loss_threshold and not verdict.why
+        if train:
+            self.trained += 1
+            self._weight += pair.weight
+        if not verdict.why:
+            self._losses.append(loss.loss)
+        if fresh:
+            self._record(pair, logps, loss, train, verdict)
         return loss if train else None
 
-    def _record(self, pair: TokenPair, logps: PairLogps, loss: PairLoss, train: bool) -> None:
+    def _record(self, pair: TokenPair, logps: PairLogps, loss: PairLoss, train: bool, verdict: Verdict) -> None:
         known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
-        self.outcomes.append((known, loss.loss, train))
+        self.outcomes.append(Outcome(known, loss.loss, train, verdict))
         if pair.epochs_done == 0:
             self.scores.append(
                 PairScored(
@@ -106,15 +145,25 @@ class Member:
         return any(pair.pair_id in pair_ids for pair in (*self.fresh, *self.replay))
 
     def finish(self) -> None:
-        """The optimizer, when there is something to learn and all of it is finite; `error` says why not."""
+        """The optimizer, when there is something to learn and all of it is finite and usual.
+
+        `error`, `burst` and `strange` say why not.
+        """
+        judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
+        self.burst = self._suspicion.burst([outcome.verdict.suspicious for outcome in judged])
+        if self.burst or not self._losses:
+            return
         self.loss = sum(self._losses) / len(self._losses)
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:
             try:
-                self.grad_norm = self.state.step(self.leaves.gradients, self.trained)
+                most = self._suspicion.most_norm()
+                self.grad_norm = self.state.step(self.leaves.gradients, self.trained, self._weight, most)
+            except GradientTooLarge as error:
+                self.strange = str(error)
             except FloatingPointError as error:
                 self.error = str(error)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 # Want of memory, say: the state is as before the step, and those who were stepped before keep theirs.
-                self.error = f"{type(error).__name__}: {error}"
+                self.error, self.starved = f"{type(error).__name__}: {error}", out_of_memory(error)

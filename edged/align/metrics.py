@@ -62,7 +62,8 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
                    coalesce(sum(state IN ('trained', 'learnt')), 0) AS pairs_trained,
                    coalesce(sum(state = 'queued'), 0) AS pairs_queued,
                    coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
-                   coalesce(sum(state = 'skipped'), 0) AS pairs_skipped
+                   coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
+                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined
                FROM pairs WHERE adapter = :adapter""",
             name,
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PairState = Literal["queued", "held_out", "trained", "learnt", "skipped"]
+PairState = Literal["queued", "held_out", "trained", "learnt", "skipped", "quarantined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class TokenPair:
     ref_rejected_logp: float | None = None
     epochs_done: int = 0
     state: PairState = "queued"
+    trusted: bool = False
+    """Somebody who may decide looked at it: it is learned from as it is."""
 
     @property
     def tokens(self) -> int:
@@ -69,7 +71,7 @@ class PairRetired:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """An adapter's new state. `reason` is "trained", "rollback to N" or "guard: ..."."""
+    """An adapter's new state. `reason` is "trained", "rollback to N", "imported" or "guard: ..."."""
 
     adapter: str
     version: int

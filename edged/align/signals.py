@@ -3,19 +3,19 @@
 Owns the rules by which ratings and choices become pairs. Must not know HTTP, tokens or training. Everything here runs
 inside `Store.write`.
 
-| signal | rating | pairs |
-| --- | --- | --- |
-| chosen | + | over every other candidate of the same completion, weight 1 |
-| edit | | the edited text over the original, weight 1 |
-| up, rejected, down | + - - | scalar, weight 1 |
-| regenerate | - | scalar, weight 1: the later answer that is accepted is chosen |
-| dwell | + or - by reading time | scalar, weight 0.5 |
-| skip | - | scalar, weight 0.5 |
-| rephrase (seen in the next turn) | - | scalar, weight 0.5; the next turn's answer is chosen when it is accepted |
-| accepted (seen in the next turn) | + | scalar, weight 1: the talk went on after a regenerated answer |
+| signal | rating | pairs | setting of its weight |
+| --- | --- | --- | --- |
+| chosen | + | over every other candidate of the same completion | `weight_chosen` |
+| edit | | the edited text over the original | `weight_edit` |
+| up, rejected, down | + - - | scalar | `weight_thumbs` |
+| regenerate | - | scalar: the later answer that is accepted is chosen | `weight_regenerate` |
+| dwell | + or - by reading time | scalar | `weight_dwell` |
+| skip | - | scalar | `weight_skip` |
+| rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
+| accepted (seen in the next turn) | + | scalar: the talk went on after a regenerated answer | `weight_regenerate` |
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
-of the two weights counts. An answer's latest rating is its rating.
+of the two weights counts. An answer's latest rating is its rating. What weighs 0 is stored and teaches nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from typing import Literal
 
 from sqlite_utils import Database
 
-from edged.align.answers import Answer, answer_before, answer_of, rated_others
+from edged.align.answers import Answer, answer_before, answer_of, rated_others, weight_of
 from edged.align.next_turn import content_text, is_correction, is_rephrase
+from edged.config import FeedbackSettings
 from edged.store import feedback, utc_text
 from edged.store.completions import Choice, Completion, Message, get_completion, prompt_key
 from edged.store.feedback import PairRow, Side, Signal
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
 """What an application may report."""
+_DEFAULTS = FeedbackSettings()
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
 ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
@@ -75,13 +77,15 @@ class FeedbackResult:
     duplicate: bool = False
 
 
-def record_signal(db: Database, report: Feedback, now: datetime) -> FeedbackResult:
+def record_signal(
+    db: Database, report: Feedback, now: datetime, settings: FeedbackSettings = _DEFAULTS
+) -> FeedbackResult:
     """Store a signal and the pairs that follow from it. The same report again changes nothing. Raises FeedbackError."""
     completion = get_completion(db, report.completion_id)
     if completion is None:
         raise unknown_completion(report.completion_id)
     learner = _learner(completion, report.user)
-    answer = answer_of(db, completion, _choice(completion, report))
+    answer = answer_of(db, completion, _choice(completion, report), settings)
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
     return _record(db, answer, signal)
@@ -105,6 +109,7 @@ def record_pair(
     prompt: str | None = None,
     prompt_ids: Sequence[int] | None = None,
     weight: float = 1.0,
+    settings: FeedbackSettings = _DEFAULTS,
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. One that waits already is not queued twice.
 
@@ -121,6 +126,10 @@ def record_pair(
         pair_id, signal_id = waiting
         return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
     signal = Signal(_new_id(), utc_text(now), user, "pair")
+    if not settings.weight_pair:
+        reason = "feedback.weight_pair is 0: explicit pairs are not learned from"
+        feedback.insert_signal(db, replace(signal, reason=reason))
+        return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
     pair_id = feedback.insert_pair(
         db,
@@ -130,7 +139,7 @@ def record_pair(
             adapter=user,
             signal_id=signal.id,
             source="pair",
-            weight=weight,
+            weight=weight * settings.weight_pair,
             messages=tuple(messages) if messages is not None else None,
             prompt=prompt,
             prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
@@ -144,7 +153,9 @@ def record_pair(
     return FeedbackResult(signal.id, (pair_id,))
 
 
-def note_next_turn(db: Database, completion_id: str, now: datetime) -> FeedbackResult | None:
+def note_next_turn(
+    db: Database, completion_id: str, now: datetime, settings: FeedbackSettings = _DEFAULTS
+) -> FeedbackResult | None:
     """What a freshly stored chat completion says about the answer before it; None for nothing.
 
     When its last message corrects or rephrases the user's message before, the answer between is marked rejected
@@ -152,7 +163,7 @@ def note_next_turn(db: Database, completion_id: str, now: datetime) -> FeedbackR
     is marked "accepted".
     """
     completion = get_completion(db, completion_id)
-    before = answer_before(db, completion) if completion else None
+    before = answer_before(db, completion, settings) if completion else None
     if completion is None or before is None or completion.messages is None:
         return None
     asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
@@ -192,13 +203,14 @@ def _duplicate(answer: Answer, signal: Signal) -> Signal | None:
 
 def _direct_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
     """Pairs that the signal alone makes: an edit, a choice between candidates."""
-    if signal.signal == "edit":
-        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", 1.0, signal)]
-    if signal.signal != "chosen":
+    weight = weight_of(answer.settings, signal.signal)
+    if signal.signal == "edit" and weight:
+        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal)]
+    if signal.signal != "chosen" or not weight:
         return []
-    candidates = [Answer(answer.completion, choice, ()).side for choice in answer.completion.choices]
+    candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, answer.completion, answer.side, other, "chosen", 1.0, signal)
+        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
@@ -210,7 +222,7 @@ def _rating_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
     if not weight:
         return []
     partners = [other for other in rated_others(db, answer) if other.rating and other.weight(other.rating) * weight < 0]
-    before = answer_before(db, answer.completion) if weight > 0 else None
+    before = answer_before(db, answer.completion, answer.settings) if weight > 0 else None
     if before is not None and before.rating is not None and before.rating.signal == "rephrase":
         partners.append(before)
     pair_ids: list[int] = []
@@ -262,6 +274,8 @@ def _insert(
 
 
 def _why_no_pair(answer: Answer, signal: Signal) -> str:
+    if not weight_of(answer.settings, signal.signal):
+        return f'"{signal.signal}" weighs 0 here (section [feedback] of the settings): it is not learned from'
     if signal.signal == "dwell" and not answer.weight(signal):
         return f"{signal.seconds:g} s over {len(answer.choice.text.split())} words say nothing either way"
     if signal.signal == "chosen" and len(answer.completion.choices) > 1:

@@ -10,12 +10,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
 
+from edged.align import outcomes
 from edged.align.adapter import AdapterError, AdapterState
 from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
@@ -23,9 +23,12 @@ from edged.align.guard import HeldOutScore, judge
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import FIRST_LOSS, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
+from edged.align.memory import StepSize, out_of_memory
 from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.rate import PairRate
 from edged.align.shelf import Shelf
-from edged.config import AlignSettings, GuardSettings
+from edged.align.suspicion import Past, Suspicion
+from edged.config import AlignSettings, FeedbackSettings, GuardSettings
 
 log = logging.getLogger("edged.align")
 _MOST_ASKED = 64
@@ -51,9 +54,19 @@ class Trainer:
         decoder: Decoder,
         release: Callable[[np.ndarray], None],
         cache_tokens: int,
+        feedback: FeedbackSettings | None = None,
     ) -> None:
-        """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it."""
-        self.shelf, self._align, self._guard = shelf, align, guard
+        """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it.
+
+        Without `feedback` settings no pair is suspicious and none has to wait for its time.
+        """
+        self.shelf, self._align, self._guard, self._feedback = shelf, align, guard, feedback
+        self.size = StepSize(align)
+        self._now = 0.0
+        self._waiting: dict[str, None] = {}
+        """Adapters with pairs beyond `feedback.pairs_per_hour`."""
+        self._alarmed: set[str] = set()
+        """Adapters whose alarm was raised; it may have ended since."""
         self._decoder, self._release = decoder, release
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
         self._learners: dict[str, Learner] = {}
@@ -98,7 +111,10 @@ class Trainer:
 
     def _learner(self, adapter: str) -> Learner:
         self.shelf.versions.setdefault(adapter, 0)
-        return self._learners.setdefault(adapter, Learner(adapter))
+        if adapter not in self._learners:
+            rate = PairRate(self._feedback.pairs_per_hour if self._feedback else 0)
+            self._learners[adapter] = Learner(adapter, Suspicion(self._feedback), rate)
+        return self._learners[adapter]
 
     def adopt(self, state: AdapterState, problems: list[str]) -> None:
         """Take in a state that was read from disk; what is due may follow from the version that was found there."""
@@ -125,26 +141,62 @@ class Trainer:
                 return self.shelf.files.load(learner.name, learner.best.version).weights
         return learner.best_weights
 
+    def _earlier_weights(self, learner: Learner) -> Mapping[str, torch.Tensor] | None:
+        """Of the best tested version, else of the newest on disk before the present one; None: untrained."""
+        if learner.best is not None and learner.best.version != self.version(learner.name):
+            return self._best_weights(learner)
+        for version in reversed(self.shelf.files.versions(learner.name)):
+            if version < self.version(learner.name) and version not in learner.withdrawn:
+                with contextlib.suppress(AdapterError):
+                    weights = self.shelf.files.load(learner.name, version).weights
+                    if all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                        return weights
+        return None
+
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
+    def tick(self, now: float) -> None:
+        """It is `now` (seconds): pairs that waited for their time are queued."""
+        self._now = now
+        for name in list(self._waiting):
+            self._learners[name].admit(now)
+            self._note(self._learners[name])
+
+    def next_pair_s(self) -> float | None:
+        """When the next waiting pair may be queued; None when none waits."""
+        return min((self._learners[name].rate.next_s() for name in self._waiting), default=None)
+
     def submit(self, pairs: Sequence[TokenPair]) -> None:
-        """Take pairs in: new ones are queued or held out; earlier ones go where their state says."""
+        """Take pairs in: new ones are queued, held out or quarantined; earlier ones go where their state says."""
         for pair in pairs:
             learner = self._learner(pair.adapter)
             if pair.tokens > self._most_tokens:
                 reason = f"{pair.tokens} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
                 self._retire(pair, "skipped", self.version(pair.adapter), pair.epochs_done, reason)
-            elif pair.state == "held_out":
-                learner.held_out[pair.pair_id] = pair
-            elif pair.state != "queued":
-                learner.replay.append(pair)
-            elif learner.hold_out(pair, self._guard):
-                learner.held_out[pair.pair_id] = replace(pair, state="held_out")
-                learner.unscored.add(pair.pair_id)
-                self._retire(pair, "held_out", self.version(pair.adapter), 0)
-            else:
-                learner.queue.append(pair)
+            elif (taken := learner.take_in(pair, self._guard, self._now)) is not None:
+                state, reason = taken
+                self._retire(pair, state, self.version(pair.adapter), 0, reason)
             self._note(learner)
+
+    def recall(self, adapter: str, past: Past) -> None:
+        """What is usual for an adapter, as an earlier run left it."""
+        self._learner(adapter).suspicion.recall(past, self._now)
+        if past.alarm_left_s:
+            self._alarmed.add(adapter)
+
+    def calm(self, adapter: str) -> None:
+        """Somebody decided about a burst: what comes is learned from again."""
+        if adapter in self._learners:
+            self._learners[adapter].suspicion.calm()
+            self._alarmed.discard(adapter)
+
+    def waiting(self) -> int:
+        """Pairs that wait for their time."""
+        return sum(len(self._learners[name].waiting) for name in self._waiting)
+
+    def alarms(self) -> tuple[str, ...]:
+        """Users whose new pairs are quarantined unseen."""
+        return tuple(name for name in self._alarmed if self._learners[name].suspicion.alarm_left_s(self._now))
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +211,10 @@ class Trainer:
             self._ready.setdefault(learner.name)
         else:
             self._ready.pop(learner.name, None)
+        if learner.waiting:
+            self._waiting[learner.name] = None
+        else:
+            self._waiting.pop(learner.name, None)
         self.pairs_queued += learner.pairs - self._counted.get(learner.name, 0)
         self._counted[learner.name] = learner.pairs
 
@@ -178,14 +234,21 @@ class Trainer:
         if self._test_due(learner):
             return self._open_test(learner)
         others = (self._learners[name] for name in islice(self._ready, _MOST_ASKED))
-        draws = joint_draws(learner, (x for x in others if not self._test_due(x)), self._align, admit)
+        draws = joint_draws(learner, (x for x in others if not self._test_due(x)), self.size.align, admit)
         for name, draw in draws.items():
             self._learners[name].begin(draw)
         try:
-            members = [Member(self.shelf.get(name), draw.fresh, draw.replay) for name, draw in draws.items()]
+            members = [
+                Member(self.shelf.get(name), draw.fresh, draw.replay, self._learners[name].suspicion)
+                for name, draw in draws.items()
+            ]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
-            self._failed(draws, f"{type(error).__name__}: {error}")
+            if out_of_memory(error) and not self.size.exhausted:
+                self._put_back(draws)
+            else:
+                self._failed(draws, f"{type(error).__name__}: {error}")
+                self.size.give_up()
             raise
         for name in draws:
             self._learners[name].step = step
@@ -236,37 +299,39 @@ class Trainer:
         state = self.shelf.get(learner.name)
         self.records += member.scores
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
+        if member.starved and not self.size.exhausted:
+            learner.queue.extendleft(reversed(member.fresh))
+            self.size.shrink()
+            return
+        if member.burst:
+            self.records += outcomes.of_burst(learner, member, member.version, self._now)
+            self._alarmed.add(learner.name)
+            return
+        if member.error and (sick := outcomes.of_sick(learner, member, member.version)):
+            self.records += sick
+            return
         if member.error:
             self._skipped(learner, member.fresh, member.error)
+            self.size.give_up()
             if not math.isfinite(member.loss) and member.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
-                self._restore(learner, self._best_weights(learner), f"guard: {member.error}")
+                self._restore(learner, self._earlier_weights(learner), f"guard: {member.error}")
             return
-        for pair, loss, trained in member.outcomes:
-            epochs = pair.epochs_done + int(trained)
-            if trained and epochs < self._align.epochs:
-                learner.queue.append(replace(pair, epochs_done=epochs))
-                self._retire(pair, "queued", state.version, epochs)
-                continue
-            ended: PairState = "trained" if trained else "learnt"
-            learner.replay.append(replace(pair, epochs_done=epochs, state=ended))
-            reason = "" if trained else f"loss {loss:.4f} is under align.loss_threshold"
-            self._retire(pair, ended, state.version, epochs, reason)
-            self.pairs_trained += 1
-        if member.trained:
+        ended = outcomes.of_step(learner, member, state.version, self._align.epochs)
+        self.records += ended
+        self.pairs_trained += sum(record.state in ("trained", "learnt") for record in ended)
+        if member.trained and not member.strange:
             self.steps += 1
+            self.size.grow()
             self._publish(learner, member.version, "trained", member, seconds)
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
-        score = HeldOutScore.of(test.version, test.scores)
         learner.tested_version = test.version
-        for scored in test.scores:
-            self.records.append(scored)
-            if scored.pair_id in learner.unscored:
-                self.records.append(replace(scored, split="prequential", kl_nats=None))
-        learner.unscored -= {scored.pair_id for scored in test.scores}
-        if test.version != self.version(learner.name):
+        scores, records = outcomes.of_test(learner, test)
+        self.records += records
+        if not scores or test.version != self.version(learner.name):
             return
+        score = HeldOutScore.of(test.version, scores)
         reason = judge(score, learner.best, self._guard)
         if reason:
             self._restore(learner, self._best_weights(learner), reason)
@@ -294,7 +359,7 @@ class Trainer:
         self._published(state, parent)
 
     def _retire(self, pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> None:
-        self.records.append(PairRetired(pair.pair_id, pair.adapter, state, version, epochs, reason))
+        self.records.append(outcomes.retired(pair, state, version, epochs, reason))
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
@@ -324,6 +389,30 @@ class Trainer:
         if not self.version(adapter):
             self._restore(self._learner(adapter), None, "introduced")
 
+    def suspect(self, adapter: str, version: int) -> bool:
+        """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
+        weights are not finite either, or it did so before."""
+        if adapter not in self.shelf.versions or version != self.version(adapter):
+            return False
+        learner = self._learner(adapter)
+        again, learner.suspected = learner.suspected == version, version
+        return again or not self.shelf.get(adapter).finite
+
+    def withdraw(self, adapter: str, reason: str) -> None:
+        """Publish earlier weights in the place of the present version's, which is not served again."""
+        learner = self._learner(adapter)
+        weights = self._earlier_weights(learner)
+        learner.withdrawn.add(self.version(adapter))
+        self._restore(learner, weights, reason)
+
+    def import_adapter(self, adapter: str, weights: Mapping[str, torch.Tensor]) -> int:
+        """Publish weights (PEFT's names) that were learnt elsewhere as a new version; returns its number."""
+        learner = self._learner(adapter)
+        self.abandon(adapter)
+        self._restore(learner, weights, "imported")
+        learner.best, learner.best_weights = None, None
+        return self.version(adapter)
+
     def _restore(self, learner: Learner, weights: Mapping[str, torch.Tensor] | None, reason: str) -> None:
         """Publish `weights` (None: the untrained ones) as a new version."""
         parent = self.version(learner.name)
@@ -345,9 +434,11 @@ class Trainer:
         learner = self._learners.get(adapter)
         if learner is None or learner.step is None:
             return
-        step = learner.step
-        step.free()
-        for name in step.adapters:
+        learner.step.free()
+        self._put_back(learner.step.adapters)
+
+    def _put_back(self, adapters: Collection[str]) -> None:
+        for name in adapters:
             self._learners[name].put_back()
             self._note(self._learners[name])
 
@@ -404,5 +495,7 @@ class Trainer:
         self.abandon(adapter)
         self._learners.pop(adapter, None)
         self._ready.pop(adapter, None)
+        self._waiting.pop(adapter, None)
+        self._alarmed.discard(adapter)
         self.pairs_queued -= self._counted.pop(adapter, 0)
         self.shelf.forget(adapter)

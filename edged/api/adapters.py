@@ -16,11 +16,10 @@ from edged.align.trainer import UnknownAdapter, UnknownVersion
 from edged.api import wire
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.forgetting import forget_user
 from edged.api.schemas import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.config import USER_NAME
-from edged.store.adapters import forget_adapter, forget_files, forget_learning
-from edged.store.bases import served_base
 
 _SERIES_PAIRS = 500
 _MOST_SERIES_PAIRS = 100_000
@@ -86,30 +85,13 @@ async def forget(request: web.Request) -> web.Response:
     """Delete an adapter, its versions on every base, and all completions, signals and pairs of its user."""
     services, name = services_of(request), _name(request)
     # Whether the client still listens makes no difference: half of it would be learned again at the next start.
-    forgetting = asyncio.create_task(_forget(services, name))
+    forgetting = asyncio.create_task(forget_user(services, name))
     services.forgetting.add(forgetting)
     forgetting.add_done_callback(services.forgetting.discard)
-    deleted = await asyncio.shield(forgetting)
-    return web.json_response({"adapter": name, "forgotten": True, "rows_deleted": deleted}, dumps=wire.dumps)
-
-
-async def _forget(services: Services, name: str) -> dict[str, int]:
-    """Returns the rows deleted per table. Raises ApiError when there was nothing."""
-    store, learned = services.store, True
-    deleted, pair_ids = await asyncio.wrap_future(store.write(lambda db: forget_adapter(db, name)))
-    # Pairs that were read before would make the adapter anew.
-    await asyncio.wrap_future(services.teacher.settled())
-    try:
-        await asyncio.wrap_future(services.engine.forget(name, pair_ids))
-    except UnknownAdapter:
-        learned = False
-    base = await asyncio.to_thread(store.read, served_base)
-    await asyncio.to_thread(forget_files, store.path.parent / "adapters", name, base)
-    # And what the engine had to say of it meanwhile.
-    await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
-    if not learned and not any(deleted.values()):
+    done = await asyncio.shield(forgetting)
+    if done is None:
         raise _unknown(name)
-    return deleted
+    return web.json_response({"adapter": name, "forgotten": True, **done}, dumps=wire.dumps)
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:

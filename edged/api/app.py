@@ -13,7 +13,22 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import adapters, completions, feedback, metrics, models, settings_route, status, trace
+from edged.api import (
+    adapters,
+    completions,
+    data,
+    events,
+    feedback,
+    importing,
+    metrics,
+    models,
+    openapi,
+    page,
+    quarantine,
+    settings_route,
+    status,
+    trace,
+)
 from edged.api.access import CALLER, Access, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
@@ -41,7 +56,15 @@ ROLES: dict[str, Role | Literal["anybody"]] = {
     "DELETE /v1/adapters/{name}": "train",
     "POST /v1/adapters/{name}/rollback": "train",
     "GET /v1/adapters/{name}/export": "train",
+    "POST /v1/adapters/{name}/import": "train",
+    "GET /v1/quarantine": "train",
+    "POST /v1/quarantine/{pair}": "train",
     "GET /v1/status": "use",
+    "GET /v1/events": "use",
+    "GET /metrics": "use",
+    "GET /openapi.json": "anybody",
+    "GET /": "anybody",
+    "GET /page/{name}": "anybody",
     "GET /healthz": "anybody",
     "GET /readyz": "anybody",
 }
@@ -63,6 +86,7 @@ def make_app(
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
+    app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
     app.add_routes(
         [
@@ -77,12 +101,23 @@ def make_app(
             web.delete("/v1/adapters/{name}", adapters.forget),
             web.post("/v1/adapters/{name}/rollback", adapters.rollback),
             web.get("/v1/adapters/{name}/export", adapters.export),
+            web.post("/v1/adapters/{name}/import", importing.import_adapter),
+            web.get("/v1/quarantine", quarantine.list_quarantined),
+            web.post("/v1/quarantine/{pair}", quarantine.decide),
+            web.get("/v1/backup", data.backup),
+            web.get("/v1/store", data.store_report),
+            web.post("/v1/store/prune", data.prune),
+            web.post("/v1/store/vacuum", data.vacuum),
             web.get("/v1/status", status.status),
             web.post("/v1/reload", settings_route.reload),
             web.get("/v1/trace", trace.get_trace),
             web.get("/metrics", metrics.metrics),
+            web.get("/v1/events", events.events, allow_head=False),
             web.get("/healthz", status.healthz),
             web.get("/readyz", status.readyz),
+            web.get(page.PAGE, page.page),
+            web.get(page.FILES + "{name}", page.file),
+            web.get("/openapi.json", openapi.get_document),
         ]
     )
     return app
@@ -142,7 +177,7 @@ def _forbidden(message: str, code: str) -> ApiError:
 async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResponse:
     """While the model is loading, and from SIGTERM on, nothing new is begun."""
     problem = request.app[LIFECYCLE].problem()
-    if problem and request.path not in _ALWAYS:
+    if problem and request.path not in _ALWAYS and not page.is_page(request.path):
         raise problem
     return await handler(request)
 

@@ -12,12 +12,10 @@ from typing import Any
 
 from aiohttp import web
 
+from edged.api.sockets import BACKLOG
 from edged.config import LimitSettings
 
 log = logging.getLogger("edged.api")
-
-_BACKLOG = 1024
-"""Clients that may wait to be accepted."""
 
 
 class Connection(web.RequestHandler):
@@ -80,7 +78,7 @@ class Site(web.SockSite):
     """A listening socket whose connections are `Connection`s."""
 
     def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings) -> None:
-        super().__init__(runner, listener, backlog=_BACKLOG)
+        super().__init__(runner, listener, backlog=BACKLOG)
         self._listener, self._limits = listener, limits
 
     async def start(self) -> None:

@@ -27,6 +27,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 _RETRY_AFTER_S = 1.0
+_MEANINGS = {
+    400: "Something in the request cannot be done; `param` names it.",
+    401: "TCP without a token that is known.",
+    403: "This caller may not, or not that much.",
+    404: "The thing named is not there.",
+    408: "The body came too slowly.",
+    409: "Not yet: ask again in a moment.",
+    413: "The body is larger than api.max_body_kb.",
+    429: "Too many requests; `Retry-After` says how long to wait.",
+    500: "edged's own failure; its log has the details.",
+    503: "Not now: loading, draining, stopped, or the disk cannot be written.",
+}
 
 
 class ApiError(Exception):
@@ -57,6 +69,11 @@ class ApiError(Exception):
         if self.status in (429, 503):
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         return web.json_response(self.body(), status=self.status, headers=headers, dumps=json.dumps)
+
+
+def meaning_of(status: int) -> str:
+    """What a status of an error says, for the OpenAPI document."""
+    return _MEANINGS[status]
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -107,6 +124,10 @@ def as_api_error(error: Exception) -> ApiError:
             return unavailable(str(error), "store_failed")
         case web.HTTPException():
             return _http_error(error)
+        case ConnectionResetError():
+            # Nobody will read this.
+            log.debug("a client left before its answer began")
+            return unavailable("the client left", "client_left")
         case _:
             log.error("a request failed", exc_info=error)
             return ApiError(500, "edged failed on this request; its log has the details", code="internal_error")

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import UTC, datetime
 
 from aiohttp import web
 from sqlite_utils import Database
@@ -21,8 +22,8 @@ from edged.api.errors import bad_request
 from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
-from edged.config import USER_NAME
-from edged.store import utc_now
+from edged.config import USER_NAME, FeedbackSettings
+from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
 from edged.store.footprint import Footprint
@@ -41,7 +42,8 @@ async def post_feedback(request: web.Request) -> web.Response:
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body, caller, services.footprint))
+    weights = services.settings.feedback
+    written = services.store.write(lambda db: _record(db, body, caller, services.footprint, weights))
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
@@ -56,16 +58,17 @@ async def post_feedback(request: web.Request) -> web.Response:
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
-    """All pairs of those whom the caller may speak for (or of `?user=NAME`) as JSON lines.
+    """All pairs of those whom the caller may speak for (or of `?user=NAME`, from `?since=` on) as JSON lines.
 
-    They have the shape that `edged feedback import --format edged` takes.
+    They have the shape that `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
     """
     services, caller = services_of(request), caller_of(request)
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
     caller.demand_user(user)
-    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, caller.speaks_for))
+    since = _since(request.query.get("since", ""))
+    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
     try:
@@ -81,7 +84,23 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint) -> FeedbackResult:
+def _since(text: str) -> str:
+    """A moment as the database writes it; "" for none. Raises ApiError."""
+    if not text:
+        return ""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise bad_request(f'since = "{text[:40]}" is not a date or time such as 2025-01-31', "since") from None
+    try:
+        return utc_text(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+    except OverflowError:
+        return ""
+
+
+def _record(
+    db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint, settings: FeedbackSettings
+) -> FeedbackResult:
     """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
     if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
@@ -91,11 +110,11 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, foo
         footprint.demand_room(db, user)
     if isinstance(body, SignalRequest):
         report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
-        result = record_signal(db, report, utc_now())
+        result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
-        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight)
+        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight, settings)
     for user in users:
         footprint.learned(db, user, () if result.duplicate else result.pair_ids)
     return result

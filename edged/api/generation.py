@@ -296,11 +296,11 @@ class Generation:
             messages=ask.messages,
             prompt=ask.prompt,
         )
-        insert_completion(db, completion, self._services.settings.store.keep_completions)
+        insert_completion(db, completion)
         if ask.adapter is not None:
             self._services.footprint.added(db, ask.adapter, completion.size)
         taught = ask.teaches and completion.learner and ask.messages
-        result = note_next_turn(db, completion.id, now) if taught else None
+        result = note_next_turn(db, completion.id, now, self._services.settings.feedback) if taught else None
         if result is None or result.duplicate:
             return ()
         self._services.footprint.learned(db, completion.learner or "", result.pair_ids)

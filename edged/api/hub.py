@@ -15,7 +15,7 @@ class Hub:
     """Queues of events by request id; several ids may share one queue (the choices of one completion)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._queues: dict[str, asyncio.Queue[Event]] = {}
 
     @property
@@ -36,7 +36,7 @@ class Hub:
     def deliver(self, events: list[Event]) -> None:
         """Hand over one iteration's events; to be called on any thread, returns at once."""
         try:
-            self._loop.call_soon_threadsafe(self._dispatch, events)
+            self.loop.call_soon_threadsafe(self._dispatch, events)
         except RuntimeError:
             # The loop is closed: the daemon is at its end, and so is everybody who could have listened.
             return

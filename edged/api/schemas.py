@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from edged.align.signals import SIGNALS
 from edged.api.errors import ApiError, bad_request
 from edged.config import USER_NAME
 from edged.scheduler.task import ServiceClass
@@ -27,6 +28,9 @@ _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "
 _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values of unsupported fields that ask for nothing."""
 
+USER_PATTERN = f"^{USER_NAME.pattern}$"
+"""`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
+UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN})]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
 Body = TypeVar("Body", bound="_Body")
 
@@ -52,7 +56,7 @@ class _Body(BaseModel):
 class TextPart(_Body):
     """One part of a message's content."""
 
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text"]})]
     text: str | None = None
 
     @model_validator(mode="after")
@@ -65,7 +69,7 @@ class TextPart(_Body):
 class Message(_Body):
     """One turn of a conversation."""
 
-    role: str
+    role: Annotated[str, Field(json_schema_extra={"enum": [*_TEXT_ROLES]})]
     content: str | list[TextPart]
 
     @field_validator("role")
@@ -111,7 +115,7 @@ class _Generation(_Body):
     """What both kinds of completion share. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None
-    user: str | None = None
+    user: UserName | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -247,8 +251,8 @@ class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
 
     completion_id: Annotated[str, Field(min_length=1, max_length=200)]
-    signal: str
-    user: str | None = None
+    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
+    user: UserName | None = None
     choice: int | None = None
     text: str | None = None
     seconds: float | None = None
@@ -264,7 +268,7 @@ class SignalRequest(_Own):
 class PairRequest(_Own):
     """`POST /v1/feedback` with an explicit pair."""
 
-    user: str
+    user: UserName
     chosen: str
     rejected: str
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
@@ -290,6 +294,12 @@ class RollbackRequest(_Own):
     """`POST /v1/adapters/{name}/rollback`."""
 
     version: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+
+
+class QuarantineRequest(_Own):
+    """`POST /v1/quarantine/{pair}`."""
+
+    action: Literal["release", "drop"]
 
 
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:

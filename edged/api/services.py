@@ -15,6 +15,7 @@ from aiohttp import web
 
 from edged.api.admission import Admission
 from edged.api.errors import ApiError, unavailable
+from edged.api.feed import Feed
 from edged.api.hub import Hub
 from edged.api.limits import Limits
 from edged.api.teacher import Teacher
@@ -25,6 +26,7 @@ from edged.governors.governors import Governors
 from edged.reload import Reloaded, adopted
 from edged.store import Store
 from edged.store.footprint import Footprint
+from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
 
 Phase = Literal["loading", "ready", "draining"]
@@ -41,18 +43,22 @@ class Services:
     store: Store
     codec: Codec
     hub: Hub
+    feed: Feed
     teacher: Teacher
     monitor: DeviceMonitor
     admission: Admission
     limits: Limits
     footprint: Footprint
     governors: Governors
+    upkeep: Upkeep
     started_at_s: float
     """Unix time."""
     reload: Callable[[], Awaitable[Reloaded]]
     """Reads the settings again; raises ConfigError."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""
+    forgetting_stages: dict[str, str] = field(default_factory=dict)
+    """What is being done just now to forget each of them."""
 
 
 @dataclass(slots=True)

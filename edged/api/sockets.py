@@ -5,20 +5,30 @@ Owns taking and giving back those addresses. Must not know HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import logging
+import math
 import os
 import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
 from edged.config import ApiSettings
 
-_BACKLOG = 1024
+log = logging.getLogger("edged.api")
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_TELL_AGAIN_S = 60.0
+BACKLOG = 1024
+"""Clients that may wait to be accepted."""
 _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 
@@ -164,11 +174,30 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
     return listener
+
+
+def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
+    """One line in the log, at most once a minute, when no file descriptor is free for a client.
+
+    asyncio tries again every second, and tells of each connection that it could not accept then, with a traceback.
+    """
+    told_s = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told_s
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTOR:
+            loop.default_exception_handler(context)
+        elif loop.time() - told_s >= _TELL_AGAIN_S:
+            told_s = loop.time()
+            log.warning("no file descriptor is free (%s): new clients wait until others leave", error.strerror)
+
+    loop.set_exception_handler(handle)
 
 
 def _lock(path: Path) -> int:
@@ -215,7 +244,7 @@ def _bind(path: Path, mode: int) -> socket.socket:
         listener.bind(os.fspath(path))
         # Nobody can connect before `listen`, so that there is no moment with wider permissions.
         os.chmod(path, mode)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -5,33 +5,51 @@ Owns what the daemon says of itself. Must not know how the numbers are counted.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 
 from aiohttp import web
 
 import edged
 from edged.api import wire
 from edged.api.access import caller_of
-from edged.api.services import LIFECYCLE, services_of
+from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
+from edged.store.quarantine import count_quarantined
 
 
 async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
-    services, caller = services_of(request), caller_of(request)
-    lifecycle = request.app[LIFECYCLE]
+    body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
+    return web.json_response(visible(body, caller_of(request).speaks_for), dumps=wire.dumps)
+
+
+def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
+    """The status, JSON-ready. It reads the database: not for the event loop."""
+    engine = services.engine.status()
+    stored = [services.store.problem] if services.store.problem else []
     body = {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
-        **services.engine.status(),
+        **engine,
+        "degraded": engine["degraded"] + stored,
+        "quarantine": {"pairs": services.store.read(count_quarantined)},
+        "forgetting": dict(services.forgetting_stages),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report(),
+        "store": services.upkeep.report(),
     }
     body["queue"]["waiting"] += services.admission.waiting
+    return body
+
+
+def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:
+    """A status without the names of adapters that a caller may not hear of."""
     learning = body["finetune"]
-    learning["active_adapters"] = [name for name in learning["active_adapters"] if caller.speaks_for(name)]
-    return web.json_response(body, dumps=wire.dumps)
+    seen = [name for name in learning["active_adapters"] if sees(name)]
+    return {**body, "finetune": {**learning, "active_adapters": seen}}
 
 
 async def healthz(request: web.Request) -> web.Response:

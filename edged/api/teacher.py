@@ -12,14 +12,14 @@ from functools import partial
 
 from sqlite_utils import Database
 
-from edged.align.journal import load_open_pairs, requeue_lost
+from edged.align.journal import load_open_pairs, load_pasts, requeue_lost
 from edged.align.metrics import summaries
 from edged.align.pair import TokenPair
 from edged.align.tokens import UnusablePrompt, tokenize_pair
-from edged.config import AlignSettings
+from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec, CodecError
-from edged.store import Store
+from edged.store import Store, utc_now
 from edged.store.bases import serve_base
 from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state
 
@@ -31,8 +31,8 @@ _PAIRS_AT_ONCE = 32
 class Teacher:
     """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
 
-    def __init__(self, store: Store, codec: Codec, engine: Engine, align: AlignSettings) -> None:
-        self._store, self._codec, self._engine, self._align = store, codec, engine, align
+    def __init__(self, store: Store, codec: Codec, engine: Engine, settings: Settings) -> None:
+        self._store, self._codec, self._engine, self._settings = store, codec, engine, settings
         self._withheld: set[int] = set()
         """Pairs that came while learning was switched off."""
         self._ref_model = ""
@@ -58,6 +58,8 @@ class Teacher:
             log.info("another base model was served before: what was learned on it waits until it is served again")
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
+        alarm_s = self._settings.feedback.alarm_s
+        self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
         for first in range(0, len(rows), _PAIRS_AT_ONCE):
             part = rows[first : first + _PAIRS_AT_ONCE]
@@ -74,10 +76,10 @@ class Teacher:
         if not written.cancelled() and not written.exception():
             self.learn_soon(written.result())
 
-    def configure(self, align: AlignSettings) -> None:
+    def configure(self, settings: Settings) -> None:
         """Take over other settings; where learning is switched on, what came before is handed over now."""
-        self._align = align
-        if align.enabled:
+        self._settings = settings
+        if settings.align.enabled:
             self._thread.submit(self._release).add_done_callback(_report)
 
     def settled(self) -> Future[None]:
@@ -99,13 +101,13 @@ class Teacher:
             self._submit([row for row in rows if row.id in withheld])
 
     def _submit(self, rows: Sequence[PairRow]) -> None:
-        if not self._align.enabled:
+        if not self._settings.align.enabled:
             self._withheld |= {row.id for row in rows}
             return
         pairs: list[TokenPair] = []
         for row in rows:
             try:
-                pair, note = tokenize_pair(self._codec, row, self._align.max_pair_tokens)
+                pair, note = tokenize_pair(self._codec, row, self._settings.align.max_pair_tokens)
             except (CodecError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._store.write(partial(_skip, row=row, reason=str(error)))

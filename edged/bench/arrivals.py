@@ -64,7 +64,11 @@ class Arrivals:
 
         from edged.bench.sequential import answer_logp
 
-        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device).eval()
+        base = (
+            AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, dtype=torch.float32)
+            .to(device)
+            .eval()
+        )
         config = LoraConfig(
             r=self._spec.rank, lora_alpha=self._spec.alpha, target_modules=list(self._spec.peft_targets)
         )

@@ -189,7 +189,7 @@ def _make_trainer(
     job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool, pairs_per_forward: int
 ) -> Any:
     """TRL as its documentation shows it, but for the precision, and with the pairs in their given order."""
-    from datasets import Dataset  # type: ignore[import-untyped]
+    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
@@ -216,14 +216,18 @@ def _make_trainer(
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=getattr(torch, job.dtype), attn_implementation="sdpa", local_files_only=True
+        model_dir,
+        dtype=getattr(torch, job.dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
     )
     lora = LoraConfig(r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     return DPOTrainer(
         model=model,
         args=config,
         train_dataset=Dataset.from_list(texts),
-        processing_class=AutoTokenizer.from_pretrained(job.model, local_files_only=True),
+        processing_class=AutoTokenizer.from_pretrained(job.model, trust_remote_code=False, local_files_only=True),
         peft_config=lora,
     )
 

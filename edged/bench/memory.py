@@ -30,7 +30,7 @@ def plan_memory(
     `context` is how many tokens of K/V must fit. Raises ModelRefused.
     """
     try:
-        config = AutoConfig.from_pretrained(str(model))
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         shape = BaseShape.of_config(config, settings.align.target_modules)
     except NoSuchLinears as error:
         raise ModelRefused(str(error)) from None

@@ -76,7 +76,7 @@ class Model:
     def read(cls, path: Path, settings: Settings, cuda: bool) -> Model:
         """From a directory or a config.json. Raises ModelRefused."""
         try:
-            config = AutoConfig.from_pretrained(str(path))
+            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             shape = BaseShape.of_config(config, settings.align.target_modules)
         except Exception as error:
             raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error

@@ -83,7 +83,9 @@ class _Loop:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._known: dict[str, Logps] = {}
-        base = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32, local_files_only=True)
+        base = AutoModelForCausalLM.from_pretrained(
+            recipe.model, trust_remote_code=False, dtype=torch.float32, local_files_only=True
+        )
         if base.num_parameters() < _FEW_PARAMETERS:
             torch.set_num_threads(1)
         config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules="all-linear", task_type="CAUSAL_LM")

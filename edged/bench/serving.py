@@ -173,7 +173,11 @@ def _load(job: Job) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=getattr(torch, job.dtype), attn_implementation="sdpa", local_files_only=True
+        job.model,
+        dtype=getattr(torch, job.dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
     )
     return model.to(job.device).eval()
 

@@ -190,9 +190,9 @@ class PrefixTrie:
         for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
             self.expire(key)
 
-    def expire_all(self, name: str) -> None:
-        """Forget everything that the adapter `name` computed, and what was computed for the tenant `name`."""
-        for key in [key for key in self._roots if name in (key.adapter, key.tenant)]:
+    def expire_all(self, name: str | None) -> None:
+        """Forget everything that the adapter `name` (None: the base) computed, and all that the tenant `name` has."""
+        for key in [key for key in self._roots if key.adapter == name or (name is not None and key.tenant == name)]:
             self.expire(key)
 
     def check(self) -> None:

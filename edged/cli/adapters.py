@@ -1,8 +1,11 @@
-"""`edged adapters`: list, show, rollback, export, forget."""
+"""`edged adapters`: list, show, rollback, export, import, forget."""
 
 from __future__ import annotations
 
+import io
 import shutil
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -98,6 +101,45 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
         click.echo(f"{name} version {data['version']} is in {output}")
 
 
+@adapters.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--user", "-u", required=True, metavar="NAME", help="Whose newest version it becomes.")
+@json_option
+@with_client
+def import_(client: Client, source: Path, user: str, as_json: bool) -> None:
+    """Serve the PEFT adapter in SOURCE for NAME: a folder, or its adapter_model.safetensors.
+
+    It becomes a new version, which can be rolled back. Only safetensors are read, never a pickle.
+    """
+    data = client.upload(f"{_path(user)}/import", _archive(source), "application/x-tar")
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"{source} is version {data['version']} of {user}")
+
+
+def _archive(source: Path) -> bytes:
+    """A tar archive of an adapter's files."""
+    folder = source if source.is_dir() else source.parent
+    if not source.is_dir() and source.suffix != ".safetensors":
+        raise DaemonError(
+            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where "
+            "you trust it, with peft's model.save_pretrained(DIRECTORY)"
+        )
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")
+    packed = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=packed, mode="w:") as tar:
+            for name in names:
+                tar.add(folder / name, arcname=name)
+    except OSError as error:
+        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
+    return packed.getvalue()
+
+
 @adapters.command()
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -106,7 +148,8 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
 def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     """Delete everything learned for NAME.
 
-    That is the adapter with all its versions, and the user's completions, signals and pairs.
+    That is the adapter with all its versions, and the user's completions, signals and pairs. A search afterwards shows
+    that nothing is left; exit code 1 says that it found something.
     """
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
@@ -114,7 +157,28 @@ def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        click.echo(f"{name} is forgotten")
+        click.echo(_forgotten(name, data))
+    if not data["verified"]:
+        sys.exit(1)
+
+
+def _forgotten(name: str, data: dict[str, Any]) -> str:
+    """What forgetting came to, in a few lines."""
+    rows, searched = sum(data["rows_deleted"].values()), data["searched"]
+    lines = [
+        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
+        f"the name and {searched['texts']} texts"
+    ]
+    lines += [f"FOUND the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)"
+              for item in searched["found"]]  # fmt: skip
+    lines += [f"FOUND {path}" for path in searched["files"]]
+    if data["verified"]:
+        lines.append("nothing was found" + ("" if data["vacuumed"] else "; the file keeps its size, see the log"))
+    if searched["said_by_others"]:
+        lines.append(f"{searched['said_by_others']} rows of other users hold the same words")
+    if searched["new_rows"]:
+        lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
+    return "\n".join(lines)
 
 
 def _path(name: str) -> str:

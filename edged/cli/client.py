@@ -134,6 +134,10 @@ class Client:
         """Send `body` to `path` and return the JSON answer."""
         return self.call("POST", path, body)
 
+    def upload(self, path: str, data: bytes, content_type: str) -> dict[str, Any]:
+        """POST bytes to `path` and return the JSON answer. Raises like `call`."""
+        return _object(self._body(self._open("POST", path, data, content_type)))
+
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
         return _object(self._body(self._open(method, path, body)))
@@ -169,6 +173,18 @@ class Client:
         """The lines of the document at `path`, as they arrive."""
         return self._lines("GET", path, None)
 
+    def download(self, path: str) -> tuple[int, Iterator[bytes]]:
+        """About how many bytes the document at `path` has (0: not known), and the document, as it arrives."""
+        response = self._open("GET", path, None)
+        return int(response.headers.get("X-Edged-Bytes") or 0), self._pieces(response)
+
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            while data := response.read1(1 << 20):
+                yield data
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
         response = self._open(method, path, body)
         rest = b""
@@ -183,10 +199,12 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None
 
-    def _open(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+    def _open(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str = "application/json"
+    ) -> http.client.HTTPResponse:
         """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
-        payload = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if payload is not None else {}
+        payload = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = {"Content-Type": content_type} if payload is not None else {}
         if self.address.token:
             headers["Authorization"] = f"Bearer {self.address.token}"
         while True:

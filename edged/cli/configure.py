@@ -1,22 +1,14 @@
-"""`edged config`: what the settings are, and a file to start from.
-
-Owns the settings' text form. `edged.config` owns the settings themselves.
-"""
+"""`edged config`: what the settings are, and a file to start from."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import print_json
-
-if TYPE_CHECKING:
-    from edged.config import Settings
 
 HEAD = """\
 # edged's settings, each with its default. What is left out keeps its default; environment variables
@@ -35,6 +27,7 @@ def config() -> None:
 def show(path: Path | None, as_json: bool) -> None:
     """The settings that `edged serve` would use: defaults, then the file, then the environment."""
     from edged.config import ConfigError, Settings, load_settings
+    from edged.config_text import to_toml
 
     try:
         settings = load_settings(path)
@@ -53,6 +46,7 @@ def show(path: Path | None, as_json: bool) -> None:
 def init(output: Path, force: bool) -> None:
     """Write an annotated file with every setting at its default."""
     from edged.config import Settings
+    from edged.config_text import to_toml
 
     text = HEAD + to_toml(Settings())
     if str(output) == "-":
@@ -65,35 +59,3 @@ def init(output: Path, force: bool) -> None:
     except OSError as error:
         raise DaemonError(f"{output} cannot be written: {error.strerror}") from None
     return click.echo(f"{output} written: start with `edged serve --config {output}`")
-
-
-def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
-    """All settings as TOML, each under its description.
-
-    With `defaults`: one line per setting without descriptions, and a mark where it differs from them.
-    """
-    parts: list[str] = []
-    for name in type(settings).model_fields:
-        section = getattr(settings, name)
-        lines = [f"\n[{name}]"] if defaults is None else [f"[{name}]"]
-        if defaults is None and section.__doc__:
-            lines[0] += f"  # {section.__doc__.strip().splitlines()[0]}"
-        for key, field in type(section).model_fields.items():
-            value = section.model_dump()[key]
-            entry = f"{key} = {to_toml_value(value)}"
-            if defaults is None:
-                lines += [f"# {field.description}"] if field.description else []
-            elif value != (default := getattr(defaults, name).model_dump()[key]):
-                entry += f"  # default: {to_toml_value(default)}"
-            lines.append(entry)
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts) if defaults is not None else "".join(parts)
-
-
-def to_toml_value(value: Any) -> str:
-    """A TOML value; JSON's notation is TOML's for strings, numbers, booleans and lists of them, but not for tables."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(to_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 import click
 
@@ -58,7 +59,7 @@ def feedback() -> None:
     type=click.Choice(["hh", "trl", "edged"]),
     default="edged",
     show_default=True,
-    help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged feedback export` writes.",
+    help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
 )
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
@@ -140,26 +141,58 @@ def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Importe
         result.pairs += not answer.get("duplicate")
 
 
-@feedback.command()
+@click.command()
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "trl", "hh"]),
+    default="jsonl",
+    show_default=True,
+    help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
+)
 @click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
+@click.option("--since", default="", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
+@click.option("--texts", is_flag=True, help="trl: the pairs about plain prompts; else those about chats.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write instead of stdout.")
 @with_client
-def export(client: Client, user: str, output: Path | None) -> None:
-    """Write the collected pairs as JSON lines."""
-    rows = client.json_lines(f"/v1/feedback?user={quote(user, safe='')}" if user else "/v1/feedback")
-    if output is None:
-        for row in rows:
-            click.echo(json.dumps(row, ensure_ascii=False))
-        return
-    count = 0
+def export(client: Client, format_: str, user: str, since: str, texts: bool, output: Path | None) -> None:
+    """Write the collected pairs as JSON lines.
+
+    A file for TRL holds pairs of one kind, as it is read as a table. What a format cannot say is left out and counted.
+    """
+    asked = urlencode({name: value for name, value in (("user", user), ("since", since)) if value})
+    left_out: Counter[str] = Counter()
+    rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     try:
-        with output.open("w") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
+        with nullcontext(sys.stdout) if output is None else output.open("w") as file:
+            count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     except OSError as error:
-        raise DaemonError(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"{count} pairs are in {output}")
+        raise DaemonError(f"{output or 'stdout'} cannot be written: {error.strerror}") from None
+    for reason, times in left_out.items():
+        click.echo(f"{times} pairs left out: {reason}", err=True)
+    if output is not None:
+        click.echo(f"{count} pairs are in {output}")
+
+
+feedback.add_command(export)
+
+
+def _converted(
+    rows: Iterator[dict[str, Any]], format_: str, texts: bool, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """The pairs in that format; why others have none is counted."""
+    from edged.align.formats import FormatError, to_hh, to_trl
+
+    for pair in rows:
+        if format_ == "jsonl":
+            yield pair
+        elif format_ == "trl" and ("messages" in pair) == texts:
+            left_out["about chats" if texts else "about plain prompts (--texts writes these)"] += 1
+        else:
+            try:
+                yield to_trl(pair) if format_ == "trl" else to_hh(pair)
+            except FormatError as error:
+                left_out[str(error)] += 1
 
 
 def _post(client: Client, pair: dict[str, Any]) -> dict[str, Any]:

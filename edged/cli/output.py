@@ -55,6 +55,15 @@ def percent(share: Any) -> str:
     return "–" if share is None else f"{100 * share:.0f} %"
 
 
+def size(size_bytes: int) -> str:
+    """Bytes as people read them: 512 B, 3.4 MiB."""
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as people read them: 45 s, 3 min 20 s, 2 h 5 min, 4 d 3 h."""
     whole = int(seconds)

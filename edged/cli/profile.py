@@ -48,8 +48,9 @@ def profile(
     from transformers.utils import logging as transformers_logging
 
     from edged.bench.device_profile import ProfilingFailed, profile_device
-    from edged.daemon import ModelMissing, data_folder, find_model
+    from edged.daemon import ModelMissing, find_model
     from edged.engine.model import ModelRefused
+    from edged.store.folder import data_folder
 
     transformers_logging.disable_progress_bar()
     try:

@@ -10,6 +10,7 @@ from edged.cli.client import Client
 from edged.cli.options import interval_option, json_option, with_client
 from edged.cli.output import duration, number, percent, show
 from edged.cli.plot import sparkline
+from edged.cli.store import describe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,6 +100,11 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "learning",
         f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
     )
+    if held := data["quarantine"]["pairs"]:
+        alarms = ", ".join(tuning["alarms"])
+        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
+    if data["model"]["trust_remote_code"]:
+        table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
     table.add_row(
         "pages",
         f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
@@ -121,6 +127,8 @@ def facts(data: dict[str, Any]) -> RenderableType:
     )
     box_rows(table, data["device"])
     governor_rows(table, data["governors"])
+    stored = data["store"]
+    table.add_row("database", describe(stored), "feedback", f"{number(stored['rows']['pairs'])} pairs")
     return table
 
 

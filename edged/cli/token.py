@@ -35,8 +35,8 @@ def new(name: str, roles: str, users: str, as_json: bool) -> None:
     The settings keep its hash alone: whoever reads them cannot use it.
     """
     from edged.api.tokens import token_hash
-    from edged.cli.configure import to_toml_value
     from edged.config import ConfigError, load_settings
+    from edged.config_text import to_toml_value
 
     secret = f"edged_{secrets.token_urlsafe(_BYTES)}"
     entry: dict[str, Any] = {"name": name, "sha256": token_hash(secret), "roles": _listed(roles)}

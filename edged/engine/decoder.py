@@ -91,13 +91,20 @@ class LayerTap:
 
     def __init__(self, model: ServedModel) -> None:
         self._takes: list[Take] = []
+        self._checks = False
+        self.broken: torch.Tensor | None = None
+        """Which rows of the latest forward are not finite, [tokens]; None where nobody asked."""
         for index, layer in enumerate(model.layers):
             layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
         model.norm.register_forward_pre_hook(self._norm_hook)
 
-    def arm(self, takes: list[Take]) -> None:
-        """What the next forward shall keep; an empty list switches the tap off."""
-        self._takes = takes
+    def arm(self, takes: list[Take], checks: bool = False) -> None:
+        """What the next forward shall keep, and whether it `checks` its rows."""
+        self._takes, self._checks, self.broken = takes, checks, None
+
+    def disarm(self) -> None:
+        """Forwards that follow keep nothing."""
+        self._takes, self._checks = [], False
 
     def _layer_hook(self, layer: int) -> Any:
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,5 +117,8 @@ class LayerTap:
         return hook
 
     def _norm_hook(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._checks:
+            # What was not finite in any layer has stayed in the residual stream.
+            self.broken = args[0][0].isfinite().all(-1).logical_not_()
         for take in self._takes:
             take.last.index_copy_(0, take.last_rows, args[0][0].index_select(0, take.rows))

@@ -20,7 +20,9 @@ import torch
 
 from edged import logs
 from edged.align.adapter import AdapterFiles
+from edged.align.memory import out_of_memory
 from edged.align.pair import IterationSample, Record, TokenPair
+from edged.align.suspicion import Past
 from edged.config import Settings
 from edged.engine.iterations import Iteration
 from edged.engine.learning import Learning
@@ -28,11 +30,12 @@ from edged.engine.limiter import Limiter
 from edged.engine.parts import EngineParts, build_parts
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.rest import Rest
+from edged.engine.scarcity import Scarcity
 from edged.engine.serving import Serving
 from edged.engine.threads import apart, beside
 from edged.governors.limits import Limits, Use
 from edged.scheduler.foresight import Foresight
-from edged.scheduler.task import Kind, Plan, Result
+from edged.scheduler.task import Kind, Plan, Resources, Result
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
@@ -45,7 +48,10 @@ class Engine:
     """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
 
     def __init__(
-        self, parts: EngineParts, deliver: Callable[[list[Event]], None], journal: Callable[[list[Record]], None]
+        self,
+        parts: EngineParts,
+        deliver: Callable[[list[Event]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self.error: str | None = None
@@ -58,6 +64,7 @@ class Engine:
         self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
         self._serving.on_missing(self._learning.fetch)
         self._limiter = Limiter(parts, self._serving, self._learning)
+        self._scarcity = Scarcity(parts, self._serving, self._learning)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -75,13 +82,14 @@ class Engine:
         settings: Settings,
         model_dir: Path,
         deliver: Callable[[list[Event]], None],
-        journal: Callable[[list[Record]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
         data_dir: Path | None,
     ) -> Engine:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
-        `deliver` and `journal` are called on engine threads and must not block. Without a `data_dir` adapters live in a
-        temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
+        `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
+        resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
+        live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
         beside()
         return cls(apart(lambda: build_parts(settings, model_dir, data_dir)), deliver, journal)
@@ -149,6 +157,10 @@ class Engine:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
         return self._ask(lambda: self._learning.rollback(adapter, version))
 
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> Future[int]:
+        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future has its number."""
+        return self._ask(lambda: self._learning.import_adapter(adapter, weights))
+
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
         return self._ask(lambda: self._learning.introduce(adapter))
@@ -161,6 +173,19 @@ class Engine:
             self._learning.forget(adapter, pair_ids)
 
         return self._ask(forget)
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
+        self._post(lambda: self._learning.recall(pasts))
+
+    def calm(self, adapter: str) -> None:
+        """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._learning.calm(adapter))
+
+    def restore_policy(self) -> None:
+        """Have the policy decide again after it failed."""
+        self._post(self._scheduler.restore)
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
@@ -210,6 +235,7 @@ class Engine:
             **self._parts.report(),
             "queue": self.queue(),
             "finetune": self._learning.report(),
+            "degraded": [problem for problem in (self._scheduler.degraded, self._scarcity.problem) if problem],
         }
 
     def queue(self) -> dict[str, int]:
@@ -267,7 +293,9 @@ class Engine:
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._wait(plan.resume_s)
+                    self._wait(min(plan.resume_s, self._learning.resumes_s))
+                elif self._scarcity.pause_s:
+                    self._wait(time.monotonic() + self._scarcity.pause_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
@@ -287,7 +315,7 @@ class Engine:
     def _plan(self) -> Plan:
         started = time.perf_counter()
         foresight, self._foresight = self._foresight, None
-        plan = self._scheduler.plan(time.monotonic(), self._limiter.resources(), foresight)
+        plan = self._scheduler.plan(time.monotonic(), self._resources(), foresight)
         self._stats.decision_ms.append((time.perf_counter() - started + self._foreseeing_s) * 1e3)
         self._foreseeing_s = 0.0
         return plan
@@ -297,6 +325,7 @@ class Engine:
         started = time.monotonic()
         if self._parts.threads is not None:
             self._parts.threads.follow(started)
+        ran = False
         try:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)
@@ -308,14 +337,20 @@ class Engine:
                 interrupted=lambda: bool(self._inbox),
                 meanwhile=lambda: self._foresee(plan, started),
             )
-            now = time.monotonic()
+            ran, now = True, time.monotonic()
             outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self._learning.close_finished(now)
+            while self._serving.suspects:
+                self._learning.suspect(*self._serving.suspects.pop())
+            self._scarcity.calm()
             self._failures = 0
         except Exception as error:
+            if not ran and out_of_memory(error):
+                self._scarcity.relieve(plan, error, time.monotonic())
+                return
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 raise
@@ -323,7 +358,7 @@ class Engine:
             ids = {grant.task.task_id for grant in plan.grants}
             hit = self._serving.fail(ids, f"the iteration failed: {error}", now)
             self._learning.fail(ids, str(error))
-            name = "out_of_memory" if isinstance(error, torch.OutOfMemoryError) else "iteration_failed"
+            name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
             logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
 
     def _foresee(self, plan: Plan, started: float) -> None:
@@ -333,7 +368,7 @@ class Engine:
             return
         try:
             begun = time.perf_counter()
-            self._foresight = self._scheduler.foresee(plan, started, self._limiter.resources())
+            self._foresight = self._scheduler.foresee(plan, started, self._resources())
             self._foreseeing_s = time.perf_counter() - begun
         except Exception:
             # The iteration that runs has nothing to do with it.
@@ -391,9 +426,13 @@ class Engine:
         if self._parts.trainer.shelf.crowded:
             self._parts.trainer.tidy(self._serving.adapters)
 
+    def _resources(self) -> Resources:
+        """What the next bin may use."""
+        return self._scarcity.limited(self._limiter.resources())
+
     def _wait(self, resume_s: float) -> None:
-        """Wait for a command, for `resume_s`, or until an adapter is due to be saved."""
-        wait_s = self.rest.wait_s((self._learning.next_save_s(), resume_s))
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
+        wait_s = self.rest.wait_s((self._learning.next_due_s(), resume_s))
         if self._limiter.unsettled:
             return
         with self._wake, self.rest:

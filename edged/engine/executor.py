@@ -52,6 +52,10 @@ class Work:
 
     prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences whose K/V advanced, with the number of tokens."""
+    segments: list[Segment] = field(default_factory=list)
+    """Of `prefilled`, in the same order."""
+    broken: set[int] = field(default_factory=set)
+    """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
     finetuned: list[tuple[FineTuneJob, int]] = field(default_factory=list)
@@ -59,7 +63,7 @@ class Work:
     units_run: dict[int, int] = field(default_factory=dict)
     """Task id -> units that ran."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
     """Task id of fine-tune jobs whose unit raised -> why."""
     forward_s: float = 0.0
 
@@ -182,7 +186,7 @@ class Executor:
         done = first + tokens == len(sequence.tokens)
         if done:
             work.sampled.append(sequence)
-        return Segment(
+        segment = Segment(
             tokens=sequence.tokens[first : first + tokens],
             context=rows,
             pages=sequence.table,
@@ -192,6 +196,8 @@ class Executor:
             compacted=sequence.compacted,
             watch=self.pruner.observer(sequence) if self.pruner is not None and sequence.decoding else None,
         )
+        work.segments.append(segment)
+        return segment
 
     def _allocate_array(self, pages: int) -> np.ndarray:
         return np.array(self.allocate(pages), np.int64)
@@ -217,12 +223,23 @@ class Executor:
             elif self.model.device.type == "cuda":
                 # Nothing is read, but the cost model must see the forward's time, not that of its launches.
                 torch.cuda.current_stream(self.model.device).synchronize()
+        self._find_broken(work)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
         for job, taken, _ in takes:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
             job.step.group.advance(tokens)
             work.finetuned.append((job, tokens))
+
+    def _find_broken(self, work: Work) -> None:
+        """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
+        if self._tap.broken is None:
+            return
+        rows, self._tap.broken = self._tap.broken.cpu(), None
+        if rows.any():
+            for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
+                if rows[segment.start : segment.start + len(segment.tokens)].any():
+                    work.broken.add(sequence.task.task_id)
 
     def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: Work) -> SampledRows:
         """Decodes alone, as a captured iteration."""
@@ -237,13 +254,13 @@ class Executor:
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens, lora)
         kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
-        self._tap.arm(kept)
+        self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
         try:
             attention = attention_pass(PagedPass(batch, self.kv, self._paths.decode))
             with attention, self._lora.packed(batch.runs, batch.lora_tiles):
                 logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         finally:
-            self._tap.arm([])
+            self._tap.disarm()
         return sample(logits, self._sampling_rows(work)) if work.sampled else None
 
     def _sampling_rows(self, work: Work) -> list[Row]:
@@ -263,7 +280,7 @@ class Executor:
                 ran.append(Unit(*job.step.run_unit()))
             except Exception as error:
                 log.exception("a fine-tune unit failed")
-                work.failed[task_id] = f"{type(error).__name__}: {error}"
+                work.failed[task_id] = error
                 break
             clock.lap()
             # A device that had all units queued could not be interrupted.

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import torch
 
 from edged.align.adapter import AdapterState, Snapshot
 from edged.align.dpo import DpoStep
+from edged.align.memory import out_of_memory
 from edged.align.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
+from edged.align.suspicion import Past
 from edged.config import Settings
 from edged.engine.budget import open_steps
 from edged.engine.executor import FineTuneJob, Work
@@ -38,7 +43,7 @@ class Learning:
         on_publish: Callable[[AdapterState, int], None],
         on_fetched: Callable[[str, str, float], None],
         post: Callable[[Callable[[], None]], None],
-        journal: Callable[[list[Record]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetch`."""
         self._parts, self._journal, self._on_publish = parts, journal, on_publish
@@ -50,8 +55,12 @@ class Learning:
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps under way, by task id."""
         self.versions: dict[str, int] = self._trainer.versions()
-        self.pairs_queued = 0
-        self._failed: dict[int, str] = {}
+        self.pairs_queued = self.pairs_waiting = 0
+        self.alarms: tuple[str, ...] = ()
+        """Users whose new pairs are quarantined unseen, for a burst."""
+        self._failed: dict[int, Exception] = {}
+        self.resumes_s = math.inf
+        """After want of memory: when steps are opened again."""
         self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
         self._graphs_fail = False
         """Whether a step failed with its graph kept, as for want of memory."""
@@ -75,8 +84,19 @@ class Learning:
         """Hand pairs to the trainer."""
         if not self.trains:
             return
+        self._trainer.tick(time.monotonic())
         self._trainer.submit(pairs)
         self.versions = self._trainer.versions()
+
+    def recall(self, pasts: dict[str, Past]) -> None:
+        """See `Trainer.recall`."""
+        self._trainer.tick(time.monotonic())
+        for adapter, past in pasts.items():
+            self._trainer.recall(adapter, past)
+
+    def calm(self, adapter: str) -> None:
+        """See `Trainer.calm`."""
+        self._trainer.calm(adapter)
 
     def pause(self, paused: bool) -> None:
         """Open no new steps, or go on."""
@@ -120,8 +140,14 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
+        self._trainer.tick(now)
+        if self._scheduler.degraded:
+            for job in list(self.jobs.values()):
+                self._abandon(job.step.adapters[0])
+        if now >= self.resumes_s:
+            self.resumes_s = math.inf
         # A request that waits for a slot gets the next one.
-        if not self._opens or slots_wanted:
+        if not self._opens or slots_wanted or self._scheduler.degraded or self.resumes_s < math.inf:
             return
         while len(self.jobs) < self._most_open:
             adapter = self._next_ready()
@@ -157,9 +183,11 @@ class Learning:
             return False
         try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
-        except Exception:
+        except Exception as error:
             log.exception("a step of %s could not be opened", ", ".join(slots))
             self._release(slots)
+            if out_of_memory(error):
+                self._shrink(now)
             return False
         task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
@@ -261,10 +289,13 @@ class Learning:
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
             if task_id in self._failed:
-                self._give_up(task_id, self._failed[task_id])
+                self._give_up(task_id, self._failed[task_id], now)
             elif job.step.finished:
                 self._drop(task_id)
+                strikes = self._trainer.size.strikes
                 self._trainer.close(job.step, now - job.opened_s)
+                if self._trainer.size.strikes > strikes:
+                    self._pause_for_memory(now)
                 self.versions = self._trainer.versions()
             else:
                 self._sync(task)
@@ -280,16 +311,47 @@ class Learning:
         self._drop(task_id)
         self._trainer.skip(step, reason)
 
-    def _give_up(self, task_id: int, reason: str) -> None:
+    def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
-        job = self.jobs[task_id]
-        if isinstance(job.step, DpoStep) and job.step.keeps_graph:
+        job, reason = self.jobs[task_id], f"{type(error).__name__}: {error}"
+        if out_of_memory(error):
+            self.starved({task_id}, reason, now)
+        elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
             self._graphs_fail = True
             self._drop(task_id)
             self._trainer.abandon(job.step.adapters[0])
         else:
             self._skip(task_id, reason)
+
+    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
+        """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
+        exhausted = self._trainer.size.exhausted
+        for task_id in task_ids & self.jobs.keys():
+            if exhausted:
+                self._scheduler.remove(task_id)
+                self._skip(task_id, f"out of memory, also alone: {reason}")
+            else:
+                self._abandon(self.jobs[task_id].step.adapters[0])
+        if exhausted:
+            self._trainer.size.give_up()
+        else:
+            self._shrink(now)
+
+    def _shrink(self, now: float) -> None:
+        self._graphs_fail = True
+        self._trainer.size.shrink()
+        self._pause_for_memory(now)
+
+    def _pause_for_memory(self, now: float) -> None:
+        self.resumes_s = now + self._trainer.size.pause_s
+
+    def suspect(self, adapter: str, version: int) -> None:
+        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served."""
+        if self._trainer.suspect(adapter, version):
+            log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
+            self._abandon(adapter)
+            self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
@@ -334,6 +396,11 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.rollback(adapter, version)
 
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> int:
+        """See `Trainer.import_adapter`."""
+        self._abandon(adapter)
+        return self._trainer.import_adapter(adapter, weights)
+
     def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
         """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
         self._fetching.pop(adapter, None)
@@ -341,24 +408,27 @@ class Learning:
             self._abandon(name)
         self._trainer.drop_pairs(pair_ids)
         self._abandon(adapter)
+        if self._parts.executor.trie is not None:
+            # The base's prefixes, too: what a user says before there is a version stands among them.
+            for owner in (adapter, None):
+                self._parts.executor.trie.expire_all(owner)
         self._saver.submit(lambda: None).result()
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
-        if self._parts.executor.trie is not None:
-            self._parts.executor.trie.expire_all(adapter)
         self.versions = self._trainer.versions()
 
     # -- the record --------------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and due versions to the saver."""
-        self.pairs_queued = self._trainer.pairs_queued
+        self.pairs_queued, self.pairs_waiting = self._trainer.pairs_queued, self._trainer.waiting()
+        self.alarms = self._trainer.alarms()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._count(records)
             self._journal(records)
         for snapshot in self._trainer.shelf.to_save(now, self._settings.store.save_every_s):
-            self._saver.submit(self._save, snapshot)
+            self._saver.submit(self._save, snapshot, self._journal([]))
 
     def _count(self, records: list[Record]) -> None:
         totals = self._parts.stats.totals
@@ -369,8 +439,11 @@ class Learning:
                 totals.rollbacks += record.reason.startswith("rollback")
                 totals.guard_rollbacks += record.reason.startswith("guard")
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, recorded: Future[None] | None) -> None:
+        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice."""
         try:
+            if recorded is not None:
+                recorded.result()
             path, removed = self._trainer.shelf.files.save(snapshot)
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
@@ -384,9 +457,10 @@ class Learning:
         with contextlib.suppress(EngineStopping):
             self._post(lambda: self._trainer.shelf.save_ended(snapshot.adapter, snapshot.version, written))
 
-    def next_save_s(self) -> float | None:
-        """When the next version is due to be saved."""
-        return self._trainer.shelf.next_save_s(self._settings.store.save_every_s)
+    def next_due_s(self) -> float | None:
+        """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
+        saves_s = self._trainer.shelf.next_save_s(self._settings.store.save_every_s)
+        return min((due for due in (saves_s, self._trainer.next_pair_s()) if due is not None), default=None)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
@@ -400,6 +474,10 @@ class Learning:
         return self._trainer.steps, self._trainer.pairs_trained
 
     def _reason(self) -> str:
+        if self._scheduler.degraded:
+            return self._scheduler.degraded
+        if self.resumes_s < math.inf:
+            return "memory ran out in a step: it is tried again in a moment, with fewer pairs"
         policy = self._scheduler.policy
         return "" if policy.trains else f"the policy {policy.name} does not train"
 
@@ -407,14 +485,19 @@ class Learning:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains and self._settings.align.enabled and not self._paused,
+            "enabled": self.trains
+            and self._settings.align.enabled
+            and not self._paused
+            and not self._scheduler.degraded,
             "held": self._held,
             "reason": self._parts.model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
+            "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "alarms": list(self.alarms),
             "adapters_active": self._parts.slots.adapters,
             "adapters_loaded": self._trainer.shelf.count,
         }

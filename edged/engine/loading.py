@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from edged.config import ModelSettings
 from edged.engine import quantized
 from edged.engine.process import frugal, quiet
+from edged.engine.trust import Untrusted, check_code, check_weights
 
 
 class ModelRefused(ValueError):
@@ -37,7 +38,12 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         raise ModelRefused(f'model "{directory}" has no config.json: give a directory that save_pretrained wrote')
     quiet()
     try:
-        config = AutoConfig.from_pretrained(directory)
+        check_code(path, settings.trust_remote_code)
+        check_weights(path)
+    except Untrusted as error:
+        raise ModelRefused(f'model "{directory}" is not loaded: {error}') from None
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
         stored = quantized.method_of(config)
         if stored is not None and settings.quantize:
             method = stored.get("quant_method")
@@ -51,6 +57,8 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 directory,
                 config=config,
                 dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
                 attn_implementation=implementation,
                 device_map={"": device} if device.type == "cuda" else None,
                 **options,

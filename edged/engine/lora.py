@@ -222,6 +222,12 @@ class LoraSlots:
             setattr(parent, attribute, wrapped)
             self.linears[name] = wrapped
 
+    @property
+    def size_bytes(self) -> int:
+        """What the slots hold."""
+        weights = sum(x.in_features + x.out_features for x in self.linears.values()) * self.rank * self.slots
+        return weights * self.dtype.itemsize
+
     @torch.no_grad()
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
         """Put an adapter's weights into `slot`."""

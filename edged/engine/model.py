@@ -65,7 +65,7 @@ class ServedModel:
         )
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
         self.shape, self.trainable_error = self._probe()
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint = fingerprint(model)
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
         self.lora: LoraSlots | None = None
 
@@ -297,8 +297,8 @@ def _max_positions(config: Any) -> int:
     return longest
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Of every tensor of weights the name, the shape and its first values."""
+def fingerprint(model: nn.Module) -> str:
+    """Identifies a base model by its weights: of every tensor of weights the name, the shape and its first values."""
     digest = hashlib.sha256()
     for name, tensor in stored_tensors(model):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())

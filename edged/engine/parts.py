@@ -19,10 +19,10 @@ from edged.align.shelf import Shelf
 from edged.align.trainer import Trainer
 from edged.cache.pool import PagePool
 from edged.cache.trie import PrefixTrie, TrieStats
-from edged.config import Settings
+from edged.config import AlignSettings, Settings
+from edged.engine.budget import STATE_BYTES, adapter_weights
 from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
-from edged.engine.lora import LoraSlots
 from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
@@ -84,6 +84,7 @@ class EngineParts:
                 "max_context_tokens": self.max_context_tokens,
                 "vocab_size": model.shape.vocab_size,
                 "fingerprint": self.trainer.shelf.spec.fingerprint,
+                "trust_remote_code": self.settings.model.trust_remote_code,
             },
             "cost_model": self.cost.report(),
             "scheduler": {
@@ -98,9 +99,21 @@ class EngineParts:
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
+            "memory": self._memory(),
             "pruning": {"mode": "off"} if self.executor.pruner is None else self.executor.pruner.report(),
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
             "prefix": _prefix_report(trie, self.executor.spill),
+        }
+
+    def _memory(self) -> dict[str, int]:
+        """What the parts hold, in bytes: of adapters their slots, and the states in memory."""
+        lora, shelf = self.model.lora, self.trainer.shelf
+        assert lora is not None
+        state = STATE_BYTES * adapter_weights(tuple(shelf.spec.shapes.values()), shelf.spec.rank)
+        return {
+            "weights_bytes": self.model.shape.weight_bytes,
+            "kv_bytes": self.pages * self.model.page_bytes(self.executor.pool.page_size),
+            "adapters_bytes": lora.size_bytes + shelf.count * state,
         }
 
 
@@ -159,7 +172,8 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     name = settings.model.name or Path(model_dir).name
-    spec = _lora_spec(model.lora, name, model.fingerprint, settings)
+    shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
+    spec = lora_spec(shapes, name, model.fingerprint, settings.align)
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
     subject = subject_of(model, name, settings.model, threads)
     cost = first_cost_model(model, subject, settings.scheduler.profile, data_dir)
@@ -180,6 +194,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
             executor.decoder,
             executor.release,
             usable * pool.page_size,
+            settings.feedback,
         ),
         stats=Stats(),
         threads=threads,
@@ -218,14 +233,13 @@ def _pruner(executor: Executor, policy: type[Policy], settings: Settings, max_co
     return Pruner(settings.cache, executor.kv, executor.pool, executor.evictable_pages, executor.allocate_to_write)
 
 
-def _lora_spec(lora: LoraSlots, base_model: str, fingerprint: str, settings: Settings) -> LoraSpec:
-    """What a base model's adapters look like."""
-    shapes = {name: (linear.in_features, linear.out_features) for name, linear in lora.linears.items()}
-    all_linear = settings.align.target_modules == "all-linear"
+def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:
+    """What the adapters of a base model with these target linears look like."""
+    all_linear = align.target_modules == "all-linear"
     return LoraSpec(
         shapes=shapes,
-        rank=settings.align.rank,
-        alpha=settings.align.alpha,
+        rank=align.rank,
+        alpha=align.alpha,
         base_model=base_model,
         fingerprint=fingerprint,
         peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes} if all_linear else shapes)),

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,14 @@ def frugal() -> Iterator[None]:
             if not _keeps_freed_memory:
                 libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_FROM_HEAP)
             libc.malloc_trim(0)
+
+
+def allow_files(most: int = 65_536) -> None:
+    """Raise the bound of open files to `most`, or to what this user may have: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def give_back_memory() -> None:

@@ -42,6 +42,8 @@ class Serving:
         """Tasks that found no LoRA slot."""
         self._task_ids = parts.task_ids
         self._events: list[Event] = []
+        self.suspects: list[tuple[str, int]] = []
+        """(adapter, version) of answers that were not finite, until the engine asks."""
         self._admitted = 0
         self._decoding = 0
         self._random = random.SystemRandom()
@@ -175,6 +177,10 @@ class Serving:
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
             row = tokens.get(id(sequence))
+            if sequence.task.task_id in work.broken or (row is not None and drawn and drawn.tokens[row] == NOT_A_TOKEN):
+                outcomes.append(Outcome(sequence.task, computed, 0, None))
+                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
+                continue
             if row is None or drawn is None:
                 outcomes.append(Outcome(sequence.task, computed, 0, Kind.PREFILL))
                 self._stats.totals.prompt_tokens += computed
@@ -186,10 +192,6 @@ class Serving:
                 self._following.leave(sequence)
                 sequence.decoding = True
                 self._decoding += 1
-            if drawn.tokens[row] == NOT_A_TOKEN:
-                outcomes.append(Outcome(sequence.task, computed, 0, None))
-                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
-                continue
             self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
             reason = sequence.end(drawn.tokens[row], self._parts.end_ids, self._parts.max_context_tokens)
             outcomes.append(Outcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
@@ -198,6 +200,11 @@ class Serving:
         return outcomes
 
     def _not_finite(self, sequence: Sequence) -> str:
+        """Why such a sequence ends. Nothing that its version computed is found by others any more."""
+        if self._executor.trie is not None:
+            self._executor.trie.expire(sequence.trie_key)
+        if sequence.version and sequence.request.adapter is not None:
+            self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 

@@ -73,6 +73,8 @@ class SlotTable:
         before = self._content[slot]
         if before is not None:
             self._where.pop(before, None)
+            # Where loading fails, the slot holds nobody's weights.
+            self._content[slot] = None
         self._lora.load(slot, state.weights, state.spec.scaling)
         self._content[slot] = (state.name, state.version)
         self._where[state.name, state.version] = slot

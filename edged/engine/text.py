@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from edged.engine.trust import Untrusted, check_code
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_CHARS = 3
 """A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
@@ -56,10 +58,16 @@ class Codec:
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
 
     @classmethod
-    def load(cls, directory: str | Path) -> Codec:
-        """Load from a model's directory. Raises CodecError that names it and what is missing."""
+    def load(cls, directory: str | Path, trust_remote_code: bool = False) -> Codec:
+        """Load from a model's directory; its own Python code runs only where that is trusted.
+
+        Raises CodecError that names it and what is missing.
+        """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory))
+            check_code(Path(directory), trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        except Untrusted as error:
+            raise CodecError(f'model "{directory}" is not loaded: {error}') from None
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CodecError(

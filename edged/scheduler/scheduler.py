@@ -6,6 +6,7 @@ iteration is executed. Deterministic: the clock is passed in.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from edged.config import SchedulerSettings
 from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
 from edged.scheduler.cost import CostModel, Load
+from edged.scheduler.fcfs import Fcfs
 from edged.scheduler.foresight import Foresight, advanced
 from edged.scheduler.past import Past
 from edged.scheduler.policies import POLICIES
@@ -21,6 +23,8 @@ from edged.scheduler.queues import Queues
 from edged.scheduler.targets import Targets
 from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
 from edged.scheduler.throttle import Throttle
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -36,6 +40,9 @@ class Scheduler:
         if policy is None:
             policy = POLICIES[settings.policy](settings, cost)
         self.policy = policy
+        self.degraded = ""
+        """Why the policy is not asked any more; "" while it is."""
+        self._plain = Fcfs(settings, cost)
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
@@ -45,6 +52,7 @@ class Scheduler:
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy stays. What was owed and spent still is."""
+        self.restore()
         self.policy = type(self.policy)(settings, self.cost)
         self.targets = Targets(settings, self.cost)
         self._queues.arrears.configure(settings)
@@ -100,7 +108,7 @@ class Scheduler:
         self._queues.throttled = self.throttle.closed(now)
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
-            plan = self.policy.plan(self._queues, now, resources)
+            plan = self._decide(self._queues, now, resources)
         if self._queues.throttled and self._queues.finetunes and not plan.grants:
             plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
         self._prepaid = plan.prepaid
@@ -117,8 +125,26 @@ class Scheduler:
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self._queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        ahead = self.policy.plan(queues, end_s, resources)
+        ahead = self._decide(queues, end_s, resources)
         return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
+
+    def restore(self) -> None:
+        """Ask the policy again, after it failed."""
+        self.degraded = ""
+
+    def _decide(self, queues: Queues, now: float, resources: Resources) -> Plan:
+        """The policy's plan; first come, first served from the moment that the policy fails."""
+        if not self.degraded:
+            try:
+                return self.policy.plan(queues, now, resources)
+            except Exception as error:
+                name = self.policy.name
+                log.exception("the policy %s failed: requests are served first come, first served", name)
+                self.degraded = (
+                    f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
+                    "come, first served, and fine-tuning waits, until edged is reloaded or started again"
+                )
+        return self._plain.plan(queues, now, resources)
 
     def complete(self, result: Result, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""

@@ -143,6 +143,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "adapter_versions": "adapter = :adapter",
         "shelved_steps": "adapter = :adapter",
         "shelved_versions": "adapter = :adapter",
+        "quarantine": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",

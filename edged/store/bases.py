@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from sqlite_utils import Database
 
+from edged.store.quarantine import HELD
+
 SHELVES = {
     "adapter_versions": "shelved_versions",
     "alignment_metrics": "shelved_metrics",
@@ -48,11 +50,14 @@ def _shelve(db: Database, base: str) -> None:
         db.execute(f"INSERT INTO {shelf} (base, {columns}) SELECT ?, {columns} FROM {table}", [base])
         db.execute(f"DELETE FROM {table}")
     db.execute(
-        f"INSERT INTO shelved_progress (base, pair_id, {_PROGRESS}) SELECT ?, id, {_PROGRESS} FROM pairs", [base]
+        f"""INSERT INTO shelved_progress (base, pair_id, {_PROGRESS})
+            SELECT ?, id, {_PROGRESS} FROM pairs WHERE id NOT IN ({HELD})""",
+        [base],
     )
     db.execute(
-        """UPDATE pairs SET state = 'queued', epochs_done = 0, trained_version = NULL, ref_chosen_logp = NULL,
-               ref_rejected_logp = NULL, ref_model = NULL, note = ''"""
+        f"""UPDATE pairs SET state = 'queued', epochs_done = 0, trained_version = NULL, ref_chosen_logp = NULL,
+                ref_rejected_logp = NULL, ref_model = NULL, note = ''
+            WHERE id NOT IN ({HELD})"""
     )
 
 
@@ -64,7 +69,7 @@ def _unshelve(db: Database, base: str) -> None:
     db.execute(
         f"""UPDATE pairs SET ({_PROGRESS}) =
                 (SELECT {_PROGRESS} FROM shelved_progress WHERE base = :base AND pair_id = pairs.id)
-            WHERE id IN (SELECT pair_id FROM shelved_progress WHERE base = :base)""",
+            WHERE id IN (SELECT pair_id FROM shelved_progress WHERE base = :base) AND id NOT IN ({HELD})""",
         {"base": base},
     )
     db.execute("DELETE FROM shelved_progress WHERE base = ?", [base])

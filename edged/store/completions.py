@@ -1,4 +1,4 @@
-"""The tables `completions` and `choices`: what was asked, what was answered, and for how long it is kept.
+"""The tables `completions` and `choices`: what was asked and what was answered.
 
 Owns their rows. Must not know what feedback means.
 """
@@ -14,8 +14,6 @@ from typing import Any, Literal
 from sqlite_utils import Database
 
 Message = Mapping[str, Any]
-PRUNE_EVERY = 128
-"""Insertions between two looks at the retention bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,9 @@ def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_id
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def insert_completion(db: Database, completion: Completion, keep: int) -> None:
-    """Add a completion with its choices. Now and then, all but the newest `keep` go that no feedback refers to."""
-    cursor = db.execute(
+def insert_completion(db: Database, completion: Completion) -> None:
+    """Add a completion with its choices."""
+    db.execute(
         """INSERT INTO completions VALUES (:id, :created_at, :object, :user, :adapter, :version, :model, :messages,
                :prompt, :prompt_key, :prompt_ids, :prompt_tokens, :choice_count)""",
         {
@@ -118,21 +116,6 @@ def insert_completion(db: Database, completion: Completion, keep: int) -> None:
                 choice.total_ms,
             ],
         )
-    if (cursor.lastrowid or 0) % PRUNE_EVERY == 0:
-        prune_completions(db, keep)
-
-
-def prune_completions(db: Database, keep: int) -> int:
-    """Delete what is older than the newest `keep` completions, except what a signal or a pair refers to."""
-    return db.execute(
-        """DELETE FROM completions WHERE rowid IN (
-               SELECT rowid FROM completions AS c
-               WHERE rowid <= (SELECT rowid FROM completions ORDER BY rowid DESC LIMIT 1 OFFSET :keep)
-                 AND NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = c.id)
-                 AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = c.id)
-                 AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = c.id))""",
-        {"keep": keep},
-    ).rowcount
 
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:

@@ -5,6 +5,7 @@ Owns connections, transactions and durability. Must not know what the tables mea
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -31,8 +32,11 @@ BUSY_S = 30.0
 """How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
 FOLDER_MODE = 0o750
 """Permissions of a data folder that did not exist."""
+_RESTORE = "; stop edged, move the file away, then restore a copy or what `sqlite3 FILE .recover` can read"
 WAL_LIMIT_BYTES = 64 * 2**20
 """The write-ahead log is cut back to this size after a checkpoint."""
+REWRITE_BYTES = 64 * 2**20
+"""A file up to this size that cannot give free pages back, as edged once made them, is rewritten at a start."""
 
 
 class StoreError(RuntimeError):
@@ -43,6 +47,8 @@ class StoreError(RuntimeError):
 class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
+    alone: bool = False
+    """Outside of any transaction."""
 
 
 class Store:
@@ -72,6 +78,8 @@ class Store:
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
+        self.problem = ""
+        """Why the latest transaction failed, or what is damaged; "" when all is well."""
         self._local = threading.local()
         self._readers: weakref.WeakSet[Database] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._write_loop, name="edged-store", daemon=True)
@@ -83,12 +91,21 @@ class Store:
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
         future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
         """
-        future: Future[T] = Future()
+        return self._queue(_Write(fn, Future()))
+
+    def write_alone(self, fn: Callable[[Database], T]) -> Future[T]:
+        """Run `fn` on the writer thread outside of a transaction, in order with the writes, as VACUUM needs it.
+
+        Its exceptions are the future's; SQLite's own become StoreError. Raises StoreError when the store is closed.
+        """
+        return self._queue(_Write(fn, Future(), alone=True))
+
+    def _queue(self, write: _Write) -> Future[Any]:
         with self._gate:
             if self._closed:
                 raise StoreError(f'database "{self.path}" is closed')
-            self._writes.put(_Write(fn, future))
-        return future
+            self._writes.put(write)
+        return write.future
 
     def read(self, fn: Callable[[Database], T]) -> T:
         """`fn` of a read-only connection that sees one consistent state. Raises StoreError on SQLite's errors."""
@@ -97,7 +114,12 @@ class Store:
             with db.atomic():
                 return fn(db)
         except sqlite3.Error as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error):
+                self._failed(str(explained))
+            raise explained from error
+        except json.JSONDecodeError as error:
+            raise StoreError(f'database "{self.path}": a row is damaged ({error}){_RESTORE}') from error
 
     def close(self) -> None:
         """Commit everything that was queued, then close. Calling it again does nothing."""
@@ -115,14 +137,27 @@ class Store:
     def _open(self) -> Database:
         """The writer's connection to a migrated file."""
         created = not self.path.exists()
+        # A clean end leaves no log behind: this file saw a power cut, or something like it.
+        log_file = self.path.with_name(self.path.name + "-wal")
+        torn = not created and log_file.exists() and log_file.stat().st_size > 0
         try:
             db = self._connect()
+            if torn:
+                self._check(db)
             with db.ensure_autocommit_on():
+                # Of a file without tables; others keep what they have until they are rewritten.
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 db.execute("PRAGMA journal_mode = WAL").fetchall()
                 db.execute("PRAGMA synchronous = FULL")
-                db.execute("PRAGMA foreign_keys = ON")
+                # What is deleted is overwritten: forgetting someone must not leave their words in free pages.
+                db.execute("PRAGMA secure_delete = ON").fetchall()
                 db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}").fetchall()
+            # A migration may make a table anew, and no row that refers to it must go along: foreign keys come after.
             migrate(db)
+            if not frees_pages(db) and self.path.stat().st_size <= REWRITE_BYTES:
+                vacuum(db)
+            with db.ensure_autocommit_on():
+                db.execute("PRAGMA foreign_keys = ON")
         except UnknownMigration as error:
             raise StoreError(f'database "{self.path}" {error}') from None
         except sqlite3.Error as error:
@@ -130,6 +165,12 @@ class Store:
         if created:
             _sync_folder(self.path.parent)
         return db
+
+    def _check(self, db: Database) -> None:
+        """Read the whole file once. Raises StoreError where its structure is damaged."""
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise StoreError(f'database "{self.path}" is damaged ({" ".join(found.split())}){_RESTORE}')
 
     def _connect(self) -> Database:
         # Plugins belong to the sqlite-utils command; the daemon runs no code that it did not ship with.
@@ -152,13 +193,25 @@ class Store:
         """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
         while True:
             group = [self._writes.get()]
-            while group[-1] is not None and len(group) < GROUP_WRITES and not self._writes.empty():
+            while _may_follow(group[-1]) and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
-            if writes:
-                self._commit(writes)
+            if together := [write for write in writes if not write.alone]:
+                self._commit(together)
+            for write in writes:
+                if write.alone:
+                    self._run_alone(write)
             if group[-1] is None:
                 return
+
+    def _run_alone(self, write: _Write) -> None:
+        try:
+            with self._writer.ensure_autocommit_on():
+                result = write.fn(self._writer)
+        except BaseException as error:
+            write.future.set_exception(self._explained(error) if isinstance(error, sqlite3.Error) else error)
+        else:
+            write.future.set_result(result)
 
     def _commit(self, writes: list[_Write]) -> None:
         """Run `writes` in one transaction and answer their futures."""
@@ -179,14 +232,23 @@ class Store:
                 else:
                     results.append((write, result))
             connection.execute("COMMIT")
+            if results and self.problem and "malformed" not in self.problem:
+                log.warning("database %s can be written again", self.path)
+                self.problem = ""
         except BaseException as error:
             self._writer.rollback()
-            log.exception("a commit to %s failed", self.path)
+            self._failed(str(self._explained(error)) if isinstance(error, sqlite3.Error) else str(error))
             results, failures = [], [(write, error) for write in writes]
         for write, result in results:
             write.future.set_result(result)
         for write, failure in failures:
             write.future.set_exception(self._explained(failure) if isinstance(failure, sqlite3.Error) else failure)
+
+    def _failed(self, problem: str) -> None:
+        """Log a problem once, however many writes it meets."""
+        if problem != self.problem:
+            log.error("%s", problem)
+            self.problem = problem
 
     def _explained(self, error: sqlite3.Error) -> StoreError:
         """SQLite's error with the file's name and, where there is one, the way out; it is counted."""
@@ -194,10 +256,7 @@ class Store:
         text = str(error)
         way_out = ""
         if "not a database" in text or "malformed" in text:
-            way_out = (
-                ": the file is damaged; stop edged, move the file away, "
-                "then restore a copy or what `sqlite3 FILE .recover` can read"
-            )
+            way_out = f": the file is damaged{_RESTORE}"
         elif "locked" in text:
             way_out = f": another program kept it locked for {BUSY_S:.0f} s; close that program"
         elif "full" in text:
@@ -205,6 +264,22 @@ class Store:
         elif "unable to open" in text or "readonly" in text:
             way_out = ": check that this user may write to the file and its folder"
         return StoreError(f'database "{self.path}": {text}{way_out}')
+
+
+def _may_follow(write: _Write | None) -> bool:
+    """Whether another write may share the group that this one ends: not the store's end, nor one that runs alone."""
+    return write is not None and not write.alone
+
+
+def frees_pages(db: Database) -> bool:
+    """Whether the file can give free pages back slice by slice (auto_vacuum = INCREMENTAL)."""
+    return bool(db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2)
+
+
+def vacuum(db: Database) -> None:
+    """Rewrite the whole file without free pages, so that it can give back later ones; outside of transactions."""
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    db.execute("VACUUM")
 
 
 def _sync_folder(folder: Path) -> None:

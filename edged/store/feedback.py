@@ -13,6 +13,12 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.completions import Message, json_text, plain_text
+from edged.store.quarantine import TRUSTED
+
+_COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
+
+REPLAY_PAIRS = 64
+"""The latest learned pairs of each adapter, which a restart takes up again to replay them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class PairRow:
     ref_rejected_logp: float | None = None
     ref_model: str | None = None
     note: str = ""
+    trusted: bool = False
+    """Whether it was released from quarantine."""
 
 
 def insert_signal(db: Database, signal: Signal) -> None:
@@ -137,18 +145,23 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
     rows = {
         row["id"]: row
         for row in db.query(
-            "SELECT * FROM pairs WHERE id IN (SELECT value FROM json_each(?))", [json.dumps(list(pair_ids))]
+            f"SELECT {_COLUMNS} FROM pairs WHERE id IN (SELECT value FROM json_each(?))", [json.dumps(list(pair_ids))]
         )
     }
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
 def pair_ids_of(
-    db: Database, adapter: str | None = None, shown: Callable[[str], bool] = lambda learner: True
+    db: Database,
+    adapter: str | None = None,
+    since: str = "",
+    shown: Callable[[str], bool] = lambda learner: True,
 ) -> list[int]:
-    """Ids of all pairs (of one adapter) of those adapters that may be `shown`, oldest first."""
+    """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
     rows = db.execute(
-        "SELECT id, adapter FROM pairs WHERE :adapter IS NULL OR adapter = :adapter ORDER BY id", {"adapter": adapter}
+        """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
+           ORDER BY id""",
+        {"adapter": adapter, "since": since},
     )
     return [pair_id for pair_id, learner in rows.fetchall() if shown(learner)]
 
@@ -179,7 +192,7 @@ def open_pairs(db: Database, ref_model: str, replay: int) -> list[PairRow]:
     Reference log-probabilities of another model than `ref_model` are left out.
     """
     rows = db.query(
-        """SELECT * FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+        f"""SELECT {_COLUMNS} FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
                SELECT id FROM (
                    SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
                    FROM pairs WHERE state IN ('trained', 'learnt'))
@@ -247,4 +260,5 @@ def _pair(row: dict[str, Any]) -> PairRow:
         ref_rejected_logp=row["ref_rejected_logp"],
         ref_model=row["ref_model"],
         note=row["note"],
+        trusted=bool(row["trusted"]),
     )

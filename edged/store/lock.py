@@ -9,6 +9,8 @@ import fcntl
 import os
 from pathlib import Path
 
+LOCK_FILE = "edged.lock"
+
 
 class FolderTaken(RuntimeError):
     """Another process holds the folder; the message names both."""
@@ -21,7 +23,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "edged.lock"
+        path = folder / LOCK_FILE
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,16 +25,22 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> li
     """
     todo = MIGRATIONS if migrations is None else migrations
     db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
-    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
-    known = {migration.__name__ for migration in todo}
-    if unknown := sorted(applied - known):
-        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+    applied = check_known(db, todo)
     fresh = [migration for migration in todo if migration.__name__ not in applied]
     for migration in fresh:
         with db.atomic():
             migration(db)
             db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
     return [migration.__name__ for migration in fresh]
+
+
+def check_known(db: Database, migrations: tuple[Migration, ...] | None = None) -> set[str]:
+    """Names of the migrations that the file has. Raises UnknownMigration when one is not in the list (default: all)."""
+    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
+    known = {migration.__name__ for migration in (MIGRATIONS if migrations is None else migrations)}
+    if unknown := sorted(applied - known):
+        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+    return applied
 
 
 def m001_completions(db: Database) -> None:
@@ -270,6 +276,42 @@ def m007_shelved_pairs(db: Database) -> None:
     db.execute("CREATE INDEX shelved_progress_by_pair ON shelved_progress (pair_id)")
 
 
+def m008_quarantine(db: Database) -> None:
+    """Pairs that look poisoned are "quarantined" until somebody decides: a table of them, and a state of `pairs`.
+
+    A CHECK cannot be changed in place: the table is made anew and takes the old one's name, as
+    https://sqlite.org/lang_altertable.html says. Foreign keys are off meanwhile, or dropping the old one would take
+    along what refers to it.
+    """
+    states = "'queued', 'held_out', 'trained', 'learnt', 'skipped'"
+    (made,) = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = 'pairs'").fetchone()
+    indexes = db.execute(
+        "SELECT sql FROM sqlite_schema WHERE type = 'index' AND tbl_name = 'pairs' AND sql IS NOT NULL"
+    ).fetchall()
+    name, _, rest = made.partition("(")
+    db.execute(name.replace("pairs", "pairs_made_anew") + "(" + rest.replace(states, f"{states}, 'quarantined'"))
+    db.execute("INSERT INTO pairs_made_anew SELECT * FROM pairs")
+    db.execute("DROP TABLE pairs")
+    db.execute("ALTER TABLE pairs_made_anew RENAME TO pairs")
+    for (sql,) in indexes:
+        db.execute(sql)
+    db.execute("""
+        CREATE TABLE quarantine (
+            pair_id INTEGER PRIMARY KEY REFERENCES pairs (id) ON DELETE CASCADE,
+            created_at TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            decision TEXT CHECK (decision IN ('released', 'dropped')),
+            decided_at TEXT
+        )""")
+    db.execute("CREATE INDEX quarantine_by_adapter ON quarantine (adapter, decision)")
+
+
+def m009_forgetting(db: Database) -> None:
+    """Adapters that are being forgotten: what was begun is ended by the next start."""
+    db.execute("CREATE TABLE forgetting (adapter TEXT PRIMARY KEY, started_at TEXT NOT NULL)")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     m001_completions,
     m002_feedback,
@@ -278,4 +320,6 @@ MIGRATIONS: tuple[Migration, ...] = (
     m005_served_base,
     m006_shelved_adapters,
     m007_shelved_pairs,
+    m008_quarantine,
+    m009_forgetting,
 )

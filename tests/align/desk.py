@@ -27,7 +27,7 @@ class Desk:
 
     def answer(self, name, *texts, **more):
         row = completion(name, *texts, **more)
-        self.store.write(lambda db: insert_completion(db, row, 1000)).result()
+        self.store.write(lambda db: insert_completion(db, row)).result()
         return self.store.write(lambda db: note_next_turn(db, name, self.tick())).result()
 
     def tick(self):

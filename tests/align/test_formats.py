@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.formats import count_lines, export_pair, read_pairs
+from edged.align.formats import FormatError, count_lines, export_pair, read_pairs, to_hh, to_trl
 from edged.align.signals import record_pair
 from edged.store import Store
 from edged.store.feedback import get_pairs, pair_ids_of
@@ -211,6 +211,68 @@ def test_what_is_exported_can_be_imported(read, tmp_path):
     ]
     assert exported[0]["user"] == "ada"
     assert (exported[0]["source"], exported[0]["weight"], exported[0]["state"]) == ("pair", 1.0, "queued")
+
+
+CHAT = {"user": "ada", "messages": SKY, "chosen": "Blue ☀.", "rejected": "Green.", "weight": 1.0, "state": "queued"}
+TEXT = {"user": "ada", "prompt": "2+2 =", "chosen": " 4", "rejected": " 5", "weight": 1.0, "state": "queued"}
+TALK = [*SKY, *said("Blue."), {"role": "user", "content": "At night?"}]
+
+
+def test_a_chat_that_is_exported_for_trl_or_hh_is_read_back_as_it_was(read):
+    pair = {**CHAT, "messages": TALK}
+    wanted = {"messages": TALK, "chosen": "Blue ☀.", "rejected": "Green."}
+    assert read("trl", to_trl(pair)) == [(1, wanted)]
+    assert read("hh", to_hh(pair)) == [(1, wanted)]
+    assert read("trl", to_trl(TEXT)) == [(1, {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"})]
+
+
+def test_content_in_parts_is_exported_as_its_text(read):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]}]
+    assert to_trl({**CHAT, "messages": parts})["prompt"] == [{"role": "user", "content": "What now?"}]
+
+
+@pytest.mark.parametrize(
+    ("convert", "pair", "message"),
+    [
+        (to_trl, {"prompt_ids": [1], "chosen": "a", "rejected": "b"}, "in tokens alone"),
+        (to_hh, TEXT, "not a chat"),
+        (to_hh, {**CHAT, "messages": [{"role": "system", "content": "Be kind"}, *SKY]}, 'no role "system"'),
+        (to_hh, {**CHAT, "messages": SKY + SKY}, "do not alternate"),
+        (to_hh, {**CHAT, "messages": said("Hi")}, "follows no human turn"),
+        (to_hh, {**CHAT, "messages": [{"role": "user", "content": "a\n\nAssistant: b"}]}, "follows no human turn"),
+        (to_hh, {**CHAT, "messages": [{"role": "user", "content": "a\n\nHuman: b"}]}, "begins a turn"),
+        (to_hh, {**CHAT, "chosen": "yes\n\nHuman: no"}, "ends with the human"),
+    ],
+)
+def test_what_a_format_cannot_say_is_refused(convert, pair, message):
+    with pytest.raises(FormatError, match=message):
+        convert(pair)
+
+
+@pytest.mark.parametrize("pairs", [[CHAT, {**CHAT, "messages": TALK}], [TEXT, TEXT]])
+def test_trl_takes_what_is_exported_for_it(tmp_path, pairs):
+    """TRL's own check of the type, its own template and tokens, from a file that `datasets` reads."""
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+    from trl.data_utils import is_conversational
+
+    from tests.models import byte_tokenizer, tiny_model
+
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(to_trl(pair)) + "\n" for pair in pairs))
+    dataset = load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert dataset.column_names == ["prompt", "chosen", "rejected"]
+    assert is_conversational(dataset[0]) == ("messages" in pairs[0])
+    config = DPOConfig(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True, bf16=False, max_length=None)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = DPOTrainer(
+        tiny_model(), args=config, train_dataset=dataset, processing_class=byte_tokenizer(), peft_config=lora
+    )
+    row = next(iter(trainer.get_train_dataloader()))
+    said = byte_tokenizer().decode(row["input_ids"][0], skip_special_tokens=True)
+    assert (pairs[0].get("prompt") or pairs[0]["messages"][0]["content"]) in said
+    assert pairs[0]["chosen"].strip() in said
 
 
 @pytest.mark.skipif(not HH_FILE.exists(), reason=f"real HH-RLHF pairs are not at {HH_FILE}")

@@ -159,7 +159,7 @@ def test_iteration_samples_are_written_together(store):
 
 
 def test_iteration_samples_are_written_when_enough_wait_or_with_other_records(store):
-    journal = Journal(store, "base", keep_samples=10)
+    journal = Journal(store, "base")
     for _ in range(FLUSH_SAMPLES):
         journal.append([SAMPLE])
     store.write(lambda db: None).result()

@@ -19,7 +19,7 @@ from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.api.teacher import Teacher
-from edged.config import AlignSettings
+from edged.config import Settings
 from edged.engine.text import Codec
 from edged.store import Store, utc_now
 from edged.store.adapters import Version, insert_version
@@ -71,12 +71,14 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
         self.engine = Engine(self.store)
-        self.teacher = Teacher(self.store, self.codec, cast(Any, self.engine), AlignSettings())
+        self.teacher = Teacher(self.store, self.codec, cast(Any, self.engine), Settings())
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.teacher.learn_soon(pair.pair_ids)
         self._app = web.Application()
-        services = SimpleNamespace(store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set())
+        services = SimpleNamespace(
+            store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set(), forgetting_stages={}
+        )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
     def forget(self) -> asyncio.Task[web.Response]:

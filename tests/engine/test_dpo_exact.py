@@ -18,7 +18,8 @@ from edged.align.adapter import AdapterState, LoraSpec
 from edged.align.dpo import DpoStep
 from edged.align.member import Member
 from edged.align.pair import TokenPair
-from edged.config import AlignSettings
+from edged.align.suspicion import Past, Suspicion
+from edged.config import AlignSettings, FeedbackSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
 from edged.engine.batch import pack
 from edged.engine.decoder import LayerTap, PagedDecoder
@@ -85,10 +86,12 @@ def take_step(
     preempt_at: tuple[int, ...] = (),
     keep_graph: bool = False,
     broken: str = "",
+    suspicion: Suspicion | None = None,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
+    Every adapter's pairs are judged by `suspicion`.
     """
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
@@ -103,7 +106,7 @@ def take_step(
     for name, state in states.items():
         model.lora.load(slots[name], state.weights, state.spec.scaling)
     free = list(range(1, 80))
-    members = [Member(state, pairs[name], []) for name, state in states.items()]
+    members = [Member(state, pairs[name], [], suspicion) for name, state in states.items()]
     step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
     captured: dict[str, Gradients] = {}
     before = {name: state.tensors() for name, state in states.items()}
@@ -134,9 +137,9 @@ def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
     """Have the mean gradient of the state's next step kept in `into`."""
     take = state.step
 
-    def step(gradients: Gradients, pairs: int) -> float:
+    def step(gradients: Gradients, pairs: int, weight: float, most_norm: float) -> float:
         into[state.name] = {name: (a / pairs, b / pairs) for name, (a, b) in gradients.items()}
-        return take(gradients, pairs)
+        return take(gradients, pairs, weight, most_norm)
 
     state.step = step  # type: ignore[method-assign]
 
@@ -280,7 +283,7 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
         assert member.loss == pytest.approx(value, rel=1e-5)
         assert (member.trained, member.state.version) == (len(own), 2)
         assert member.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
-        assert [pair.pair_id for pair, _, _ in member.outcomes] == [pair.pair_id for pair in own]
+        assert [outcome.pair.pair_id for outcome in member.outcomes] == [pair.pair_id for pair in own]
         for score, other in zip(member.scores, single.scores, strict=True):
             assert (score.adapter, score.pair_id, score.version) == (name, other.pair_id, 1)
             assert score.chosen_logp == pytest.approx(other.chosen_logp, rel=1e-5)
@@ -347,7 +350,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])
         step.group.advance(step.tokens_left)
-        state.step = lambda gradients, n: 0.0  # type: ignore[method-assign]
+        state.step = lambda gradients, n, weight, most_norm: 0.0  # type: ignore[method-assign]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             while not step.finished:
                 step.run_unit()
@@ -374,7 +377,7 @@ def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph
     got, shaken, _ = unit_gradients(
         tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph
     )
-    assert [(pair.pair_id, trained) for pair, _, trained in shaken.outcomes] == [(0, True), (1, True)]
+    assert [(outcome.pair.pair_id, outcome.trained) for outcome in shaken.outcomes] == [(0, True), (1, True)]
     assert len(shaken.scores) == 2
     assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
     for name, gradients in wanted.items():
@@ -389,3 +392,20 @@ def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
     kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep_graph=True)
     assert worst_error(kept, recomputed) <= 1e-5
     assert step.trained == 2
+
+
+@WAYS
+def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, keep_graph: bool) -> None:
+    good = make_pairs(19)
+    # By the reference, the adapter has moved 900 nats to the wrong side.
+    poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
+    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep_graph=keep_graph)
+    suspicion = Suspicion(FeedbackSettings())
+    suspicion.recall(Past(losses=[0.6, 0.7, 0.8, 0.7] * 16), 0.0)
+    mixed = [good[0], poison, good[1]]
+    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep_graph=keep_graph, suspicion=suspicion)
+    assert [outcome.trained for outcome in step.outcomes] == [True, False, True]
+    assert step.outcomes[1].verdict.why.startswith("outlying: its loss is ")
+    assert worst_error(got, wanted) <= 1e-5
+    assert (step.trained, step.loss) == (alone.trained, pytest.approx(alone.loss, rel=1e-5))
+    assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)

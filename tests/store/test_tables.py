@@ -1,4 +1,4 @@
-"""Rows come back as they went in, and nothing grows without bound."""
+"""Rows come back as they went in, and a user can be forgotten."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from edged.store import Store, StoreError, samples
+from edged.store import Store, StoreError
 from edged.store.adapters import Version, forget_adapter, insert_version
 from edged.store.completions import (
-    PRUNE_EVERY,
     Choice,
     completions_of_prompt,
     get_completion,
     insert_completion,
     prompt_key,
-    prune_completions,
 )
 from edged.store.feedback import PairRow, Side, Signal, get_pairs, insert_pair, insert_signal, pair_ids_of
 from tests.store.rows import MOMENT, completion
@@ -31,8 +29,8 @@ def store(tmp_path):
     store.close()
 
 
-def add(store, *completions, keep=1000):
-    for future in [store.write(lambda db, c=c: insert_completion(db, c, keep)) for c in completions]:
+def add(store, *completions):
+    for future in [store.write(lambda db, c=c: insert_completion(db, c)) for c in completions]:
         future.result()
 
 
@@ -105,40 +103,6 @@ def test_completions_of_a_prompt_are_those_of_the_same_learner_newest_first(stor
     found = store.read(lambda db: completions_of_prompt(db, key, "ada", 10))
     assert [c.id for c in found] == ["a4", "a2", "a1"]
     assert [c.id for c in store.read(lambda db: completions_of_prompt(db, key, "ada", 1))] == ["a4"]
-
-
-def test_old_completions_go_except_those_that_feedback_refers_to(store):
-    keep = 10
-    add(store, *(completion(f"c{i}", "x", "y") for i in range(6)), keep=keep)
-    refer(store, "c2")
-    sides = Side("x", (1,), "c3", 0), Side("y", (2,), "c4", 1)
-    store.write(lambda db: insert_pair(db, pair(*sides, "fb-c2"), "key")).result()
-    add(store, *(completion(f"d{i}", "x") for i in range(3 * PRUNE_EVERY)), keep=keep)
-    left = ids(store)
-    assert left[:3] == ["c2", "c3", "c4"]
-    assert left[-keep:] == [f"d{i}" for i in range(3 * PRUNE_EVERY - keep, 3 * PRUNE_EVERY)]
-    assert len(left) <= 3 + keep + PRUNE_EVERY
-    orphans = "SELECT count(*) FROM choices WHERE completion_id NOT IN (SELECT id FROM completions)"
-    assert store.read(lambda db: db.execute(orphans).fetchone()) == (0,)
-
-
-def test_pruning_leaves_exactly_the_newest(store):
-    add(store, *(completion(f"c{i}", "x") for i in range(9)))
-    assert store.write(lambda db: prune_completions(db, 4)).result() == 5
-    assert ids(store) == ["c5", "c6", "c7", "c8"]
-    assert store.write(lambda db: prune_completions(db, 4)).result() == 0
-
-
-def test_iteration_samples_are_bounded(store):
-    values = ("prefill_tokens", "decode_tokens", "finetune_tokens", "finetune_units", "latency_ms", "predicted_ms")
-    sample = dict.fromkeys(values, 1) | {"budget_ms": None, "free_pages": 3}
-
-    def many(db):
-        for _ in range(samples.PRUNE_EVERY * 3 + 7):
-            samples.insert_sample(db, MOMENT, sample, keep=100)
-        return db.execute("SELECT count(*), max(id) FROM iteration_samples").fetchone()
-
-    assert store.write(many).result() == (107, samples.PRUNE_EVERY * 3 + 7)
 
 
 def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):

@@ -43,9 +43,9 @@ class Probe:
         except subprocess.TimeoutExpired:
             self._process.kill()
             text, _ = self._process.communicate()
-        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        device, memory, *_ = [*found, {}, {}]
-        return device, memory
+        found: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        found += [{}, {}]
+        return found[0], found[1]
 
 
 def _device(wanted: str) -> dict[str, Any]:

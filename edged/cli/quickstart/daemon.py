@@ -24,11 +24,22 @@ LOG_LINES = 15
 class TemporaryDaemon:
     """`edged serve` with the demo model on a socket in a new folder; `remove` ends both."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        """`options` are further ones of `edged serve`."""
         self.folder = Path(tempfile.mkdtemp(prefix="edged-quickstart-"))
         self.socket = self.folder / "edged.sock"
         self.log = self.folder / "daemon.log"
-        command = [sys.executable, "-m", "edged.cli", "serve", "--model", "demo", "--socket", str(self.socket)]
+        command = [
+            sys.executable,
+            "-m",
+            "edged.cli",
+            "serve",
+            "--model",
+            "demo",
+            "--socket",
+            str(self.socket),
+            *options,
+        ]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
         with self.log.open("w") as log:
             # A session of its own: Ctrl-C reaches us alone, and we stop the daemon in good order.

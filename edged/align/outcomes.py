@@ -1,0 +1,84 @@
+"""What becomes of the pairs of a step or test that ended: trained, learnt, queued again, or quarantined.
+
+Owns those decisions and the records of them. Must not know steps' units, versions or files.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+from edged.align.held_out import HeldOutTest
+from edged.align.learner import Learner
+from edged.align.member import Member, Outcome
+from edged.align.pair import PairRetired, PairScored, PairState, Record, TokenPair
+
+log = logging.getLogger("edged.align")
+
+
+def retired(pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> PairRetired:
+    """The record of a pair's new state."""
+    return PairRetired(pair.pair_id, pair.adapter, state, version, epochs, reason)
+
+
+def of_step(learner: Learner, member: Member, version: int, epochs: int) -> list[PairRetired]:
+    """A step's pairs, of which each is to be trained on `epochs` times, go where they belong."""
+    judged = [(outcome.pair, outcome.loss, outcome.verdict) for outcome in member.outcomes]
+    learner.suspicion.learn(judged, member.grad_norm)
+    return [_of_pair(learner, outcome, version, epochs, member.strange) for outcome in member.outcomes]
+
+
+def _of_pair(learner: Learner, outcome: Outcome, version: int, epochs: int, strange: str) -> PairRetired:
+    pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
+    why = outcome.verdict.why or (strange if outcome.trained else "")
+    if why:
+        return retired(pair, "quarantined", version, pair.epochs_done, why)
+    if outcome.trained and done < epochs:
+        learner.queue.append(replace(pair, epochs_done=done))
+        return retired(pair, "queued", version, done)
+    ended: PairState = "trained" if outcome.trained else "learnt"
+    learner.replay.append(replace(pair, epochs_done=done, state=ended))
+    reason = "" if outcome.trained else f"loss {outcome.loss:.4f} is under align.loss_threshold"
+    return retired(pair, ended, version, done, reason)
+
+
+def of_burst(learner: Learner, member: Member, version: int, now: float) -> list[PairRetired]:
+    """A burst is quarantined: the step's pairs, and all that are as new. `now` in seconds."""
+    pairs = [*member.fresh, *learner.hold_burst(now)]
+    log.warning("%d pairs of %s are quarantined (%s)", len(pairs), learner.name, member.burst)
+    return [retired(pair, "quarantined", version, pair.epochs_done, member.burst) for pair in pairs]
+
+
+def of_sick(learner: Learner, member: Member, version: int) -> list[PairRetired]:
+    """The pairs whose loss alone is not finite are quarantined, the others queued again; nothing when all are such."""
+    sick = {outcome.pair.pair_id: outcome.loss for outcome in member.outcomes if not math.isfinite(outcome.loss)}
+    if not 0 < len(sick) < len(member.fresh):
+        return []
+    records = []
+    for pair in reversed(member.fresh):
+        if pair.pair_id in sick:
+            reason = f"outlying: its loss is {sick[pair.pair_id]}"
+            records.append(retired(pair, "quarantined", version, pair.epochs_done, reason))
+        else:
+            learner.queue.appendleft(pair)
+    return records
+
+
+def of_test(learner: Learner, test: HeldOutTest) -> tuple[list[PairScored], list[Record]]:
+    """(scores that a judgement may use, records): new held-out pairs that are outlying are quarantined."""
+    used: list[PairScored] = []
+    records: list[Record] = []
+    for scored in test.scores:
+        pair = learner.held_out.get(scored.pair_id)
+        new = scored.pair_id in learner.unscored
+        first = replace(scored, split="prequential", kl_nats=None)
+        why = learner.suspicion.judge(pair, scored.loss).why if pair is not None and new else ""
+        if pair is not None and why:
+            learner.drop({pair.pair_id})
+            records += [first, retired(pair, "quarantined", test.version, 0, why)]
+            continue
+        used.append(scored)
+        records += [scored, first] if new else [scored]
+    learner.unscored -= {scored.pair_id for scored in used}
+    return used, records

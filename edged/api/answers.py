@@ -1,0 +1,264 @@
+"""What the routes answer: the JSON bodies as models, from which the OpenAPI document is made.
+
+Owns the names and types of the answers' fields. Must not know how they come about: `edged.api.wire` and the routes make
+them as plain dicts, and `tests/api/test_openapi.py` holds the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Answer(BaseModel):
+    """An answer may say more than is written here, never less."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Answer):
+    """What went wrong: a sentence, its kind, the field at fault, a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Answer):
+    """The answer of every status from 400 on."""
+
+    error: ErrorDetail
+
+
+class PromptTokenDetails(_Answer):
+    """Of the prompt's tokens, whose K/V were there already."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Tokens over all choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokenDetails
+
+
+class TokenAlternative(_Answer):
+    """A token with its log-probability (natural logarithm) and its bytes."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class TokenLogprobs(TokenAlternative):
+    """A sampled token, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(_Answer):
+    """Log-probabilities of a chat's answer."""
+
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class AssistantMessage(_Answer):
+    """The answer's text."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class _Completion(_Answer):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default", "flex"]
+    usage: Usage
+
+
+class ChatCompletion(_Completion):
+    """OpenAI's chat completion. `system_fingerprint` names the weights: ADAPTER@VERSION, or base."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextLogprobs(_Answer):
+    """Four parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+class TextChoice(_Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(_Completion):
+    """OpenAI's text completion."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Model(_Answer):
+    """The base model, or the same with a user's adapter; `max_model_len` is the context in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    parent: str | None
+    adapter: str | None
+
+
+class ModelList(_Answer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class FeedbackTaken(_Answer):
+    """Feedback that is on disk, and the pairs that follow from it."""
+
+    id: str
+    object: Literal["feedback"]
+    pair_ids: list[int]
+    reason: str | None
+    duplicate: bool
+
+
+class Adapter(_Answer):
+    """What was learned for one user; means are None where there is nothing to take them over."""
+
+    adapter: str
+    version: int
+    pairs_seen: int
+    pairs_trained: int
+    pairs_queued: int
+    pairs_held_out: int
+    win_rate: float | None
+    clpd: float | None
+    reward_accuracy: float | None
+    reward_margin: float | None
+    loss: float | None
+
+
+class AdapterList(_Answer):
+    """Every adapter."""
+
+    adapters: list[Adapter]
+
+
+class AdapterVersion(_Answer):
+    """One published version; `step_s` is the wall time of the step that made it, in seconds."""
+
+    version: int
+    created_at: str
+    parent: int
+    reason: str
+    pairs: int
+    loss: float | None
+    grad_norm: float | None
+    step_s: float
+    path: str | None
+    on_disk: bool
+
+
+class AdapterDetail(Adapter):
+    """One adapter with its versions, newest first, and a row for each of its latest pairs, oldest first."""
+
+    versions: list[AdapterVersion]
+    series: list[dict[str, Any]]
+
+
+class RolledBack(_Answer):
+    """`version` is served now, with the weights of `restored`."""
+
+    adapter: str
+    version: int
+    restored: int
+
+
+class Exported(_Answer):
+    """Where a version lies, as a PEFT folder."""
+
+    adapter: str
+    version: int
+    path: str
+
+
+class Forgotten(_Answer):
+    """What was deleted, by table."""
+
+    adapter: str
+    forgotten: Literal[True]
+    rows_deleted: dict[str, int]
+
+
+class Status(_Answer):
+    """What the daemon does; `degraded` has a sentence for everything that is not as it should be."""
+
+    version: str
+    phase: Literal["loading", "ready", "draining"]
+    uptime_s: float
+    degraded: list[str]
+    open_requests: int
+    queue: dict[str, int]
+    rates: dict[str, float]
+    latency: dict[str, Any]
+    totals: dict[str, float]
+    model: dict[str, Any]
+    pages: dict[str, int]
+    prefix: dict[str, Any]
+    finetune: dict[str, Any]
+    device: dict[str, Any]
+
+
+class Health(_Answer):
+    """The process should be left alone."""
+
+    status: Literal["ok"]
+    phase: Literal["loading", "ready", "draining"]
+
+
+class Ready(_Answer):
+    """Completions are served."""
+
+    status: Literal["ready"]
+
+
+class Document(_Answer):
+    """The OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]

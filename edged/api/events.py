@@ -1,0 +1,96 @@
+"""`GET /v1/events`: what the daemon does, as server-sent events.
+
+Owns the route and the shape of its bytes. Must not know where events come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+
+from aiohttp import web
+
+from edged.api import wire
+from edged.api.access import caller_of
+from edged.api.errors import ApiError, bad_request
+from edged.api.feed import EVENTS, MOST_BACKLOG, Event, Reader
+from edged.api.services import LIFECYCLE, services_of
+from edged.api.status import visible
+
+_HEARTBEAT_S = 15.0
+_HEARTBEAT = b": still here\n\n"
+_MOST_READERS = 64
+_RETRY = b"retry: 2000\n\n"
+"""Milliseconds after which a browser that lost the stream comes back."""
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
+    feed = services_of(request).feed
+    wants, backlog = _wants(request), _backlog(request)
+    if feed.readers >= _MOST_READERS:
+        raise ApiError(
+            429, f"{_MOST_READERS} clients read events already", code="too_many_readers", kind="rate_limit_error"
+        )
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    reader = Reader(wants, caller_of(request).speaks_for, lambda: _cut(request))
+    await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
+    try:
+        await response.write(_RETRY)
+        while data := await _next(reader):
+            await response.write(data)
+    except ConnectionResetError:
+        # The client left, or read so slowly that it was cut off.
+        pass
+    finally:
+        feed.leave(reader)
+    return response
+
+
+async def close_streams(app: web.Application) -> None:
+    """End all streams: the daemon stops."""
+    services = app[LIFECYCLE].services
+    if services is not None:
+        services.feed.close()
+
+
+async def _next(reader: Reader) -> bytes:
+    """The next bytes to send; empty when the stream ends."""
+    try:
+        event = await asyncio.wait_for(reader.next(), _HEARTBEAT_S)
+    except TimeoutError:
+        return _HEARTBEAT
+    if event is None:
+        return b""
+    if event.name == "status":
+        event = Event("status", visible(event.data, reader.sees))
+    return _encoded(event)
+
+
+@lru_cache(maxsize=4)
+def _encoded(event: Event) -> bytes:
+    """An event's bytes: the same for all its readers, who take it at about the same time."""
+    head = f"id: {event.id}\n" if event.id else ""
+    return f"{head}event: {event.name}\ndata: {wire.dumps(event.data)}\n\n".encode()
+
+
+def _cut(request: web.Request) -> None:
+    """What waits in the connection is lost: a reader that stands still would never take it."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _wants(request: web.Request) -> frozenset[str]:
+    named = request.query.get("events")
+    wants = frozenset(EVENTS if named is None else named.split(","))
+    if unknown := sorted(wants.difference(EVENTS)):
+        raise bad_request(f'events = "{unknown[0][:40]}": use some of {", ".join(EVENTS)}, with commas', "events")
+    return wants
+
+
+def _backlog(request: web.Request) -> int:
+    text = request.query.get("backlog", "0")
+    if not (text.isascii() and text.isdigit() and int(text[:9]) <= MOST_BACKLOG):
+        raise bad_request(f'backlog = "{text[:40]}" is not a number from 0 to {MOST_BACKLOG}', "backlog")
+    return int(text[:9])

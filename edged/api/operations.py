@@ -1,0 +1,91 @@
+"""What each route takes and answers, for the OpenAPI document.
+
+Owns that table. A new route gets its line here; `tests/api/test_openapi.py` names those that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from edged.api import answers, schemas
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+LINES = "application/jsonl"
+
+_STRING: dict[str, Any] = {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    `answer` is the model of a JSON answer; `media` are other media types of status 200. `body` models are alternatives.
+    `errors` are the statuses beyond those that every route has.
+    """
+
+    summary: str
+    answer: type[BaseModel] | None = None
+    body: tuple[type[BaseModel], ...] = ()
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+
+
+def _limit(most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        "An answer to a conversation",
+        answers.ChatCompletion,
+        (schemas.ChatRequest,),
+        media=(EVENTS,),
+        errors=(404,),
+    ),
+    ("POST", "/v1/completions"): Operation(
+        "A continuation of a text",
+        answers.TextCompletion,
+        (schemas.CompletionRequest,),
+        media=(EVENTS,),
+        errors=(404,),
+    ),
+    ("GET", "/v1/models"): Operation("The base model, and one model for each adapter", answers.ModelList),
+    ("GET", "/v1/models/{id}"): Operation("One model", answers.Model, errors=(404,)),
+    ("POST", "/v1/feedback"): Operation(
+        "Take a signal or a pair; 200 means that it is on disk",
+        answers.FeedbackTaken,
+        (schemas.SignalRequest, schemas.PairRequest),
+        errors=(404,),
+    ),
+    ("GET", "/v1/feedback"): Operation(
+        "All pairs, or those of one user, as JSON lines",
+        media=(LINES,),
+        query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
+    ),
+    ("GET", "/v1/adapters"): Operation("Every adapter with its means", answers.AdapterList),
+    ("GET", "/v1/adapters/{name}"): Operation(
+        "One adapter with its versions and pairs",
+        answers.AdapterDetail,
+        query={"limit": _limit(100_000)},
+        errors=(404,),
+    ),
+    ("DELETE", "/v1/adapters/{name}"): Operation(
+        "Forget an adapter and everything that came from its user", answers.Forgotten, errors=(404,)
+    ),
+    ("POST", "/v1/adapters/{name}/rollback"): Operation(
+        "Serve an earlier version again", answers.RolledBack, (schemas.RollbackRequest,), errors=(404,)
+    ),
+    ("GET", "/v1/adapters/{name}/export"): Operation(
+        "Where the newest version on disk lies", answers.Exported, errors=(404, 409)
+    ),
+    ("GET", "/v1/status"): Operation("What the daemon does", answers.Status),
+    ("GET", "/healthz"): Operation("Whether the process should be left alone", answers.Health),
+    ("GET", "/readyz"): Operation("Whether completions are served", answers.Ready),
+    ("GET", "/openapi.json"): Operation("This document", answers.Document),
+}

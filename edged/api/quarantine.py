@@ -1,0 +1,78 @@
+"""`GET /v1/quarantine` and `POST /v1/quarantine/{pair}`: pairs that look poisoned, and what somebody decides.
+
+Owns these routes. Must not know why a pair looks poisoned. Who may call them is the application's matter; that a caller
+decides about no other user's pair is checked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.api import wire
+from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.schemas import QuarantineRequest, parse_json, validate
+from edged.api.services import services_of
+from edged.config import USER_NAME
+from edged.store import quarantine, utc_now, utc_text
+
+_MOST = 500
+"""Pairs that one answer lists."""
+
+
+async def list_quarantined(request: web.Request) -> web.Response:
+    """The newest pairs that wait for a decision (of `?user=NAME`), and how many there are."""
+    services = services_of(request)
+    user = request.query.get("user")
+    if user is not None and not USER_NAME.fullmatch(user):
+        raise bad_request(f'"{user[:80]}" cannot name a user', "user")
+    caller = request.get("caller")
+    if caller is not None and not caller.may("admin") and not (user and caller.speaks_for(user)):
+        raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own", kind="permission_error")
+
+    def read(db: Database) -> dict[str, Any]:
+        found = quarantine.quarantined(db, user, _MOST)
+        return {"pairs": found, "count": quarantine.count_quarantined(db, user)}
+
+    body = await asyncio.to_thread(services.store.read, read)
+    return web.json_response(body, dumps=wire.dumps)
+
+
+async def decide(request: web.Request) -> web.Response:
+    """Release a pair, which is learned from then, or drop it."""
+    services, pair_id = services_of(request), _pair_id(request)
+    body = validate(QuarantineRequest, parse_json(await request.read()))
+    owner = await asyncio.to_thread(services.store.read, lambda db: quarantine.owner_of(db, pair_id))
+    caller = request.get("caller")
+    if owner is None or (caller is not None and not (caller.may("admin") or caller.speaks_for(owner[0]))):
+        # Whether another user's pair is there is not for everybody to know.
+        raise not_found(f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
+    adapter, decision = owner[0], "released" if body.action == "release" else "dropped"
+
+    def write(db: Database) -> tuple[bool, int]:
+        decided = quarantine.decide(
+            db, pair_id, "released" if decision == "released" else "dropped", utc_text(utc_now())
+        )
+        return decided, quarantine.count_quarantined(db, adapter)
+
+    decided, left = await asyncio.shield(asyncio.wrap_future(services.store.write(write)))
+    if not decided:
+        raise ApiError(
+            409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
+        )
+    if not left:
+        services.engine.calm(adapter)
+    if decision == "released":
+        services.teacher.learn_soon((pair_id,))
+    answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
+    return web.json_response(answer, dumps=wire.dumps)
+
+
+def _pair_id(request: web.Request) -> int:
+    text = request.match_info["pair"]
+    if not (text.isascii() and text.isdigit() and len(text) < 18):
+        raise not_found(f'"{text[:40]}" is not the number of a pair: see GET /v1/quarantine', "pair", "unknown_pair")
+    return int(text)

@@ -1,0 +1,141 @@
+"""The daemon under a soak: its process, its folder, its orders, and what it holds.
+
+Owns that process' life. Must not know which fault is due or what is asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edged.cli.client import Address, Client, DaemonError
+
+_READY_S = 120.0
+_STOP_S = 60.0
+MARKER = 5
+"""The token whose activations are NaN: no text has it alone, and answers are biased against it."""
+_SETTINGS = {
+    "STORE__SAVE_EVERY_S": "1",
+    "ALIGN__REPLAY_SHARE": "0",
+    "GUARD__HELD_OUT_SHARE": "0",
+    "SERVING__ON_UPDATE": "pin",
+    "API__LISTEN": "127.0.0.1:0",
+    "CACHE__MEMORY_MB": "24",
+    "ALIGN__MAX_LOADED_ADAPTERS": "6",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the process holds: resident bytes, open files, threads."""
+
+    at_s: float
+    rss_bytes: int
+    files: int
+    threads: int
+
+
+class Subject:
+    """A daemon with the demo model in `folder`, on a small disk of its own where one can be mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.socket, self.data = folder, folder / "edged.sock", folder / "data"
+        self._orders, self._log = folder / "orders.sock", folder / "log"
+        self.data.mkdir(parents=True, exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", "size=192m", "tmpfs", str(self.data)]
+        self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._orders.unlink(missing_ok=True)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
+        places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
+        settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
+        command = [sys.executable, "-m", "edged.bench.soak.inject", str(self._orders), str(MARKER)]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **settings}, start_new_session=True)
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError with the end of the log when it never is."""
+        end = time.monotonic() + _READY_S
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(DaemonError), self.client() as client:
+                client.get("/readyz")
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the daemon is not ready; its log ends with:\n{self.log[-3000:]}")
+
+    @property
+    def log(self) -> str:
+        """All that its lives have said."""
+        return self._log.read_text(errors="replace")
+
+    def client(self) -> Client:
+        """A connection."""
+        return Client(Address(sockets=(self.socket,)), timeout_s=60.0)
+
+    def status(self) -> dict[str, Any]:
+        """`GET /v1/status`."""
+        with self.client() as client:
+            found: dict[str, Any] = client.get("/v1/status")
+            return found
+
+    def order(self, **fault: Any) -> None:
+        """Have a fault."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as orders:
+            orders.sendto(json.dumps(fault).encode(), str(self._orders))
+
+    def kill_and_restart(self) -> None:
+        """kill -9, and a new one."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._start()
+        self.wait_until_ready()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code, or the signal that it took."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def second_daemon(self) -> int:
+        """The exit code of another daemon on the same folder."""
+        environment = {**os.environ, "EDGED_STORE__DATA_DIR": str(self.data), "EDGED_API__SOCKET": f"{self.socket}2"}
+        command = [sys.executable, "-m", "edged.cli", "serve"]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=_READY_S).returncode
+
+    @property
+    def tcp_port(self) -> int:
+        """Where it listens."""
+        connections = psutil.Process(self.process.pid).net_connections("tcp")
+        return next(item.laddr.port for item in connections if item.status == psutil.CONN_LISTEN)
+
+    def held(self) -> Held:
+        """What it holds now."""
+        process = psutil.Process(self.process.pid)
+        with process.oneshot():
+            return Held(time.monotonic(), process.memory_info().rss, process.num_fds(), process.num_threads())
+
+    def remove(self) -> None:
+        """End what is left of it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.small_disk:
+            subprocess.run(["umount", "-l", str(self.data)], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)

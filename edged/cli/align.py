@@ -1,0 +1,153 @@
+"""`edged align rebuild`: an adapter trained again from its pairs, beside the one that was learned while serving."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import click
+
+from edged.cli.client import Client, DaemonError, NotRunning
+from edged.cli.options import json_option, with_client
+from edged.cli.output import make_console, number, percent, print_json, show_progress
+
+if TYPE_CHECKING:
+    from edged.rebuild.rebuild import Comparison, Rebuild
+
+
+@click.group()
+def align() -> None:
+    """What was learned, looked at again."""
+
+
+@align.command()
+@click.argument("user")
+@click.option("--epochs", type=click.IntRange(1), help="Times that a pair is trained on; default: align.epochs.")
+@click.option("--lr", type=click.FloatRange(0.0, min_open=True), help="Step size; default: align.learning_rate.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="PEFT folder to write.")
+@click.option("--adopt", is_flag=True, help="Serve the rebuilt adapter, as a new version.")
+@click.option("--model", "-m", metavar="DIR", help="The daemon's --model.")
+@click.option("--data-dir", metavar="DIR", help="The daemon's --data-dir.")
+@click.option(
+    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="Its settings [EDGED_CONFIG]."
+)
+@json_option
+@with_client
+def rebuild(
+    client: Client,
+    user: str,
+    epochs: int | None,
+    lr: float | None,
+    seed: int,
+    output: Path | None,
+    adopt: bool,
+    model: str | None,
+    data_dir: str | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Train USER's adapter anew with TRL's DPOTrainer, and compare.
+
+    All stored pairs that the online adapter was trained on are shuffled and learned from the untrained adapter on, with
+    the settings' LoRA, beta and step size. Nothing is served differently unless --adopt says so. A daemon may run
+    meanwhile; the base model is then loaded a second time.
+    """
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
+    settings, work = _prepare(user, model, data_dir, config)
+    from edged.rebuild.stored import RebuildError
+    from edged.rebuild.training import Recipe
+
+    recipe = Recipe(epochs or settings.align.epochs, lr or settings.align.learning_rate, seed)
+    result = work.train(recipe, lambda step, of, loss: show_progress(f"step {step} of {of}, loss {loss:.3f}"))
+    if sys.stderr.isatty():
+        show_progress("")
+    version = None
+    with tempfile.TemporaryDirectory(prefix="edged-") as scratch:
+        folder = output or Path(scratch)
+        if output is not None or adopt:
+            work.save(folder)
+        if not as_json:
+            _show(result)
+        if adopt:
+            try:
+                version = _adopt(client, work, folder)
+            except RebuildError as error:
+                raise DaemonError(str(error)) from None
+    if as_json:
+        return print_json({**result.as_dict(), "output": output and str(output), "adopted_version": version})
+    if output is not None:
+        click.echo(f"the rebuilt adapter is in {output}")
+    if version is not None:
+        return click.echo(f"{user} has version {version} now, the rebuilt one")
+    return click.echo(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
+
+
+def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | None) -> tuple[Any, Rebuild]:
+    """The settings, and the rebuild with its base model loaded. Raises DaemonError."""
+    from edged.config import ConfigError, load_settings
+
+    try:
+        settings = load_settings(config, overrides={"model.path": model, "store.data_dir": data_dir})
+    except ConfigError as error:
+        raise DaemonError(str(error)) from None
+    from edged.daemon import ModelMissing, find_model
+    from edged.engine.model import ModelRefused
+    from edged.engine.text import CodecError
+    from edged.rebuild.stored import RebuildError
+    from edged.rebuild.training import check_trl
+    from edged.store.folder import data_folder
+
+    try:
+        check_trl()
+        model_dir, name = find_model(settings.model)
+        from edged.rebuild.rebuild import Rebuild
+
+        return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
+    except (RebuildError, ModelMissing, ModelRefused, CodecError) as error:
+        raise DaemonError(str(error)) from None
+
+
+def _adopt(client: Client, work: Rebuild, folder: Path) -> int:
+    """Publish the adapter through the daemon, or in its folder while it is stopped; the version's number."""
+    import io
+    import tarfile
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            tar.add(folder / name, arcname=name)
+    try:
+        path = f"/v1/adapters/{quote(work.adapter, safe='')}/import?reason=rebuilt"
+        return int(client.upload(path, packed.getvalue(), "application/x-tar")["version"])
+    except NotRunning:
+        return work.publish(folder)
+
+
+def _show(result: Comparison) -> None:
+    from rich.table import Table
+
+    rows = (
+        ("reward accuracy", lambda score: percent(score.reward_accuracy)),
+        ("reward margin", lambda score: number(score.reward_margin, 3)),
+        ("win rate", lambda score: percent(score.win_rate)),
+        ("CLPD", lambda score: number(score.clpd, 2, "nats")),
+        ("KL to the base", lambda score: number(score.kl_nats, 4, "nats/token")),
+    )
+    title = f"{result.adapter}: online version {result.online_version}, rebuilt with {result.steps} steps"
+    table = Table("pairs", "", "online", "rebuilt", title=title, title_justify="left")
+    for key, name in (("held_out", "held out"), ("learned", "learned")):
+        online, rebuilt = result.online[key], result.rebuilt[key]
+        for index, (label, show) in enumerate(rows):
+            if online is not None and rebuilt is not None:
+                table.add_row(f"{name} ({online.pairs})" if index == 0 else "", label, show(online), show(rebuilt))
+    console = make_console()
+    console.print(table)
+    if result.online["held_out"] is None:
+        console.print("no pair is held out: what both were trained on says little about either")
+    console.print(f"the same greedy tokens: {percent(result.agreement)}")

@@ -1,0 +1,153 @@
+"""`edged backup` and `edged restore`: everything that was learned and stored, as one file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edged.cli.client import Client, DaemonError, NotRunning
+from edged.cli.options import json_option, with_client
+from edged.cli.output import number, print_json, show_progress, size
+
+if TYPE_CHECKING:
+    from edged.store.restore import Contents
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--verify", "only_verify", is_flag=True, help="Check a backup that is there; make none.")
+@click.option(
+    "--all-versions", is_flag=True, help="Every version on disk, to roll back to; else each adapter's newest."
+)
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Folder of a daemon that is stopped.")
+@click.option(
+    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="Its settings [EDGED_CONFIG]."
+)
+@json_option
+@with_client
+def backup(
+    client: Client,
+    file: Path,
+    only_verify: bool,
+    all_versions: bool,
+    data_dir: Path | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Write database, adapters, profiles and settings to FILE, a tar (.gz: compressed).
+
+    A running daemon goes on serving and learning meanwhile; of one that is stopped, the data folder is read.
+    The file is read again and checked before the command ends.
+    """
+    from edged.store.backup import BackupError, write_file
+    from edged.store.restore import verify
+
+    try:
+        if not only_verify:
+            with _chunks(client, data_dir, config, all_versions) as (total, chunks):
+                write_file(_watched(chunks, total, quiet=as_json), file)
+        contents = verify(file)
+    except BackupError as error:
+        raise DaemonError(str(error)) from None
+    except OSError as error:
+        raise DaemonError(f"{file} cannot be written: {error.strerror or error}") from None
+    if as_json:
+        return print_json(_summary(file, contents))
+    return click.echo(f"{file}: {_described(file, contents)}; verified")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--data-dir", required=True, type=click.Path(path_type=Path), help="Folder to make.")
+@click.option("--force", is_flag=True, help="Put a folder with data aside, and this in its place.")
+@json_option
+def restore(file: Path, data_dir: Path, force: bool, as_json: bool) -> None:
+    """Make a data folder of the backup FILE, while the daemon is stopped.
+
+    Everything is checked before the folder appears.
+    """
+    from edged.store.backup import CONFIG_FILE, BackupError
+    from edged.store.restore import restore as put
+
+    try:
+        contents, aside = put(file, data_dir, force)
+    except BackupError as error:
+        raise DaemonError(str(error)) from None
+    if as_json:
+        return print_json({**_summary(file, contents), "data_dir": str(data_dir), "aside": aside and str(aside)})
+    click.echo(f"{data_dir}: {_described(file, contents)}")
+    if aside is not None:
+        click.echo(f"what was there is in {aside}")
+    return click.echo(f"start with: edged serve --data-dir {data_dir} (its settings were: {data_dir / CONFIG_FILE})")
+
+
+@contextmanager
+def _chunks(
+    client: Client, data_dir: Path | None, config: Path | None, all_versions: bool
+) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """The backup's size and bytes, from the daemon or, where none runs, from the folder."""
+    if data_dir is None:
+        try:
+            yield client.download("/v1/backup?versions=all" if all_versions else "/v1/backup")
+            return
+        except NotRunning as error:
+            stopped = str(error)
+    else:
+        stopped = ""
+    from edged.config import ConfigError, load_settings
+    from edged.config_text import to_toml, without_secrets
+    from edged.store.backup import BackupError, staged, stream, total_bytes
+    from edged.store.folder import DATABASE_FILE, data_folder
+    from edged.store.lock import FolderLock, FolderTaken
+
+    try:
+        settings = load_settings(config)
+        folder = (data_dir or data_folder(settings.store.data_dir, os.environ)).expanduser()
+        if not (folder / DATABASE_FILE).is_file():
+            also = f"{stopped}; and its " if stopped else ""
+            raise BackupError(f'{also}data folder "{folder}" has no {DATABASE_FILE}: there is nothing to back up')
+        lock = FolderLock(folder)
+    except (ConfigError, FolderTaken) as error:
+        raise DaemonError(str(error)) from None
+    try:
+        with staged(folder, to_toml(without_secrets(settings)), lambda: None, all_versions) as stage:
+            yield total_bytes(stage), stream(stage, folder)
+    finally:
+        lock.release()
+
+
+def _watched(chunks: Iterator[bytes], total: int, quiet: bool) -> Iterator[bytes]:
+    """The chunks; on a terminal, how many there were."""
+    done = 0
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk)
+        if not quiet and sys.stderr.isatty():
+            show_progress(f"{size(min(done, total))} of {size(total)}")
+    if not quiet and sys.stderr.isatty():
+        show_progress("")
+
+
+def _summary(file: Path, contents: Contents) -> dict[str, Any]:
+    manifest = contents.manifest
+    return {
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        **{key: manifest[key] for key in ("edged", "created_at", "data_dir", "adapters")},
+        "files": len(manifest["files"]),
+        "rows": contents.rows,
+    }
+
+
+def _described(file: Path, contents: Contents) -> str:
+    manifest, rows = contents.manifest, contents.rows
+    return (
+        f"{size(file.stat().st_size)} of {manifest['created_at'][:19]}, {number(rows.get('completions', 0))} "
+        f"completions, {number(rows.get('pairs', 0))} pairs, {number(len(manifest['adapters']))} adapter versions"
+    )

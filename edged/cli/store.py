@@ -1,0 +1,74 @@
+"""`edged store`: the database's size and contents, and keeping it in order now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from edged.cli.client import Client
+from edged.cli.options import json_option, with_client
+from edged.cli.output import make_console, number, print_json, size
+
+
+@click.group()
+def store() -> None:
+    """The database: what it holds, how large it is."""
+
+
+@store.command()
+@json_option
+@with_client
+def status(client: Client, as_json: bool) -> None:
+    """Size, rows by table, the oldest completion."""
+    data = client.get("/v1/store")
+    return print_json(data) if as_json else _show(data)
+
+
+@store.command()
+@json_option
+@with_client
+def prune(client: Client, as_json: bool) -> None:
+    """Delete now what the settings no longer keep.
+
+    The daemon does this by itself every ten minutes.
+    """
+    data = client.post("/v1/store/prune", {})
+    if as_json:
+        return print_json(data)
+    deleted = ", ".join(f"{number(count)} of {table}" for table, count in data["deleted"].items() if count)
+    return click.echo(f"deleted: {deleted or 'nothing'}; {size(data['store']['used_bytes'])} are in use")
+
+
+@store.command()
+@json_option
+@with_client
+def vacuum(client: Client, as_json: bool) -> None:
+    """Rewrite the database without free space.
+
+    Answers go on; what is to be stored waits until it is done. It needs room for a second copy on the disk.
+    """
+    data = client.post("/v1/store/vacuum", {})
+    if as_json:
+        return print_json(data)
+    return click.echo(f"{size(data['bytes_before'])} before, {size(data['bytes_after'])} now")
+
+
+def _show(data: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    console = make_console()
+    console.print(f"{data['path']}: {describe(data)}")
+    table = Table("table", "rows", "deleted since the start")
+    for name, count in data["rows"].items():
+        table.add_row(name, number(count), number(data["deleted"].get(name, 0)))
+    console.print(table)
+
+
+def describe(data: dict[str, Any]) -> str:
+    """The database in one line."""
+    most = f" of at most {size(data['max_bytes'])}" if data["max_bytes"] else ""
+    oldest = data["oldest_completion"]
+    since = f" since {oldest[:10]}" if oldest else ""
+    log = f", {size(data['log_bytes'])} of log" if data["log_bytes"] else ""
+    return f"{size(data['used_bytes'])}{most}{log}, {number(data['rows']['completions'])} completions{since}"

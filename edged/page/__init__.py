@@ -1,0 +1,67 @@
+"""The page that shows and talks to the daemon in a browser: its files, and the chart library's.
+
+Owns which files there are and their types. Must not know HTTP routes; the page itself uses the public API alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+INDEX = "index.html"
+CHARTS = "plotly.js"
+"""The chart library's name here; its file comes with its own package."""
+NAMES = (
+    INDEX,
+    "page.css",
+    "main.js",
+    "answers.js",
+    "api.js",
+    "box.js",
+    "chat.js",
+    "curves.js",
+    "learning.js",
+    "text.js",
+    "timeline.js",
+    CHARTS,
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_COMPRESSION = 6
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file as it is sent: compressed, with its media type and a tag that changes with its content."""
+
+    body_gzip: bytes
+    media_type: str
+    tag: str
+
+    def plain(self) -> bytes:
+        """Its content as it is."""
+        return gzip.decompress(self.body_gzip)
+
+
+@cache
+def page_file(name: str) -> PageFile:
+    """A file by its name, one of NAMES; the chart library takes a fraction of a second the first time."""
+    content = _content(name)
+    return PageFile(
+        body_gzip=gzip.compress(content, _COMPRESSION, mtime=0),
+        media_type=_TYPES[name.rsplit(".", 1)[-1]],
+        tag=hashlib.sha256(content).hexdigest()[:32],
+    )
+
+
+def _content(name: str) -> bytes:
+    if name == CHARTS:
+        # Found without importing it: only this file of it is of use.
+        package = find_spec("plotly")
+        assert package is not None
+        return (Path(package.origin or "").parent / "package_data" / "plotly.min.js").read_bytes()
+    return (files(__package__) / name).read_bytes()

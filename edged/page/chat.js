@@ -1,0 +1,180 @@
+// The conversation: who speaks, what was said, and the answer under way.
+
+import { AnswerGroup } from "./answers.js";
+import { answerEvents, ApiError } from "./api.js";
+import { announce, byId, h, setText } from "./text.js";
+
+const USER_NAME = /^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$/;
+const REMEMBERED = "edged-user";
+const FIRST_USER = "guest";
+
+const conversation = byId("conversation");
+const question = byId("question");
+const userField = byId("user");
+
+/** Turns of the conversation: {question} or {group}. */
+let turns = [];
+let running = null;
+let versions = {};
+
+/** The user that the chat speaks as; "" is nobody, null a name that cannot be one. */
+export function speaker() {
+  const name = userField.value.trim();
+  return !name || USER_NAME.test(name) ? name : null;
+}
+
+/** The adapters that there are, with their versions, for the user box. */
+export function showAdapters(current) {
+  versions = current;
+  const names = Object.keys(current).sort();
+  const list = byId("users");
+  if (names.join() !== Array.from(list.children, (option) => option.value).join()) {
+    list.replaceChildren(...names.map((name) => h("option", { value: name })));
+  }
+  showServing();
+}
+
+/** Wire the chat up; `changed` hears when the speaker changes. */
+export function startChat(changed) {
+  userField.value = localStorage.getItem(REMEMBERED) ?? FIRST_USER;
+  userField.addEventListener("input", () => {
+    const name = speaker();
+    byId("user-problem").hidden = name !== null;
+    userField.setAttribute("aria-invalid", name === null);
+    setText(byId("user-problem"), name === null ? "A name has 1 to 64 letters, digits, . _ @ or -, the first a letter or digit." : "");
+    if (name !== null) localStorage.setItem(REMEMBERED, name);
+    showServing();
+  });
+  userField.addEventListener("change", () => speaker() && changed(speaker()));
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  byId("stop").addEventListener("click", stop);
+  byId("clear").addEventListener("click", clear);
+  question.addEventListener("input", fit);
+  question.addEventListener("keydown", composerKey);
+  conversation.addEventListener("keydown", conversationKey);
+  showServing();
+}
+
+function showServing() {
+  const name = speaker();
+  const shown = name ? (versions[name] ? `${name}@${versions[name]}` : "base, learning") : "base";
+  setText(byId("serving"), name === null ? "" : shown);
+}
+
+function composerKey(event) {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    send();
+  } else if (event.key === "Escape") {
+    stop();
+  } else if (event.key === "ArrowUp" && !question.value) {
+    const latest = turns.findLast((turn) => turn.group)?.group.element;
+    const target = latest?.querySelector(".tools:not([hidden]) button:not([hidden])") ?? conversation;
+    event.preventDefault();
+    target.focus();
+  }
+}
+
+function conversationKey(event) {
+  if (event.target.matches("textarea, input") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") {
+    stop();
+    question.focus();
+    return;
+  }
+  const around = turns.find((turn) => turn.group?.element.contains(event.target)) ?? turns.findLast((turn) => turn.group);
+  if (around?.group.press(event.key)) event.preventDefault();
+}
+
+function fit() {
+  question.rows = Math.min(6, Math.max(1, question.value.split("\n").length, Math.ceil(question.value.length / 60)));
+}
+
+function send() {
+  const text = question.value.trim();
+  if (!text || running || speaker() === null) return;
+  byId("welcome")?.remove();
+  // A question that got no answer is not part of the conversation.
+  if (turns.at(-1)?.question !== undefined) turns.pop();
+  turns.push({ question: text });
+  conversation.append(h("article", { class: "turn question", "aria-label": "You" }, h("p", { class: "text" }, text)));
+  question.value = "";
+  fit();
+  answer();
+}
+
+/** The conversation so far as the API wants it. */
+function messages() {
+  return turns.map((turn) => (turn.group ? { role: "assistant", content: turn.group.text } : { role: "user", content: turn.question }));
+}
+
+async function answer() {
+  const user = speaker();
+  const count = byId("two").checked && user ? 2 : 1;
+  const body = { messages: messages(), n: count, stream: true, stream_options: { include_usage: true }, ...(user ? { user } : {}) };
+  const group = new AnswerGroup(user, count, regenerate);
+  const [said, own] = [turns, new AbortController()];
+  running = own;
+  show(true);
+  conversation.append(group.element);
+  follow(true);
+  let problem = "";
+  try {
+    for await (const chunk of answerEvents("v1/chat/completions", body, own.signal)) {
+      const near = atEnd();
+      group.take(chunk);
+      follow(near);
+    }
+  } catch (error) {
+    if (!own.signal.aborted) problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
+  }
+  const near = atEnd();
+  group.end(own.signal.aborted, problem);
+  // A turn without a word cannot be gone on from.
+  if (group.text) said.push({ group });
+  follow(near);
+  running = null;
+  show(false);
+}
+
+/** Ask the last question again; whether that can be done now. */
+function regenerate(group) {
+  const latest = turns.at(-1);
+  if (running || !latest || (latest.group && latest.group !== group)) {
+    announce("Only the latest answer can be asked for again.");
+    return false;
+  }
+  if (latest.group) turns.pop();
+  answer();
+  return true;
+}
+
+function stop() {
+  running?.abort();
+}
+
+function clear() {
+  stop();
+  turns = [];
+  conversation.replaceChildren();
+  announce("A new chat.");
+  question.focus();
+}
+
+function show(busy) {
+  const stopHadFocus = document.activeElement === byId("stop");
+  const sendHadFocus = document.activeElement === byId("send");
+  byId("send").hidden = busy;
+  byId("stop").hidden = !busy;
+  if ((busy && sendHadFocus) || (!busy && stopHadFocus)) question.focus();
+}
+
+const atEnd = () => conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight < 80;
+
+function follow(yes) {
+  if (yes) conversation.scrollTop = conversation.scrollHeight;
+}

@@ -1,0 +1,186 @@
+// One adapter's learning: its means, its curves, its versions, and the way back to one of them.
+
+import { ApiError, call } from "./api.js";
+import { CURVES, drawCurves, RECENT } from "./curves.js";
+import { announce, byId, h, moment, number, plural, setText, signed } from "./text.js";
+
+const PAIRS = 500;
+const REDRAW_MS = 500;
+/** When the list of versions is asked for again after a new one: at once, and when it is on disk. */
+const REFRESH_MS = [600, 6500];
+
+let adapter = "";
+/** The adapter to show as soon as there is one of that name. */
+let wanted = "";
+let rows = [];
+let versions = [];
+let current = 0;
+let counts = null;
+let waiting = false;
+let refreshing = [];
+
+/** Wire the panel up. */
+export function startLearning() {
+  byId("adapter").addEventListener("change", () => showAdapter(byId("adapter").value));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(rows, versions));
+}
+
+/** The adapters to choose from, as the API lists them; the chosen one is read again. */
+export async function showList(adapters, preferred) {
+  const names = adapters.map((item) => item.adapter).sort();
+  offer(...names);
+  const latest = adapters.toSorted((a, b) => (b.updated_at ?? "").localeCompare(a.updated_at ?? ""))[0]?.adapter;
+  const shown = adapter || (names.includes(preferred) ? preferred : latest) || "";
+  await showAdapter(shown);
+  if (shown !== preferred) wanted = preferred;
+}
+
+/** Show an adapter, at once or when it has its first pair. */
+export async function showAdapter(name) {
+  wanted = name;
+  if (!name || !Array.from(byId("adapter").options).some((option) => option.value === name)) return;
+  adapter = name;
+  byId("adapter").value = name;
+  await refresh();
+}
+
+/** A pair was scored. */
+export function addPair(pair) {
+  offer(pair.adapter);
+  if (!adapter || (pair.adapter === wanted && adapter !== wanted)) return showAdapter(pair.adapter);
+  if (pair.adapter !== adapter || rows.some((row) => row.pair_id === pair.pair_id)) return;
+  rows.push({ pair: (rows.at(-1)?.pair ?? 0) + 1, pair_id: pair.pair_id, version: pair.version, win: Number(pair.win),
+    logp_difference: pair.delta_nats, reward_correct: Number(pair.reward_margin > 0) });
+  const recent = rows.slice(-RECENT);
+  const mean = (key) => recent.reduce((sum, row) => sum + row[key], 0) / recent.length;
+  Object.assign(rows.at(-1), { win_rate: mean("win"), clpd: mean("logp_difference"), reward_accuracy: mean("reward_correct") });
+  rows = rows.slice(-PAIRS);
+  drawSoon();
+}
+
+/** An adapter has a new version. */
+export function addVersion(version) {
+  offer(version.adapter);
+  if (!adapter) return showAdapter(version.adapter);
+  if (version.adapter !== adapter) return;
+  current = version.version;
+  if (!versions.some((each) => each.version === version.version)) versions.unshift({ ...version, created_at: new Date(version.at_s * 1e3).toISOString() });
+  drawSoon();
+  refreshing = refreshing.length ? refreshing : REFRESH_MS.map((wait) => setTimeout(refreshAgain, wait));
+}
+
+async function refreshAgain() {
+  refreshing = refreshing.slice(1);
+  await refresh();
+}
+
+/** Add names to the choice, in order. */
+function offer(...names) {
+  const select = byId("adapter");
+  const known = new Set(Array.from(select.options, (option) => option.value));
+  if (names.every((name) => known.has(name))) return;
+  const chosen = select.value;
+  select.replaceChildren(...[...new Set([...known, ...names])].sort().map((name) => h("option", { value: name }, name)));
+  if (chosen) select.value = chosen;
+}
+
+async function refresh() {
+  const asked = adapter;
+  try {
+    const found = await call(`v1/adapters/${encodeURIComponent(asked)}?limit=${PAIRS}`);
+    if (asked !== adapter) return;
+    const known = new Set(found.series.map((row) => row.pair_id));
+    const newer = rows.filter((row) => !known.has(row.pair_id) && row.pair > (found.series.at(-1)?.pair ?? 0));
+    rows = rowsOf(asked, [...found.series, ...newer]);
+    versions = found.versions;
+    current = found.version;
+    counts = found;
+  } catch (error) {
+    if (!(error instanceof ApiError) || asked !== adapter) return;
+    // It was forgotten, or is not ours to see.
+    [rows, versions, current, counts] = [[], [], 0, null];
+    setText(byId("progress"), error.message);
+  }
+  draw();
+}
+
+let rowsAdapter = "";
+
+/** Rows that came meanwhile belong to the adapter that was shown then. */
+function rowsOf(name, found) {
+  const kept = name === rowsAdapter ? found : found.filter((row) => row.created_at);
+  rowsAdapter = name;
+  return kept;
+}
+
+function drawSoon() {
+  if (waiting) return;
+  waiting = true;
+  setTimeout(() => {
+    waiting = false;
+    draw();
+  }, REDRAW_MS);
+}
+
+function draw() {
+  if (counts) {
+    setText(byId("progress"), `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
+      (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
+  }
+  byId("no-curves").hidden = rows.length > 0;
+  drawMeans();
+  drawVersions();
+  drawCurves(rows, versions);
+}
+
+function drawMeans() {
+  const last = rows.at(-1);
+  const items = CURVES.map((curve) => h("li", { class: curve.key }, h("span", {}, curve.name), h("strong", {}, last ? curve.show(last[curve.key]) : "–")));
+  const margins = rows.slice(-RECENT).map((row) => row.reward_margin).filter((margin) => margin !== undefined);
+  const mean = margins.reduce((sum, margin) => sum + margin, 0) / margins.length;
+  items.push(h("li", {}, h("span", {}, "reward margin"), h("strong", {}, margins.length ? signed(mean, 2) : "–")));
+  byId("means").replaceChildren(...items);
+}
+
+function drawVersions() {
+  const held = document.activeElement?.dataset?.version;
+  const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
+    onclick: () => rollBack(version) }, "Roll back");
+  const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
+    h("td", {}, number(each.version)),
+    h("td", {}, moment(new Date(each.created_at))),
+    h("td", { class: each.reason === "trained" ? "" : "turned" }, each.reason),
+    h("td", { class: "number" }, each.pairs ? number(each.pairs) : "–"),
+    h("td", { class: "number" }, number(each.loss, 3)),
+    h("td", { class: "number" }, each.version === current ? "in use" : each.on_disk ? rolled(each.version) : "")));
+  if (current) {
+    lines.push(h("tr", {}, h("td", {}, "0"), h("td", {}, "–"), h("td", {}, "untrained"), h("td", { class: "number" }, "–"), h("td", { class: "number" }, "–"),
+      h("td", { class: "number" }, rolled(0))));
+  }
+  byId("versions").replaceChildren(...lines);
+  // A button that was just drawn anew keeps the focus.
+  if (held !== undefined) byId("versions").querySelector(`[data-version="${held}"]`)?.focus();
+}
+
+function rollBack(version) {
+  const name = adapter;
+  const dialog = byId("confirm");
+  setText(byId("confirm-text"), version
+    ? `${name} answers with version ${current} now. Version ${version} is then served again, as a new version; pairs learnt since are not learnt again.`
+    : `${name} answers with version ${current} now. The untrained adapter is then served, as a new version: it answers as the base model.`);
+  dialog.returnValue = "";
+  dialog.showModal();
+  dialog.addEventListener("close", async () => {
+    if (dialog.returnValue !== "yes") return;
+    try {
+      const done = await call(`v1/adapters/${encodeURIComponent(name)}/rollback`, { version });
+      announce(`${name} answers with version ${done.version}, which is version ${done.restored} again.`);
+    } catch (error) {
+      const problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
+      setText(byId("progress"), problem);
+      announce(problem);
+      return;
+    }
+    await refresh();
+  }, { once: true });
+}

@@ -1,0 +1,48 @@
+// The page: every part with what it is fed by.
+
+import { ApiError, call, watch } from "./api.js";
+import { showStatus } from "./box.js";
+import { showAdapters, speaker, startChat } from "./chat.js";
+import { addPair, addVersion, showAdapter, showList, startLearning } from "./learning.js";
+import { byId, setText } from "./text.js";
+import { addIterations, startTimeline } from "./timeline.js";
+
+const BACKLOG = 1000;
+let versions = {};
+
+async function readAdapters() {
+  try {
+    const { adapters } = await call("v1/adapters");
+    versions = Object.fromEntries(adapters.map((item) => [item.adapter, item.version]));
+    showAdapters(versions);
+    await showList(adapters, speaker());
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    connection("waiting", error.message);
+  }
+}
+
+function connection(state, problem = "") {
+  byId("lamp").className = `lamp ${state}`;
+  setText(byId("connection"), { live: "live", waiting: problem, hidden: "resting" }[state]);
+  if (state === "live") readAdapters();
+}
+
+startChat(showAdapter);
+startTimeline();
+startLearning();
+byId("show-keys").addEventListener("click", () => byId("keys").showModal());
+watch(
+  {
+    iterations: (data) => addIterations(data.iterations),
+    status: showStatus,
+    pair: addPair,
+    version: (data) => {
+      versions = { ...versions, [data.adapter]: data.version };
+      showAdapters(versions);
+      addVersion(data);
+    },
+  },
+  BACKLOG,
+  connection,
+);

@@ -1,0 +1,156 @@
+"""One rebuild: the base model, the stored pairs, TRL, the comparison, and the adapter's files.
+
+Owns the order of these steps. Must not know sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from edged.align.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
+from edged.align.pair import TokenPair
+from edged.config import Settings
+from edged.engine.loading import load_pretrained
+from edged.engine.lora import NoSuchLinears, target_linears
+from edged.engine.model import fingerprint
+from edged.engine.parts import lora_spec
+from edged.engine.text import Codec
+from edged.rebuild.scores import Score, greedy_agreement, score
+from edged.rebuild.stored import RebuildError, StoredPairs, stored_pairs
+from edged.rebuild.training import REBUILT, Recipe, check_trl, train
+from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store.adapters import Version, insert_version, set_version_saved
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+
+ONLINE = "online"
+REASON = "rebuilt"
+_PROMPTS, _GREEDY_TOKENS = 16, 32
+"""How much greedy agreement looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`online` and `rebuilt` by set of pairs ("held_out", "learned"); None where there are no pairs.
+
+    `agreement` is the share of greedy tokens that are the same (see `greedy_agreement`).
+    """
+
+    adapter: str
+    online_version: int
+    epochs: int
+    learning_rate: float
+    steps: int
+    online: dict[str, Score | None]
+    rebuilt: dict[str, Score | None]
+    agreement: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Rebuild:
+    """One adapter of one data folder, on the base model that the settings name."""
+
+    def __init__(self, settings: Settings, model_dir: Path, name: str, data_dir: Path, adapter: str) -> None:
+        """Load the base model and find what is stored. Raises RebuildError, ModelRefused and CodecError."""
+        check_trl()
+        self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
+        self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
+        self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        self.spec = self._spec(name)
+        self.pairs: StoredPairs = stored_pairs(
+            data_dir, adapter, Codec.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
+        )
+        root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
+        if not root.is_dir():
+            raise RebuildError(f'"{adapter}" has no version on disk in {root}')
+        self._files = AdapterFiles(root, self.spec, settings.store.keep_versions)
+        self.online_version, problems = self._files.newest(adapter)
+        if not self.online_version:
+            raise RebuildError(f'"{adapter}" has no whole version on disk: {"; ".join(problems) or root}')
+        self._model: Any = None
+
+    def _spec(self, name: str) -> LoraSpec:
+        align = self._settings.align
+        try:
+            self._targets = target_linears(self._base, align.target_modules)
+        except NoSuchLinears as error:
+            raise RebuildError(str(error)) from None
+        linears = {target: self._base.get_submodule(target) for target in self._targets}
+        shapes = {target: (linear.in_features, linear.out_features) for target, linear in linears.items()}
+        return lora_spec(shapes, name, fingerprint(self._base), align)
+
+    def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
+        """Train anew, and compare with the online version. `progress(step, steps, loss)` after each step."""
+        steps = 0
+
+        def count(step: int, of: int, loss: float) -> None:
+            nonlocal steps
+            steps = step
+            progress(step, of, loss)
+
+        align, pairs = self._settings.align, self.pairs
+        self._model = train(self._base, self._tokenizer, self._targets, pairs.learned, align, recipe, count)
+        path = self._files.path(self.adapter, self.online_version)
+        self._model.load_adapter(str(path), ONLINE, torch_device=str(self._base.device))
+        self._model.eval()
+        sets: dict[str, Sequence[TokenPair]] = {"held_out": pairs.held_out, "learned": pairs.learned}
+        prompts = [pair.prompt for pair in [*pairs.held_out, *reversed(pairs.learned)]][:_PROMPTS]
+        scores = {
+            name: {key: score(self._model, name, part, align.beta) for key, part in sets.items()}
+            for name in (ONLINE, REBUILT)
+        }
+        return Comparison(
+            adapter=self.adapter,
+            online_version=self.online_version,
+            epochs=recipe.epochs,
+            learning_rate=recipe.learning_rate,
+            steps=steps,
+            online=scores[ONLINE],
+            rebuilt=scores[REBUILT],
+            agreement=greedy_agreement(self._model, ONLINE, REBUILT, prompts, _GREEDY_TOKENS),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the rebuilt adapter as a PEFT folder."""
+        self._model.save_pretrained(str(folder), selected_adapters=[REBUILT])
+
+    def publish(self, folder: Path) -> int:
+        """Make what `save` wrote the newest version in the folder of a daemon that is stopped; returns its number.
+
+        Raises RebuildError, also while a daemon uses the folder.
+        """
+        try:
+            store = Store(self._data_dir / DATABASE_FILE)
+        except StoreError as error:
+            raise RebuildError(str(error)) from None
+        try:
+            newest = store.read(self._newest_number)
+            number = max([newest, *self._files.versions(self.adapter)]) + 1
+            weights = load_file(folder / "adapter_model.safetensors")
+            try:
+                path, removed = self._files.save(Snapshot(self.adapter, number, weights, {}))
+                self._files.check(self.adapter, number)
+            except (AdapterError, OSError) as error:
+                raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error
+            made = Version(
+                self.adapter, number, utc_text(utc_now()), self.online_version, REASON, len(self.pairs.learned)
+            )
+            store.write(lambda db: insert_version(db, made)).result()
+            store.write(lambda db: set_version_saved(db, self.adapter, number, str(path), removed)).result()
+            return number
+        finally:
+            store.close()
+
+    def _newest_number(self, db: Any) -> int:
+        row = db.execute(
+            "SELECT coalesce(max(version), 0) FROM adapter_versions WHERE adapter = ?", [self.adapter]
+        ).fetchone()
+        return int(row[0])

@@ -1,0 +1,100 @@
+"""How two adapters of one PEFT model do on the same pairs and prompts.
+
+Owns the comparison's definitions: those of the alignment metrics (see `edged.align.metrics`), and greedy agreement.
+Must not know which adapter is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from edged.align.pair import TokenPair
+
+BASE = None
+"""Stands for the base model, adapters off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Means over `pairs` pairs. Log-probabilities in nats; `kl_nats`: KL(adapter || base) per answer token."""
+
+    pairs: int
+    reward_accuracy: float
+    reward_margin: float
+    win_rate: float
+    clpd: float
+    kl_nats: float
+
+
+@torch.no_grad()
+def score(model: Any, adapter: str, pairs: Sequence[TokenPair], beta: float) -> Score | None:
+    """How `adapter` does on `pairs`; None without any."""
+    if not pairs:
+        return None
+    margins, differences, kl, tokens = [], [], 0.0, 0
+    for pair in pairs:
+        sums = {}
+        for side, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            own = _answer_logps(model, adapter, pair.prompt, answer)
+            base = _answer_logps(model, BASE, pair.prompt, answer)
+            index = torch.tensor(answer, device=own.device)[:, None]
+            sums[side] = (float(own.gather(1, index).sum()), float(base.gather(1, index).sum()))
+            kl += float((own.exp() * (own - base)).sum())
+            tokens += len(answer)
+        (chosen, ref_chosen), (rejected, ref_rejected) = sums["chosen"], sums["rejected"]
+        differences.append(chosen - rejected)
+        margins.append(beta * (chosen - rejected - ref_chosen + ref_rejected))
+    count = len(pairs)
+    return Score(
+        pairs=count,
+        reward_accuracy=sum(margin > 0 for margin in margins) / count,
+        reward_margin=sum(margins) / count,
+        win_rate=sum(difference > 0 for difference in differences) / count,
+        clpd=sum(differences) / count,
+        kl_nats=kl / tokens,
+    )
+
+
+def _answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [answer tokens, vocab] in fp32 of what may follow at each token of the answer."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    with _as(model, adapter):
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    return logits.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def greedy_agreement(model: Any, one: str, other: str, prompts: Sequence[Sequence[int]], tokens: int) -> float | None:
+    """Share of the first `tokens` greedy tokens that are equal up to the first that is not; None without prompts."""
+    if not prompts:
+        return None
+    shares = []
+    for prompt in prompts:
+        answers = [_greedy(model, adapter, prompt, tokens) for adapter in (one, other)]
+        longest = max(map(len, answers))
+        same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), min(map(len, answers)))
+        shares.append(same / longest if longest else 1.0)
+    return sum(shares) / len(shares)
+
+
+def _greedy(model: Any, adapter: str, prompt: Sequence[int], tokens: int) -> list[int]:
+    ids = torch.tensor([list(prompt)], device=model.device)
+    with _as(model, adapter):
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, use_cache=True
+        )
+    found: list[int] = out[0, len(prompt) :].tolist()
+    return found
+
+
+def _as(model: Any, adapter: str | None) -> Any:
+    """Have the model answer as `adapter`."""
+    if adapter is BASE:
+        return model.disable_adapter()
+    model.set_adapter(adapter)
+    return nullcontext()

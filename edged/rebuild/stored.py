@@ -1,0 +1,86 @@
+"""What the data folder holds for a rebuild: one adapter's pairs in tokens, and its newest whole version.
+
+Owns reading them without being in a daemon's way. Must not know training.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from sqlite_utils import Database
+
+from edged.align.pair import TokenPair
+from edged.align.tokens import PairCodec, UnusablePrompt, tokenize_pair
+from edged.engine.text import CodecError
+from edged.store.bases import served_base
+from edged.store.feedback import PairRow, get_pairs, pair_ids_of
+from edged.store.folder import DATABASE_FILE
+from edged.store.migrations import UnknownMigration, check_known
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class RebuildError(RuntimeError):
+    """An adapter cannot be rebuilt or adopted; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPairs:
+    """`learned`: what the adapter was trained on, in the order of the feedback. `held_out`: what it never was."""
+
+    learned: list[TokenPair]
+    held_out: list[TokenPair]
+
+
+def read_database(data_dir: Path, read: Callable[[Database], T]) -> T:
+    """`read` of the folder's database, which a daemon may be writing. Raises RebuildError."""
+    path = data_dir / DATABASE_FILE
+    if not path.is_file():
+        raise RebuildError(
+            f'data folder "{data_dir}" has no {DATABASE_FILE}: give --data-dir, or --config of the daemon'
+        )
+    try:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            db = Database(connection, execute_plugins=False)
+            check_known(db)
+            return read(db)
+    except UnknownMigration as error:
+        raise RebuildError(f'database "{path}" {error}') from None
+    except sqlite3.Error as error:
+        raise RebuildError(f'database "{path}" cannot be read: {error}') from None
+
+
+def stored_pairs(data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str) -> StoredPairs:
+    """The adapter's pairs that say something on the base model of that fingerprint. Raises RebuildError."""
+
+    def read(db: Database) -> tuple[str | None, list[PairRow]]:
+        return served_base(db), get_pairs(db, pair_ids_of(db, adapter))
+
+    base, rows = read_database(data_dir, read)
+    if base != fingerprint:
+        raise RebuildError(
+            f'data folder "{data_dir}" speaks of the base model {base}, the settings name {fingerprint}: give the '
+            "--config and --model that the daemon has"
+        )
+    by_state: dict[str, list[TokenPair]] = {}
+    for row in rows:
+        try:
+            pair, _ = tokenize_pair(codec, row, max_tokens)
+        except (CodecError, UnusablePrompt) as error:
+            log.warning("pair %d is left out: %s", row.id, error)
+        else:
+            by_state.setdefault(row.state, []).append(pair)
+    learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
+    if not learned:
+        raise RebuildError(
+            f'no pair of "{adapter}" was learned yet ({len(rows)} are stored, {len(by_state.get("queued", []))} wait)'
+        )
+    return StoredPairs(learned, by_state.get("held_out", []))

@@ -1,0 +1,113 @@
+"""TRL's DPOTrainer over stored pairs, as its documentation shows it, on the very tokens that were served.
+
+Owns its configuration. Must not know where pairs come from or what becomes of the adapter.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from edged.align.pair import TokenPair
+from edged.config import AlignSettings
+from edged.rebuild.stored import RebuildError
+
+REBUILT = "default"
+"""The trained adapter's name in the PEFT model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is asked for beyond the settings' LoRA, beta, loss, step size in pairs and clipping."""
+
+    epochs: int
+    learning_rate: float
+    seed: int = 0
+
+
+def check_trl() -> None:
+    """Raises RebuildError where TRL is not installed."""
+    try:
+        import trl  # noqa: F401
+    except ImportError:
+        raise RebuildError('TRL is not installed here: pip install "edged[rebuild]"') from None
+
+
+def train(
+    base: Any,
+    tokenizer: Any,
+    targets: Sequence[str],
+    pairs: Sequence[TokenPair],
+    align: AlignSettings,
+    recipe: Recipe,
+    progress: Callable[[int, int, float], None],
+) -> Any:
+    """A PEFT model over `base` (transformers') whose adapter learned `pairs`.
+
+    `targets` are the linears' names. `progress(step, steps, loss)` is called after each optimizer step.
+    """
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    class ServedTokens(DPOTrainer):
+        """Takes pairs in tokens: rendered anew, they might be others than the ones that were answered."""
+
+        def _prepare_dataset(self, dataset: Any, *_arguments: Any, **_options: Any) -> Any:
+            return dataset
+
+    class Progress(TrainerCallback):
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                progress(state.global_step, state.max_steps, float(logs["loss"]))
+
+    on_cpu = base.device.type == "cpu"
+    rows = [
+        {"prompt_ids": list(pair.prompt), "chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)}
+        for pair in pairs
+    ]
+    with tempfile.TemporaryDirectory(prefix="edged-") as folder:
+        config = DPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=min(align.micro_batch_pairs, len(pairs)),
+            num_train_epochs=recipe.epochs,
+            learning_rate=recipe.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=align.weight_decay,
+            max_grad_norm=align.max_grad_norm,
+            beta=align.beta,
+            loss_type=[align.loss],
+            max_length=None,
+            bf16=base.dtype == torch.bfloat16,
+            use_cpu=on_cpu,
+            seed=recipe.seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        lora = LoraConfig(r=align.rank, lora_alpha=align.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+        trainer = ServedTokens(
+            model=base,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[Progress()],
+        )
+        # TRL's own lines of a step would stand between those of the progress.
+        trainer.remove_callback(_printer())
+        trainer.train()
+        return trainer.model.eval()
+
+
+def _printer() -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback

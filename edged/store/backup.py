@@ -1,0 +1,216 @@
+"""A backup: one tar of the database, the adapters' newest whole versions, the profiles and the settings.
+
+Owns how the parts are copied while the daemon goes on, so that they agree, and the file's layout. Must not know what
+the tables mean, nor sockets.
+
+The adapters are taken before the database: what a version had learned is then in the database too, and what the
+database has beyond it is learned again after a restore, as after a crash. Versions are never changed in place, so that
+hard links are copies. The manifest is the tar's last member: a file that breaks off has none.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import edged
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.timestamps import utc_now, utc_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CONFIG_FILE = "config.toml"
+PROFILES_FOLDER = "profiles"
+VERSION_MANIFEST = "edged.json"
+CHUNK_BYTES = 1 << 20
+_COPY_PAGES = 1024
+"""Pages of the database that are copied at a time."""
+_STAGE = ".backup-"
+
+
+class BackupError(RuntimeError):
+    """A backup cannot be made, read or restored; the message names the file and the reason."""
+
+
+@contextmanager
+def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions: bool = False) -> Iterator[Path]:
+    """A folder that holds the parts of a backup while the context lasts. Blocks; nobody else waits for it.
+
+    `config` is the settings' text. `settle` returns when everything that was said of the adapters until then is in
+    the database. Raises BackupError.
+    """
+    database = data_dir / DATABASE_FILE
+    if not database.is_file():
+        raise BackupError(f'data folder "{data_dir}" has no {DATABASE_FILE}: there is nothing to back up')
+    free, needed = shutil.disk_usage(data_dir).free, database.stat().st_size
+    if free < needed:
+        raise BackupError(
+            f'data folder "{data_dir}" has {free >> 20} MiB of room, a copy of the database needs {needed >> 20} MiB: '
+            "make room on the disk"
+        )
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_STAGE, dir=data_dir))
+    except OSError as error:
+        raise BackupError(f'data folder "{data_dir}" cannot be written: {error.strerror}') from None
+    try:
+        _link_adapters(data_dir / ADAPTERS_FOLDER, folder / ADAPTERS_FOLDER, all_versions)
+        settle()
+        copy_database(database, folder / DATABASE_FILE)
+        if (data_dir / PROFILES_FOLDER).is_dir():
+            shutil.copytree(data_dir / PROFILES_FOLDER, folder / PROFILES_FOLDER)
+        (folder / CONFIG_FILE).write_text(config)
+        yield folder
+    except (OSError, sqlite3.Error) as error:
+        raise BackupError(f'data folder "{data_dir}" cannot be copied: {error}') from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_leftovers(data_dir: Path) -> None:
+    """Remove what backups left that were ended by force. For who holds the folder's lock."""
+    for folder in data_dir.glob(f"{_STAGE}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy one consistent state by SQLite's backup API, some pages at a time; writers go on. Raises sqlite3.Error."""
+    reader, writer = sqlite3.connect(source, isolation_level=None), sqlite3.connect(target, isolation_level=None)
+    try:
+        # Without a transaction of its own the copy would begin anew with every commit of the daemon.
+        reader.execute("BEGIN")
+        reader.execute("SELECT 1 FROM sqlite_schema").fetchone()
+        reader.backup(writer, pages=_COPY_PAGES)
+        # One file, without a log beside it.
+        writer.execute("PRAGMA journal_mode = DELETE").fetchall()
+    finally:
+        writer.close()
+        reader.close()
+
+
+def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
+    """Take every adapter's newest whole version (or all whole ones) of every base."""
+    for adapter in sorted(source.glob("*/*")):
+        for version in sorted(adapter.glob("v[0-9]*"), reverse=True):
+            copy = target / version.relative_to(source)
+            try:
+                shutil.copytree(version, copy, copy_function=_link)
+                whole = is_whole(copy)
+            except (OSError, shutil.Error):
+                # It went while it was copied: there are newer ones.
+                whole = False
+            if not whole:
+                shutil.rmtree(copy, ignore_errors=True)
+            elif not all_versions:
+                break
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def is_whole(version: Path) -> bool:
+    """Whether an adapter version's files are those that its manifest names."""
+    try:
+        sums = json.loads((version / VERSION_MANIFEST).read_text())["sha256"]
+        return all(_sha256(version / name) == value for name, value in sums.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
+    """The tar of a staged folder, in chunks; the manifest is made on the way. Raises OSError."""
+    files: dict[str, dict[str, Any]] = {}
+    for path in _files(folder):
+        name = path.relative_to(folder).as_posix()
+        size, digest = path.stat().st_size, hashlib.sha256()
+        yield _header(name, size)
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                yield chunk
+        yield _padding(size)
+        files[name] = {"bytes": size, "sha256": digest.hexdigest()}
+    text = json.dumps(_manifest(folder, data_dir, files), indent=1).encode()
+    yield _header(MANIFEST, len(text)) + text + _padding(len(text)) + bytes(2 * tarfile.BLOCKSIZE)
+
+
+def total_bytes(folder: Path) -> int:
+    """What `stream` comes to, but for headers and manifest."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = size, 0o600, int(utc_now().timestamp())
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % tarfile.BLOCKSIZE)
+
+
+def _manifest(folder: Path, data_dir: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    versions = sorted(path.relative_to(folder / ADAPTERS_FOLDER).parts for path in folder.glob("adapters/*/*/v*"))
+    return {
+        "format": FORMAT,
+        "edged": edged.__version__,
+        "created_at": utc_text(utc_now()),
+        "data_dir": str(data_dir),
+        "adapters": [{"base": base, "adapter": name, "version": int(v[1:])} for base, name, v in versions],
+        "files": files,
+    }
+
+
+def write_file(chunks: Iterable[bytes], path: Path) -> int:
+    """Write a backup so that it is there whole or not at all; a name that ends in .gz compresses it. Returns its bytes.
+
+    Raises OSError, and what `chunks` raises.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            packed: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if path.suffix == ".gz" else file
+            for chunk in chunks:
+                packed.write(chunk)
+            if packed is not file:
+                packed.close()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    sync(path.parent)
+    return path.stat().st_size
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder itself survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""The table `quarantine`: pairs that look poisoned, why, and what somebody decided about them.
+
+Owns its rows and the states of those pairs. Must not know why a pair looks poisoned.
+
+A pair without a decision has the state "quarantined"; a released one is queued like any other, and is trusted from
+then on; a dropped one is skipped for good, on every base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from sqlite_utils import Database
+
+Decision = Literal["released", "dropped"]
+HELD = "SELECT pair_id FROM quarantine WHERE decision IS NULL OR decision = 'dropped'"
+"""Ids of the pairs that nothing may be learned from."""
+TRUSTED = "SELECT pair_id FROM quarantine WHERE decision = 'released'"
+"""Ids of the pairs that were looked at and found good."""
+LATEST = 64
+"""Losses and gradient norms of each adapter that a restart remembers."""
+
+
+def insert_quarantined(db: Database, pair_id: int, created_at: str, adapter: str, reason: str) -> None:
+    """Take a pair in; one that was forgotten meanwhile is passed over."""
+    db.execute(
+        """INSERT OR IGNORE INTO quarantine (pair_id, created_at, adapter, reason)
+           SELECT id, ?, ?, ? FROM pairs WHERE id = ?""",
+        [created_at, adapter, reason, pair_id],
+    )
+
+
+def quarantined(db: Database, adapter: str | None = None, limit: int = 500) -> list[dict[str, Any]]:
+    """The `limit` newest pairs that wait for a decision (of one adapter), newest first.
+
+    Keys: pair_id, adapter, reason, quarantined_at, created_at, source, weight, chosen, rejected, prompt (the text, or
+    the last message's content; null for bare tokens), loss and reward_margin (null where it was not scored).
+    """
+    rows = db.query(
+        """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
+                  coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
+                  m.loss, m.reward_margin
+           FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
+           LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'
+           WHERE q.decision IS NULL AND (:adapter IS NULL OR q.adapter = :adapter)
+           ORDER BY q.created_at DESC, q.pair_id DESC LIMIT :limit""",
+        {"adapter": adapter, "limit": limit},
+    )
+    return list(rows)
+
+
+def count_quarantined(db: Database, adapter: str | None = None) -> int:
+    """Pairs that wait for a decision (of one adapter)."""
+    (count,) = db.execute(
+        "SELECT count(*) FROM quarantine WHERE decision IS NULL AND (:adapter IS NULL OR adapter = :adapter)",
+        {"adapter": adapter},
+    ).fetchone()
+    return int(count)
+
+
+def owner_of(db: Database, pair_id: int) -> tuple[str, str | None] | None:
+    """(adapter, decision or None) of a pair that is or was in quarantine; None for others."""
+    row = db.execute("SELECT adapter, decision FROM quarantine WHERE pair_id = ?", [pair_id]).fetchone()
+    return (row[0], row[1]) if row else None
+
+
+def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
+    """Release or drop a pair that waits for it; whether it did."""
+    waited = db.execute(
+        "UPDATE quarantine SET decision = ?, decided_at = ? WHERE pair_id = ? AND decision IS NULL",
+        [decision, now, pair_id],
+    ).rowcount
+    if waited:
+        db.execute(
+            "UPDATE pairs SET state = ?, note = ? WHERE id = ?",
+            ["queued" if decision == "released" else "skipped", f"{decision} from quarantine", pair_id],
+        )
+    return bool(waited)
+
+
+def burst_since(db: Database, adapter: str) -> str | None:
+    """When the latest burst of an adapter that waits for a decision began to be quarantined; None for none."""
+    (moment,) = db.execute(
+        """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL AND reason LIKE 'burst: %'
+               AND reason NOT LIKE 'burst: it came %'""",
+        [adapter],
+    ).fetchone()
+    return moment
+
+
+def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float]]:
+    """(losses in nats of the latest pairs that were learned from, gradient norms of the latest steps), oldest first."""
+    losses = db.execute(
+        f"""SELECT loss FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
+               AND pair_id NOT IN (SELECT pair_id FROM quarantine WHERE decision IS NOT 'released')
+           ORDER BY id DESC LIMIT {LATEST}""",
+        [adapter],
+    ).fetchall()
+    norms = db.execute(
+        f"""SELECT grad_norm FROM adapter_versions WHERE adapter = ? AND grad_norm > 0
+           ORDER BY version DESC LIMIT {LATEST}""",
+        [adapter],
+    ).fetchall()
+    return [loss for (loss,) in reversed(losses)], [norm for (norm,) in reversed(norms)]

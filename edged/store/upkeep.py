@@ -1,0 +1,220 @@
+"""The database over months: retention, giving pages back, the write-ahead log, the query planner's statistics.
+
+Owns when each is done, and that nobody waits for it: what may go is looked for by a reader and deleted in writes of a
+few rows each, between those of everyone else. Must not know what the tables mean (see `edged.store.retention`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.config import StoreSettings
+from edged.store import retention
+from edged.store.database import Store, frees_pages, vacuum
+from edged.store.retention import Rule
+from edged.store.timestamps import utc_now, utc_text
+
+log = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 600.0
+FIRST_SWEEP_S = 30.0
+"""After the start, which has other things to do."""
+CHECK_LOG_EVERY_S = 10.0
+OPTIMIZE_EVERY_S = 86400.0
+PAUSE_S = 0.01
+"""Between two slices."""
+SLICE_PAGES = 256
+"""Most pages that are given back in one write."""
+FREE_SHARE = 0.1
+"""Of the file's pages may be free: they are filled again."""
+LONG_LOG_BYTES = 16 * 2**20
+"""From this size on, the write-ahead log is emptied as soon as readers let it."""
+LOG_WAIT_MS = 500
+"""Longest time that writes wait for readers to let go of the log."""
+_TABLES = (
+    *("completions", "choices", "signals", "pairs", "alignment_metrics", "adapter_versions", "skipped_steps"),
+    *("iteration_samples", "shelved_metrics", "shelved_progress", "shelved_versions", "shelved_steps"),
+)
+
+
+class Upkeep:
+    """Keeps one store in order, on a thread of its own between `start` and `stop`."""
+
+    def __init__(self, store: Store, settings: StoreSettings) -> None:
+        self._store, self._settings = store, settings
+        self._stopping = threading.Event()
+        self._sweeping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
+        self._deleted: dict[str, int] = {}
+        self._facts: dict[str, Any] = {}
+        self._full_told = False
+
+    def configure(self, settings: StoreSettings) -> None:
+        """Keep to other settings from the next sweep on."""
+        self._settings = settings
+
+    def start(self) -> None:
+        """Begin; the first sweep comes a while later."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the slice under way."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def sweep(self) -> dict[str, int]:
+        """Delete what may go and give its pages back; rows deleted by table. Blocks. Raises StoreError."""
+        with self._sweeping:
+            deleted: dict[str, int] = {}
+            values = self._store.read(lambda db: retention.parameters(db, self._settings, utc_now()))
+            for rule in retention.BY_AGE_AND_NUMBER:
+                self._apply(rule, values, deleted)
+            for rule in retention.BY_SIZE:
+                self._apply(rule, values, deleted, only_while_large=True)
+            self._give_back()
+            for table, count in deleted.items():
+                self._deleted[table] = self._deleted.get(table, 0) + count
+            self._look()
+            self._tell_full()
+            return deleted
+
+    def vacuum(self) -> tuple[int, int]:
+        """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
+        with self._sweeping:
+            before = self._store.path.stat().st_size
+            self._store.write_alone(vacuum).result()
+            self.empty_log()
+            self._look()
+            return before, self._store.path.stat().st_size
+
+    def empty_log(self) -> bool:
+        """Bring the write-ahead log into the file and cut it to nothing; whether readers let it. Raises StoreError.
+
+        Readers never wait. Writes do, until those who read an older state have ended, but no longer than LOG_WAIT_MS.
+        """
+
+        def checkpoint(db: Database) -> bool:
+            patience = db.execute("PRAGMA busy_timeout").fetchone()[0]
+            db.execute(f"PRAGMA busy_timeout = {LOG_WAIT_MS}").fetchall()
+            try:
+                busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
+            return not busy
+
+        return self._store.write_alone(checkpoint).result()
+
+    def report(self, fresh: bool = False) -> dict[str, Any]:
+        """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
+
+        Sizes are of now; the rest is of the last sweep, unless `fresh`, which reads the tables. Raises StoreError.
+        """
+        if fresh or not self._facts:
+            self._look()
+        return {
+            "path": str(self._store.path),
+            "database_bytes": _size(self._store.path),
+            "log_bytes": self._log_bytes(),
+            "max_bytes": self._settings.max_database_mb << 20,
+            **self._facts,
+            "deleted": dict(self._deleted),
+        }
+
+    # -- on the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sweep_s = time.monotonic() + FIRST_SWEEP_S
+        optimize_s = sweep_s
+        while not self._stopping.wait(CHECK_LOG_EVERY_S):
+            now = time.monotonic()
+            try:
+                if self._log_bytes() > LONG_LOG_BYTES:
+                    self.empty_log()
+                if now >= sweep_s:
+                    sweep_s = now + SWEEP_EVERY_S
+                    self.sweep()
+                if now >= optimize_s:
+                    optimize_s = now + OPTIMIZE_EVERY_S
+                    self._store.write_alone(_optimize).result()
+            except Exception as error:
+                # A full or failing disk may be well again the next time; nothing else depends on this.
+                log.error("the database was not kept in order this time: %s", error)
+
+    def _apply(
+        self, rule: Rule, values: dict[str, Any], deleted: dict[str, int], only_while_large: bool = False
+    ) -> None:
+        """Delete a rule's rows slice by slice, the oldest first."""
+        after = -1
+        while not self._stopping.is_set() and not (only_while_large and not self._too_large()):
+            rowids = self._store.read(partial(retention.find, rule=rule, values=values, after=after))
+            if not rowids:
+                return
+            after = rowids[-1]
+            gone = self._store.write(partial(retention.delete, rule=rule, values=values, rowids=rowids))
+            deleted[rule.table] = deleted.get(rule.table, 0) + gone.result()
+            self._stopping.wait(PAUSE_S)
+
+    def _too_large(self) -> bool:
+        most = self._settings.max_database_mb << 20
+        return bool(most) and self._store.read(retention.used_bytes) > most
+
+    def _give_back(self) -> None:
+        """Take free pages off the file, slice by slice, where it was made for that."""
+
+        def excess(db: Database) -> int:
+            pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+            return int(free - FREE_SHARE * pages) if frees_pages(db) else 0
+
+        def give_back(db: Database) -> None:
+            db.execute(f"PRAGMA incremental_vacuum({SLICE_PAGES})").fetchall()
+
+        while not self._stopping.is_set() and self._store.read(excess) > SLICE_PAGES:
+            self._store.write(give_back).result()
+            self._stopping.wait(PAUSE_S)
+
+    def _look(self) -> None:
+        def look(db: Database) -> dict[str, Any]:
+            oldest = db.execute("SELECT created_at FROM completions ORDER BY rowid LIMIT 1").fetchone()
+            return {
+                "used_bytes": retention.used_bytes(db),
+                "gives_pages_back": frees_pages(db),
+                "rows": {table: db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in _TABLES},
+                "oldest_completion": oldest[0] if oldest else None,
+                "looked_at": utc_text(utc_now()),
+            }
+
+        self._facts = self._store.read(look)
+
+    def _tell_full(self) -> None:
+        """Once, when nothing is left that may go by itself."""
+        full = self._too_large()
+        if full and not self._full_told:
+            log.warning(
+                "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and the "
+                "newest completions: raise that, or set store.keep_feedback_days",
+                self._settings.max_database_mb,
+            )
+        self._full_told = full
+
+    def _log_bytes(self) -> int:
+        return _size(self._store.path.with_name(self._store.path.name + "-wal"))
+
+
+def _optimize(db: Database) -> None:
+    db.execute("PRAGMA analysis_limit = 400").fetchall()
+    db.execute("PRAGMA optimize").fetchall()
+
+
+def _size(path: Path) -> int:
+    try:
+        return int(path.stat().st_size)
+    except FileNotFoundError:
+        return 0

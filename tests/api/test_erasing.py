@@ -1,0 +1,138 @@
+"""What was forgotten is nowhere any more: not in a row, not in a file, not in a byte of the database."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from edged.align.signals import record_pair
+from edged.api.forgetting import finish_forgetting
+from edged.store import Store, utc_now, utc_text
+from edged.store.erasing import begin_forgetting, search
+from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import adapter, until
+from tests.models import save_tiny
+
+MARKER = "the brass key lies under the third flower pot"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    root = tmp_path_factory.mktemp("erasing")
+    model = save_tiny(root / "tiny", max_position_embeddings=512)
+    with running(root / "run", model, store__save_every_s=0.1, guard__held_out_share=0.5) as live:
+        yield live
+
+
+def bytes_of_the_database(data: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in data.glob("edged.db*"))
+
+
+def learn(http: httpx2.Client, user: str) -> None:
+    """Completions, a choice, an edit and pairs, all with the marker; and a version on disk."""
+    messages = [{"role": "user", "content": f"Remember: {MARKER}."}]
+    body = {"messages": messages, "user": user, "n": 2, "max_tokens": 8, "temperature": 1.0}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    report = {"completion_id": answer["id"], "choice": 0, "signal": "edit", "text": f"Yes, {MARKER}!"}
+    assert http.post("/v1/feedback", json=report).status_code == 200
+    for i in range(4):
+        pair = {"user": user, "prompt": f"Where? {i}", "chosen": f"{i}: {MARKER}", "rejected": f"I forgot {i}"}
+        assert http.post("/v1/feedback", json=pair).status_code == 200
+    until(lambda: adapter(http, user)["pairs_queued"] == 0)
+    until(lambda: http.get(f"/v1/adapters/{user}/export").status_code == 200)
+
+
+def test_nothing_is_left_of_a_user_not_even_bytes(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        learn(http, "ann")
+        assert MARKER.encode() in bytes_of_the_database(daemon.data)
+        done = http.delete("/v1/adapters/ann").json()
+        assert done["verified"] is True
+        assert done["vacuumed"] is True
+        assert done["searched"]["found"] == done["searched"]["files"] == []
+        assert done["searched"]["columns"] > 40
+        assert done["searched"]["texts"] >= 4
+        assert MARKER.encode() not in bytes_of_the_database(daemon.data)
+        assert b"ann" not in b"".join(str(path).encode() for path in (daemon.data / "adapters").rglob("*"))
+        assert http.get("/v1/adapters/ann").status_code == 404
+        assert daemon.status()["forgetting"] == {}
+
+
+def test_a_user_of_the_base_model_alone_is_forgotten_too(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        body = {"prompt": f"Once upon a time {MARKER}", "max_tokens": 4, "user": "cyd"}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        done = http.delete("/v1/adapters/cyd").json()
+        assert done["verified"] is True
+        assert done["rows_deleted"]["completions"] == 1
+        assert MARKER.encode() not in bytes_of_the_database(daemon.data)
+
+
+def test_others_who_said_the_same_keep_it_and_are_told(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        for user in ("dan", "eve"):
+            http.post("/v1/completions", json={"prompt": f"It rains: {MARKER}", "max_tokens": 4, "user": user})
+        done = http.delete("/v1/adapters/dan").json()
+        assert done["verified"] is True
+        assert done["searched"]["said_by_others"] >= 1
+        assert http.delete("/v1/adapters/eve").json()["searched"]["said_by_others"] == 0
+
+
+def test_the_search_finds_what_a_deletion_left(tmp_path: Path) -> None:
+    store = Store(tmp_path / "edged.db")
+    pair = ("ann", f"good: {MARKER}", "bad", utc_now())
+    store.write(lambda db: record_pair(db, *pair, prompt="Well?")).result()
+    now = utc_text(utc_now())
+    erased = store.write(lambda db: begin_forgetting(db, "ann", now)).result()
+    assert any(MARKER in text for text in erased.texts)
+    assert store.read(lambda db: search(db, "ann", erased.texts, now))["found"] == []
+    reason = f"a note on: good: {MARKER}"
+    row = ["2020", "ann", 1, "[]", reason]
+    store.write(lambda db: db.execute("INSERT INTO skipped_steps VALUES (NULL, ?, ?, ?, ?, ?)", row)).result()
+    found = store.read(lambda db: search(db, "ann", erased.texts, now))["found"]
+    assert {(item["table"], item["column"], item["what"]) for item in found} == {
+        ("skipped_steps", "adapter", "name"),
+        ("skipped_steps", "reason", "text"),
+    }
+    store.close()
+
+
+def test_a_crash_in_the_middle_is_finished_by_the_next_start(tmp_path: Path) -> None:
+    store = Store(tmp_path / "edged.db")
+    for user in ("ann", "bob"):
+        (tmp_path / "adapters" / "base" / user / "v000001").mkdir(parents=True)
+        pair = (user, f"{user}: {MARKER}", "bad", utc_now())
+        store.write(lambda db, pair=pair: record_pair(db, *pair, prompt="Well?")).result()
+    store.write(lambda db: begin_forgetting(db, "ann", utc_text(utc_now()))).result()
+    store.close()  # and nothing of what follows the deletion was done
+
+    store = Store(tmp_path / "edged.db")
+    assert finish_forgetting(store, tmp_path / "adapters") == ["ann"]
+    assert [path.name for path in (tmp_path / "adapters" / "base").iterdir()] == ["bob"]
+    assert finish_forgetting(store, tmp_path / "adapters") == []
+    store.close()
+    assert f"ann: {MARKER}".encode() not in bytes_of_the_database(tmp_path)
+    assert f"bob: {MARKER}".encode() in bytes_of_the_database(tmp_path)
+
+
+def test_a_killed_daemon_forgets_to_the_end_when_it_starts(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
+    with running(tmp_path / "run", model, store__save_every_s=0.1, guard__held_out_share=0.0) as daemon:
+        with daemon.http() as http:
+            learn(http, "ann")
+        assert daemon.process.pid is not None
+        os.kill(daemon.process.pid, signal.SIGKILL)
+        daemon.process.join()
+    store = Store(tmp_path / "run" / "data" / "edged.db")
+    store.write(lambda db: begin_forgetting(db, "ann", utc_text(utc_now()))).result()
+    store.close()
+    with running(tmp_path / "run", model) as daemon, daemon.http() as http:
+        assert "forgetting ann was interrupted" in daemon.log
+        assert http.get("/v1/adapters/ann").status_code == 404
+        assert not list((daemon.data / "adapters").glob("*/ann"))
+        assert MARKER.encode() not in bytes_of_the_database(daemon.data)

@@ -1,0 +1,297 @@
+"""`GET /v1/events`: what happens reaches whoever watches, once, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from edged.align.pair import PairScored, VersionPublished
+from edged.api import feed as feeds
+from edged.api.feed import Event, Feed, Reader
+from tests.api.live import LiveDaemon, running
+from tests.models import save_tiny
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Stream:
+    """An open stream of events."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    async def next(self, name: str = "") -> dict[str, Any]:
+        """The next event (of that name): its data, with its `id`. Raises EOFError at the end."""
+        while True:
+            fields: dict[str, str] = {}
+            while line := (await self._content.readline()).decode().rstrip("\n"):
+                key, _, fields[key] = line.partition(": ")
+            if not fields and self._content.at_eof():
+                raise EOFError
+            if "data" in fields and name in ("", fields["event"]):
+                return {"event": fields["event"], "id": fields.get("id", ""), **json.loads(fields["data"])}
+
+    async def numbers(self, count: int) -> list[int]:
+        """The numbers of the next iterations, at least `count`."""
+        found: list[int] = []
+        while len(found) < count:
+            found += [record["number"] for record in (await self.next("iterations"))["iterations"]]
+        return found
+
+
+class Client:
+    """Talks to a daemon over its socket."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    @asynccontextmanager
+    async def stream(self, query: str = "", **headers: str) -> AsyncIterator[Stream]:
+        async with self.session.get(f"/v1/events{query}", headers=headers) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            stream = Stream(response.content)
+            assert await stream._content.readline() == b"retry: 2000\n"
+            yield stream
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        async with self.session.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        async with self.session.get(path) as response:
+            return {"status": response.status, **await response.json()}
+
+    async def ask(self, tokens: int = 8) -> None:
+        await self.post("/v1/chat/completions", messages=HELLO, max_tokens=tokens, ignore_eos=True)
+
+    async def teach(self, user: str) -> int:
+        """Report a pair; returns its id."""
+        pair = {"user": user, "messages": HELLO, "chosen": "Good morning.", "rejected": "yo"}
+        return (await self.post("/v1/feedback", **pair))["pair_ids"][0]
+
+
+@asynccontextmanager
+async def client_of(daemon: LiveDaemon) -> AsyncIterator[Client]:
+    connector = aiohttp.UnixConnector(str(daemon.socket))
+    async with aiohttp.ClientSession("http://edged", connector=connector) as session:
+        yield Client(session)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    """A daemon that keeps no pair out of training."""
+    root = tmp_path_factory.mktemp("events")
+    save_tiny(root / "tiny")
+    with running(root / "run", root / "tiny", guard__held_out_share=0) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+async def client(live: LiveDaemon) -> AsyncIterator[Client]:
+    async with client_of(live) as client:
+        yield client
+
+
+async def test_a_stream_begins_with_the_status_and_goes_on_telling_it(client: Client) -> None:
+    shown = await client.get("/v1/status")
+    async with client.stream() as stream:
+        for _ in range(2):
+            told = await stream.next("status")
+            assert told.keys() - {"event", "id"} == shown.keys() - {"status"}
+
+
+async def test_iterations_are_told_once_and_in_order(client: Client) -> None:
+    await client.ask()
+    async with client.stream("?events=iterations") as stream:
+        before = (await client.get("/v1/status"))["totals"]["iterations"]
+        await client.ask(tokens=24)
+        numbers = await stream.numbers(24)
+    assert numbers == list(range(before + 1, before + 1 + len(numbers)))
+
+
+async def test_an_iteration_tells_what_was_in_it(client: Client) -> None:
+    async with client.stream("?events=iterations") as stream:
+        await client.ask()
+        record = (await stream.next("iterations"))["iterations"][0]
+    assert record["prefill_tokens"] > 0
+    assert record["decode_tokens"] == record["finetune_tokens"] == record["finetune_units"] == 0
+    assert record["latency_ms"] == pytest.approx(record["prefill_ms"], rel=0.01)
+    assert record.keys() >= {"at_s", "decision_ms", "budget_ms", "predicted_ms", "preempted", "free_pages"}
+
+
+async def test_a_stream_goes_on_where_the_last_one_broke_off(client: Client) -> None:
+    async with client.stream() as stream:
+        await client.ask()
+        last = await stream.next("iterations")
+    seen = last["iterations"][-1]["number"]
+    await client.ask()
+    async with client.stream(**{"Last-Event-ID": last["id"]}) as stream:
+        numbers = await stream.numbers(8)
+    assert numbers == list(range(seen + 1, seen + 1 + len(numbers)))
+
+
+async def test_a_stream_may_begin_with_what_was_before(client: Client) -> None:
+    await client.ask()
+    newest = (await client.get("/v1/status"))["totals"]["iterations"]
+    async with client.stream("?backlog=3") as stream:
+        assert (await stream.numbers(1)) == [newest - 2, newest - 1, newest]
+
+
+@pytest.mark.parametrize("stale", ["1-5", "x", "", "999999999999-1", "-"])
+async def test_the_place_in_another_daemons_stream_is_nowhere(client: Client, stale: str) -> None:
+    await client.ask()
+    async with client.stream("?events=iterations", **{"Last-Event-ID": stale}) as stream:
+        before = (await client.get("/v1/status"))["totals"]["iterations"]
+        await client.ask()
+        assert (await stream.numbers(1))[0] == before + 1
+
+
+async def test_a_pair_and_the_version_that_it_makes_are_told(client: Client) -> None:
+    async with client.stream("?events=pair,version") as stream:
+        pair_id = await client.teach("ada")
+        pair, version = await stream.next(), await stream.next()
+    row = (await client.get("/v1/adapters/ada"))["series"][0]
+    assert pair["event"] == "pair"
+    assert (pair["adapter"], pair["pair_id"], pair["version"]) == ("ada", pair_id, 0)
+    assert pair["delta_nats"] == pytest.approx(row["logp_difference"])
+    assert pair["reward_margin"] == pytest.approx(row["reward_margin"])
+    assert pair["win"] == bool(row["win"])
+    assert version["event"] == "version"
+    assert (version["adapter"], version["version"], version["reason"]) == ("ada", 1, "trained")
+
+
+async def test_a_rollback_is_told(client: Client) -> None:
+    async with client.stream("?events=version") as stream:
+        await client.teach("roll")
+        while (told := await stream.next())["adapter"] != "roll":
+            pass
+        await client.post("/v1/adapters/roll/rollback", version=0)
+        told = await stream.next()
+    assert (told["adapter"], told["version"], told["reason"]) == ("roll", 2, "rollback to 0")
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("events=status,noise", "events"),
+        ("events=", "events"),
+        ("backlog=-1", "backlog"),
+        ("backlog=2001", "backlog"),
+        ("backlog=²", "backlog"),
+    ],
+)
+async def test_bad_wishes_are_named(client: Client, query: str, param: str) -> None:
+    answer = await client.get(f"/v1/events?{query}")
+    assert (answer["status"], answer["error"]["param"]) == (400, param)
+
+
+async def test_streams_end_when_the_daemon_stops(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    with running(tmp_path / "run", model) as daemon:
+        async with client_of(daemon) as client, client.stream() as stream:
+            await stream.next("status")
+            daemon.signal(signal.SIGTERM)
+            with pytest.raises(EOFError):
+                await stream.next("no such event")
+        assert await asyncio.to_thread(daemon.wait) == 0, daemon.log
+
+
+async def test_clients_beyond_the_bound_are_turned_away(live: LiveDaemon) -> None:
+    connector = aiohttp.UnixConnector(str(live.socket), limit=0)
+    async with aiohttp.ClientSession("http://edged", connector=connector) as session:
+        client = Client(session)
+        streams = [client.stream("?events=version") for _ in range(64)]
+        for stream in streams:
+            await stream.__aenter__()
+        answer = await client.get("/v1/events")
+        assert (answer["status"], answer["error"]["code"]) == (429, "too_many_readers")
+        for stream in streams:
+            await stream.__aexit__(None, None, None)
+        while (await client.get("/v1/events?events=none"))["status"] != 400:
+            pass
+
+
+# -- the feed alone ----------------------------------------------------------------------------------------------------
+
+
+def scored(adapter: str, split: Any = "prequential") -> PairScored:
+    return PairScored(1, adapter, 0, split, -1.0, -2.0, -1.5, -1.5, 0.1, 0.6)
+
+
+async def told_to(sees: str) -> list[str]:
+    """Adapters of whom a reader hears that may hear of `sees` alone."""
+    feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
+    reader = Reader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None)
+    await feed.join(reader)
+    feed.tell([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
+    await asyncio.sleep(0)
+    feed.close()
+    heard = []
+    while event := await reader.next():
+        heard.append(f"{event.adapter} {event.name}")
+    feed.leave(reader)
+    return heard
+
+
+async def test_of_other_users_nothing_is_told() -> None:
+    assert await told_to("ada") == ["ada pair"]
+    assert await told_to("ben") == ["ben version", "ben pair"], "held-out scores are not of the series"
+    assert await told_to("eve") == []
+
+
+async def test_a_reader_that_does_not_read_is_dropped() -> None:
+    dropped = asyncio.Event()
+    reader = Reader({"status"}, lambda adapter: True, dropped.set)
+    for _ in range(feeds._WAITING):
+        reader.offer(Event("status", {}))
+    assert not dropped.is_set()
+    reader.offer(Event("pair", {}))
+    assert not dropped.is_set(), "it did not ask for that one"
+    reader.offer(Event("status", {}))
+    assert dropped.is_set()
+
+
+async def test_nothing_runs_while_nobody_watches() -> None:
+    asked = 0
+
+    def iterations(since: int) -> list[Any]:
+        nonlocal asked
+        asked += 1
+        return []
+
+    feed = Feed(asyncio.get_running_loop(), iterations, dict)
+    reader = Reader({"status"}, lambda adapter: True, lambda: None)
+    await feed.join(reader)
+    (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
+    feed.leave(reader)
+    await poller
+    asked_then = asked
+    await asyncio.sleep(2 * feeds.POLL_S)
+    assert asked == asked_then
+
+
+@pytest.mark.slow
+async def test_a_client_that_stands_still_is_cut_off(live: LiveDaemon) -> None:
+    """The buffers of its connection fill, then what waits for it. Were it not dropped, it could read on for ever."""
+    async with client_of(live) as client:
+        while (await client.get("/v1/status"))["totals"]["iterations"] < feeds.MOST_BACKLOG:
+            await client.ask(tokens=400)
+        reader, writer = await asyncio.open_unix_connection(str(live.socket), limit=1024)
+        writer.write(b"GET /v1/events?backlog=2000 HTTP/1.1\r\nHost: edged\r\n\r\n")
+        await asyncio.sleep(2 * feeds._WAITING * feeds.POLL_S * feeds._STATUS_EVERY)
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionResetError):
+                while await reader.read(1 << 20):
+                    pass
+        writer.close()

@@ -1,0 +1,155 @@
+"""An adapter from elsewhere is served when it fits, and refused with the reason when it does not; no pickle is opened."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import until
+from tests.models import save_tiny, tiny_model
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    root = tmp_path_factory.mktemp("import")
+    model = save_tiny(root / "tiny", max_position_embeddings=512)
+    with running(root / "run", model, align__rank=4, align__alpha=8.0, store__save_every_s=0.1) as live:
+        yield live
+
+
+def peft_adapter(folder: Path, rank: int = 4, alpha: float = 8.0, **more: Any) -> Path:
+    """What peft's own save_pretrained writes, with weights that change the answers."""
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM", **more)
+    model = get_peft_model(tiny_model("llama"), config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def packed(*members: tuple[str, bytes], kind: bytes = tarfile.REGTYPE) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.type = (len(data), kind) if kind == tarfile.REGTYPE else (0, kind)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def archive(folder: Path) -> bytes:
+    return packed(*((path.name, path.read_bytes()) for path in sorted(folder.iterdir())))
+
+
+def send(http: httpx2.Client, data: bytes, user: str = "ann") -> httpx2.Response:
+    return http.post(f"/v1/adapters/{user}/import", content=data, headers={"Content-Type": "application/x-tar"})
+
+
+def refusal(http: httpx2.Client, data: bytes) -> str:
+    answer = send(http, data, "eve")
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "import_refused"
+    return str(answer.json()["error"]["message"])
+
+
+def answer_of(http: httpx2.Client, user: str | None) -> str:
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "user": user}
+    return str(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+
+
+def test_an_imported_adapter_answers_as_a_new_version_and_can_be_rolled_back(
+    daemon: LiveDaemon, tmp_path: Path
+) -> None:
+    folder = peft_adapter(tmp_path / "mine")
+    with daemon.http() as http:
+        before = answer_of(http, "ann")
+        assert send(http, archive(folder)).json() == {"adapter": "ann", "version": 1, "reason": "imported"}
+        assert answer_of(http, "ann") != before
+        until(lambda: http.get("/v1/adapters/ann/export").status_code == 200)
+        path = Path(http.get("/v1/adapters/ann/export").json()["path"])
+        mine, kept = load_file(folder / WEIGHTS), load_file(path / WEIGHTS)
+        assert all(torch.equal(kept[name], tensor) for name, tensor in mine.items())
+        assert http.get("/v1/adapters/ann").json()["versions"][0]["reason"] == "imported"
+        http.post("/v1/adapters/ann/rollback", json={"version": 0})
+        assert answer_of(http, "ann") == before
+        http.post("/v1/adapters/ann/rollback", json={"version": 1})
+        assert answer_of(http, "ann") != before
+
+
+class Bomb:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+def test_a_pickle_is_refused_and_never_runs(daemon: LiveDaemon, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    bomb = pickle.dumps(Bomb(mark))
+    config = (peft_adapter(tmp_path / "a") / "adapter_config.json").read_bytes()
+    with daemon.http() as http:
+        for name in ("adapter_model.bin", "adapter_model.pt"):
+            message = refusal(http, packed(("adapter_config.json", config), (name, bomb)))
+            assert "is a pickle, which can run any code when it is loaded" in message
+        # Nor by another name.
+        assert "is not a safetensors file" in refusal(http, packed(("adapter_config.json", config), (WEIGHTS, bomb)))
+    assert not mark.exists()
+    pickle.loads(bomb)
+    assert mark.exists(), "the bomb works where somebody loads it"
+
+
+def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaemon, tmp_path: Path) -> None:
+    good = peft_adapter(tmp_path / "good")
+    tensors, config = load_file(good / WEIGHTS), json.loads((good / "adapter_config.json").read_text())
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+
+    def changed(tensors: dict[str, torch.Tensor], **settings: Any) -> bytes:
+        folder = tmp_path / "changed"
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / WEIGHTS)
+        (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+        return archive(folder)
+
+    nan = {**tensors, name: tensors[name].clone().fill_(float("nan"))}
+    cases = [
+        (changed(tensors, r=8), "its rank is 8, align.rank is 4"),
+        (changed(tensors, lora_alpha=16), "its lora_alpha is 16, align.alpha is 8"),
+        (changed(tensors, peft_type="IA3"), "only LORA is served"),
+        (changed(tensors, use_dora=True), "use_dora = true is not supported"),
+        (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),
+        (changed({**tensors, "more": torch.zeros(1)}), "more is no part of this model's adapters"),
+        (changed({**tensors, name: torch.zeros(4, 9)}), "has the shape (4, 9), this model needs (4, 64)"),
+        (changed({**tensors, name: tensors[name].to(torch.int32)}), "is of the type I32"),
+        (changed(nan), f"{name} holds values that are not finite"),
+        (packed((WEIGHTS, b"x")), "there is no adapter_config.json"),
+        (b"no archive at all", "the upload is not a tar archive"),
+        (packed(("../adapter_config.json", b"{}")), '"../adapter_config.json" in the archive leads out of it'),
+        (packed(("/etc/passwd", b"{}")), "leads out of it"),
+        (packed((WEIGHTS, b""), kind=tarfile.SYMTYPE), "is neither a file nor a folder"),
+    ]
+    with daemon.http() as http:
+        for data, words in cases:
+            assert words in refusal(http, data)
+        too_large = send(http, packed((WEIGHTS, bytes(12 << 20))))
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
+        assert http.get("/v1/adapters/eve").status_code == 404
+    assert not list(daemon.data.glob("import-*")), "nothing of an upload stays"

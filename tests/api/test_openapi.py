@@ -1,0 +1,101 @@
+"""The OpenAPI document names every route, is committed as it is served, and holds whatever is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+import schemathesis
+from hypothesis import Phase, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from edged.api.app import make_app
+from edged.api.openapi import document, undocumented
+from edged.api.operations import OPERATIONS
+from edged.api.services import Lifecycle
+from edged.config import ApiSettings
+from tests.api.live import running
+from tests.models import save_tiny
+
+COPY = Path(__file__).parents[2] / "docs" / "openapi.json"
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+SETTINGS = {"api__listen": "127.0.0.1:0", "store__save_every_s": 0.1, "serving__default_max_tokens": 8}
+DOCUMENT = document(make_app(ApiSettings(), Lifecycle()))
+api = schemathesis.openapi.from_dict(DOCUMENT)
+api.config.phases.coverage.enabled = False
+
+
+def test_every_route_of_the_application_is_in_the_document() -> None:
+    app = make_app(ApiSettings(), Lifecycle())
+    missing = undocumented(app)
+    assert not missing, f"give these routes their line in edged/api/operations.py: {', '.join(missing)}"
+    routes = {(r.method, r.resource.canonical) for r in app.router.routes() if r.resource is not None}
+    assert set(OPERATIONS) <= routes
+
+
+def test_the_committed_copy_is_what_the_code_says() -> None:
+    said = json.loads(COPY.read_text())
+    assert said == DOCUMENT, "write it anew: python -m edged.api.openapi > docs/openapi.json"
+
+
+def test_a_route_without_a_line_is_named() -> None:
+    app = make_app(ApiSettings(), Lifecycle())
+
+    async def nothing(request: Any) -> Any:
+        raise AssertionError
+
+    app.router.add_get("/v1/new/{thing}", nothing)
+    assert undocumented(app) == ["GET /v1/new/{thing}"]
+
+
+def test_the_document_is_served(http: httpx2.Client) -> None:
+    assert http.get("/openapi.json").json() == DOCUMENT
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A daemon on TCP that has learned something, so that adapters are there to ask for."""
+    root = tmp_path_factory.mktemp("fuzzed")
+    save_tiny(root / "tiny", max_position_embeddings=256)
+    with running(root / "run", root / "tiny", **SETTINGS) as daemon:
+        connections = psutil.Process(daemon.process.pid).net_connections("tcp")
+        port = next(c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN)
+        yield f"http://127.0.0.1:{port}"
+        assert "Traceback" not in daemon.log
+
+
+def check(case: schemathesis.Case, url: str) -> None:
+    body = case.body if isinstance(case.body, dict) else {}
+    if isinstance(body.get("n"), int):
+        body["n"] = min(body["n"], 4)
+    case.call_and_validate(base_url=url, checks=CHECKS)
+
+
+@api.parametrize()
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+def test_answers_are_as_the_document_says(case: schemathesis.Case, url: str) -> None:
+    check(case, url)
+
+
+@pytest.mark.slow
+@api.parametrize()
+@settings(max_examples=300, deadline=None, database=None, phases=[Phase.explicit, Phase.generate, Phase.shrink])
+def test_answers_are_as_the_document_says_for_long(case: schemathesis.Case, url: str) -> None:
+    check(case, url)

@@ -1,0 +1,106 @@
+"""`edged store`, `backup`, `restore` and `export` as an operator types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Daemon, edged
+
+PAIRS = [
+    {"messages": [{"role": "user", "content": f"Question {i}?"}], "chosen": f"Yes, {i}.", "rejected": "No."}
+    for i in range(3)
+]
+
+
+@pytest.fixture
+def ida(daemon: Daemon, tmp_path: Path) -> str:
+    path = tmp_path / "pairs.jsonl"
+    text = {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"}
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in [*PAIRS, text]))
+    daemon.run("feedback", "import", str(path), "--user", "ida")
+    return "ida"
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_hh_goes_out_and_comes_back(daemon: Daemon, ida: str, tmp_path: Path) -> None:
+    file = tmp_path / "hh.jsonl"
+    out = daemon.run("export", "--format", "hh", "--user", ida, "-o", str(file))
+    assert out.stdout == f"3 pairs are in {file}\n"
+    assert out.stderr == "1 pairs left out: it is not a chat\n"
+    daemon.run("feedback", "import", str(file), "--format", "hh", "--user", "jan")
+    found = rows(daemon.run("export", "--user", "jan").stdout)
+    assert [{key: pair[key] for key in PAIRS[0]} for pair in found] == PAIRS
+
+
+def test_trl_files_hold_one_kind_of_pair(daemon: Daemon, ida: str) -> None:
+    chats = daemon.run("export", "--format", "trl", "--user", ida)
+    assert [row["prompt"] for row in rows(chats.stdout)] == [pair["messages"] for pair in PAIRS]
+    assert "1 pairs left out: about plain prompts (--texts writes these)" in chats.stderr
+    texts = daemon.run("export", "--format", "trl", "--texts", "--user", ida)
+    assert rows(texts.stdout) == [{"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"}]
+
+
+def test_an_export_begins_at_a_day(daemon: Daemon, ida: str) -> None:
+    assert len(rows(daemon.run("export", "--user", ida, "--since", "2020-01-31").stdout)) == 4
+    assert daemon.run("export", "--user", ida, "--since", "2999-01-31T10:00").stdout == ""
+    wrong = daemon.run("export", "--since", "yesterday", code=1)
+    assert 'since = "yesterday" is not a date or time such as 2025-01-31' in wrong.stderr
+
+
+def test_a_running_daemon_is_backed_up_checked_and_restored(daemon: Daemon, ida: str, tmp_path: Path) -> None:
+    file, folder = tmp_path / "all.tar.gz", tmp_path / "new"
+    assert "verified" in daemon.run("backup", str(file)).stdout
+    summary = json.loads(edged("backup", "--verify", str(file), "--json").stdout)
+    assert summary["rows"]["pairs"] >= 4
+    restored = json.loads(edged("restore", str(file), "--data-dir", str(folder), "--json").stdout)
+    assert restored["rows"] == summary["rows"]
+    again = edged("restore", str(file), "--data-dir", str(folder))
+    assert again.returncode == 1
+    assert "is not empty" in again.stderr
+    forced = edged("restore", str(file), "--data-dir", str(folder), "--force")
+    assert "what was there is in" in forced.stdout
+    file.write_bytes(file.read_bytes()[:-200])
+    broken = edged("backup", "--verify", str(file))
+    assert broken.returncode == 1
+    assert "cannot be read as a backup" in broken.stderr
+    assert "Traceback" not in broken.stderr
+
+
+def test_a_stopped_daemons_folder_is_backed_up(daemon: Daemon, ida: str, tmp_path: Path) -> None:
+    first, second, folder = tmp_path / "first.tar", tmp_path / "second.tar", tmp_path / "stopped"
+    daemon.run("backup", str(first))
+    edged("restore", str(first), "--data-dir", str(folder))
+    nowhere = {"EDGED_SOCKET": str(tmp_path / "none.sock")}
+    result = edged("backup", str(second), "--json", EDGED_STORE__DATA_DIR=str(folder), **nowhere)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["rows"]["pairs"] >= 4
+    nothing = edged("backup", str(second), EDGED_STORE__DATA_DIR=str(tmp_path / "empty"), **nowhere)
+    assert nothing.returncode == 1
+    assert "no daemon answers" in nothing.stderr
+    assert "nothing to back up" in nothing.stderr
+
+
+def test_a_folder_in_use_is_not_read_behind_the_daemons_back(daemon: Daemon, tmp_path: Path) -> None:
+    data = daemon.socket.parent / "data"
+    result = edged("backup", str(tmp_path / "x.tar"), "--data-dir", str(data))
+    assert result.returncode == 1
+    assert "in use by another edged" in result.stderr
+    refused = edged("restore", str(tmp_path / "x.tar"), "--data-dir", str(data), "--force")
+    assert "in use by another edged" in refused.stderr
+
+
+def test_the_store_is_shown_pruned_and_rewritten(daemon: Daemon, ida: str) -> None:
+    data = json.loads(daemon.run("store", "status", "--json").stdout)
+    assert data["rows"]["pairs"] >= 4
+    assert "completions" in daemon.run("store", "status").stdout
+    assert json.loads(daemon.run("store", "prune", "--json").stdout)["deleted"] == {}
+    assert "deleted: nothing" in daemon.run("store", "prune").stdout
+    assert json.loads(daemon.run("store", "vacuum", "--json").stdout)["bytes_after"] > 0
+    assert "database" in daemon.run("status").stdout

@@ -1,0 +1,238 @@
+"""Disks that are full, read-only or that lie: edged goes on without them, or stops and says why and what to do."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from edged.store import Store, StoreError
+from tests.api.live import LiveDaemon, running, started
+from tests.models import save_tiny
+
+PROMPT = {"prompt": "How do I cook rice?", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextmanager
+def small_disk(folder: Path, *options: str) -> Iterator[Callable[..., None]]:
+    """A disk of 16 MiB at `folder`; calling what it gives mounts it again with other options."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(("size=16m", *options)), "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here: that needs root and CAP_SYS_ADMIN")
+    try:
+        yield lambda *again: subprocess.run(["mount", "-o", ",".join(("remount", *again)), str(folder)], check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def greedy(http: httpx2.Client, user: str | None = None) -> str:
+    response = http.post("/v1/completions", json=PROMPT | ({"user": user} if user else {}))
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def teach(http: httpx2.Client, number: int, user: str = "sam") -> httpx2.Response:
+    body = {"user": user, "prompt": f"question {number}", "chosen": f"good {number}", "rejected": f"bad {number}"}
+    return http.post("/v1/feedback", json=body)
+
+
+def until(condition: Callable[[], Any], context: Callable[[], object], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, context()
+        time.sleep(0.05)
+
+
+def integrity(database: Path) -> str:
+    with sqlite3.connect(database) as connection:
+        return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the room there is."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+    return filler
+
+
+def test_a_full_disk_stops_no_answer_loses_no_acknowledged_feedback_and_teaches_nothing_twice(
+    tmp_path: Path, model: Path
+) -> None:
+    settings = {"store__save_every_s": 0.1, "align__replay_share": 0, "guard__held_out_share": 0}
+    with small_disk(tmp_path / "data"), running(tmp_path, model, **settings) as daemon, daemon.http() as http:
+        wanted = greedy(http)
+        acknowledged = {n for n in range(4) if teach(http, n).status_code == 200}
+        filler = fill(daemon.data)
+        for n in range(4, 400):
+            refused = teach(http, n)
+            if refused.status_code != 200:
+                break
+            acknowledged.add(n)
+        assert refused.status_code == 503, refused.text
+        error = refused.json()["error"]
+        assert error["code"] == "store_failed"
+        assert "make room on the disk" in error["message"]
+        assert greedy(http) == wanted
+        until(lambda: daemon.status()["degraded"], daemon.status)
+        assert "make room on the disk" in daemon.status()["degraded"][0]
+        filler.unlink()
+        until(lambda: teach(http, 1000).status_code == 200, lambda: daemon.log)
+        acknowledged.add(1000)
+        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
+        assert daemon.status()["degraded"] == []
+        assert greedy(http) == wanted
+        assert daemon.stop() == 0
+        check_trained_once(daemon.data, acknowledged)
+        assert "Traceback" not in daemon.log
+
+
+def check_trained_once(data: Path, acknowledged: set[int]) -> None:
+    """All acknowledged pairs are there, each was trained once, and the versions have learned from no other."""
+    assert integrity(data / "edged.db") == "ok"
+    with sqlite3.connect(data / "edged.db") as db:
+        pairs = db.execute("SELECT chosen, state, epochs_done FROM pairs").fetchall()
+        (learned,) = db.execute("SELECT sum(pairs) FROM adapter_versions WHERE reason = 'trained'").fetchone()
+    # What failed half-way was not acknowledged, yet may be there.
+    assert {f"good {n}" for n in acknowledged} <= {chosen for chosen, _, _ in pairs}
+    assert {(state, epochs) for _, state, epochs in pairs} <= {("trained", 1), ("learnt", 0)}
+    assert learned == sum(epochs for _, _, epochs in pairs)
+    assert not list(data.glob("**/*.draft"))
+
+
+@pytest.mark.parametrize("lived_in", [False, True])
+def test_a_read_only_data_folder_is_an_explained_stop(tmp_path: Path, model: Path, lived_in: bool) -> None:
+    with small_disk(tmp_path / "data") as again:
+        if lived_in:
+            Store(tmp_path / "data" / "edged.db").close()
+        again("ro")
+        with started(tmp_path, model) as daemon:
+            assert daemon.wait() == 1
+            assert "edged: data folder" in daemon.log
+            assert "Read-only file system" in daemon.log
+            assert "Traceback" not in daemon.log
+
+
+def wrecked(path: Path, seed: int) -> None:
+    """Overwrite the beginnings of some pages behind the first."""
+    chance, size = random.Random(seed), path.stat().st_size
+    with path.open("r+b") as file:
+        for page in chance.sample(range(1, size // 4096), min(8, size // 4096 - 1)):
+            file.seek(page * 4096)
+            file.write(chance.randbytes(200))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_pages_are_told_and_answers_go_on_or_the_start_is_refused(
+    tmp_path: Path, model: Path, seed: int
+) -> None:
+    with running(tmp_path, model, store__save_every_s=0.1) as daemon, daemon.http() as http:
+        wanted = greedy(http)
+        assert all(teach(http, n).status_code == 200 for n in range(20))
+        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
+        assert daemon.stop() == 0
+    wrecked(tmp_path / "data" / "edged.db", seed)
+    with started(tmp_path, model) as daemon:
+        until(lambda: not daemon.process.is_alive() or ready(daemon), lambda: daemon.log)
+        if daemon.process.is_alive():
+            with daemon.http() as http:
+                assert greedy(http) == wanted
+                answers = [http.get("/v1/feedback"), http.get("/v1/adapters/sam"), *(teach(http, n) for n in range(3))]
+                assert {answer.status_code for answer in answers} <= {200, 404, 503}
+                if any(answer.status_code == 503 for answer in answers):
+                    assert "the file is damaged" in daemon.status()["degraded"][0]
+                assert greedy(http) == wanted
+            daemon.stop()
+        else:
+            assert daemon.wait() == 1
+            assert "damaged" in daemon.log
+            assert "restore" in daemon.log
+
+
+def ready(daemon: LiveDaemon) -> bool:
+    try:
+        with daemon.http() as http:
+            return http.get("/readyz").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def test_after_a_power_cut_the_file_is_read_before_it_is_trusted(tmp_path: Path) -> None:
+    store = Store(tmp_path / "whole" / "edged.db")
+    store.write(lambda db: db["notes"].insert_all([{"text": "x" * 500} for _ in range(200)])).result()
+    with sqlite3.connect(store.path) as other:
+        other.execute("PRAGMA wal_checkpoint(FULL)")
+    store.write(lambda db: db["notes"].insert({"text": "last"})).result()
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "whole", cut)
+    store.close()
+    Store(cut / "edged.db").close()
+    shutil.rmtree(cut)
+    cut.mkdir()
+    wrecked_copy = shutil.copy(tmp_path / "whole" / "edged.db", cut / "edged.db")
+    wrecked(Path(wrecked_copy), 3)
+    (cut / "edged.db-wal").write_bytes(b"torn")
+    with pytest.raises(StoreError, match=r"(?s)is damaged .*restore a copy"):
+        Store(cut / "edged.db")
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 0x40
+    file.write_bytes(bytes(data))
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("harm", "name"),
+    [(truncate, "optimizer.safetensors"), (flip_a_bit, "adapter_model.safetensors"), (empty, "edged.json")],
+)
+def test_the_newest_whole_version_is_served_when_a_newer_one_is_damaged(
+    tmp_path: Path, model: Path, harm: Callable[[Path], None], name: str
+) -> None:
+    with running(tmp_path, model, store__save_every_s=0.05, guard__held_out_share=0) as daemon, daemon.http() as http:
+        for n in range(12):
+            assert teach(http, n).status_code == 200
+        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
+        until(lambda: len(list(daemon.data.glob("adapters/*/sam/v*"))) >= 2, lambda: daemon.log)
+        assert daemon.stop() == 0
+    *_, before, newest = sorted(tmp_path.glob("data/adapters/*/sam/v*"))
+    hidden = newest.rename(tmp_path / "hidden")
+    with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
+        wanted = greedy(http, "sam")
+        assert http.get("/v1/adapters/sam").json()["version"] == int(before.name[1:])
+        assert daemon.stop() == 0
+    hidden.rename(newest)
+    harm(newest / name)
+    with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
+        assert greedy(http, "sam") == wanted
+        assert http.get("/v1/adapters/sam").json()["version"] == int(before.name[1:])
+        assert f"{newest}: " in daemon.log
+        assert "an older version is used" in daemon.log

@@ -1,0 +1,198 @@
+"""Memory runs out in the middle of an iteration: less is done at once, and every answer is as it would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from edged.align.memory import StepSize, out_of_memory
+from edged.align.pair import PairRetired, StepSkipped
+from edged.config import AlignSettings
+from edged.engine.engine import Engine
+from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
+
+MARK = 251
+"""A token that no random prompt has, and no answer here."""
+
+
+@contextmanager
+def shortage(module: torch.nn.Module, when: Callable[[torch.Tensor], bool]) -> Iterator[list[int]]:
+    """The allocator has nothing left whenever `module` is called with an input of which `when` holds."""
+    raised: list[int] = []
+
+    def hook(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = arguments[0] if arguments else next(iter(named.values()))
+        if when(given):
+            raised.append(given.numel())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nlong story")
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield raised
+    finally:
+        handle.remove()
+
+
+def layer(engine: Engine) -> torch.nn.Module:
+    return engine._parts.model.layers[1]
+
+
+def embeddings(engine: Engine) -> torch.nn.Module:
+    return engine._parts.model.model.get_input_embeddings()
+
+
+def rows(hidden: torch.Tensor) -> int:
+    return hidden.shape[-2]
+
+
+def answers(
+    engine: Engine, client: Client, run: str, prompts: list[list[int]], tokens: int = 12, adapter: str | None = None
+) -> list[list[int]]:
+    """The greedy answers to `prompts`, asked at once; none may fail."""
+    names = [f"{run}-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.submit(request(name, prompt, tokens, adapter, logit_bias={MARK: -100.0}))
+    client.wait(lambda: all(name in client.finished for name in names))
+    assert [client.finished[name].error for name in names] == [""] * len(names)
+    return [client.ids(name) for name in names]
+
+
+def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(tmp_path: Path) -> None:
+    prompts = [random_ids(200, 1), random_ids(90, 2)]
+    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+        wanted = answers(engine, client, "before", prompts)
+        with shortage(layer(engine), lambda hidden: rows(hidden) > 40) as raised:
+            assert answers(engine, client, "short", prompts) == wanted
+            assert raised
+            assert "memory ran out: an iteration has at most" in engine.status()["degraded"][0]
+        for i in range(12):
+            answers(engine, client, f"after{i}", [random_ids(20, 10 + i)], tokens=40)
+        assert engine.status()["degraded"] == []
+
+
+def test_decodes_that_are_too_many_are_preempted_and_not_failed(tmp_path: Path) -> None:
+    prompts = [random_ids(30, seed) for seed in range(8)]
+    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+        wanted = answers(engine, client, "before", prompts, tokens=20)
+        with shortage(layer(engine), lambda hidden: 3 < rows(hidden) <= 8) as raised:
+            assert answers(engine, client, "short", prompts, tokens=20) == wanted
+        assert raised
+        assert engine.status()["totals"]["preemptions"] >= 4
+
+
+def test_what_finds_no_memory_alone_fails_alone(tmp_path: Path) -> None:
+    prompts = [random_ids(30, seed) for seed in range(6)]
+    with running_engine(tmp_path) as (engine, client):
+        wanted = answers(engine, client, "before", prompts)
+        with shortage(embeddings(engine), lambda ids: bool((ids == MARK).any())):
+            engine.submit(request("too-much", [*random_ids(60, 9), MARK]))
+            assert answers(engine, client, "beside", prompts) == wanted
+            client.wait(lambda: "too-much" in client.finished)
+        assert client.finished["too-much"].reason == "error"
+        assert client.finished["too-much"].error.startswith("out of memory, also alone and in small pieces")
+        assert "long story" not in client.finished["too-much"].error
+        assert answers(engine, client, "after", prompts) == wanted
+
+
+@pytest.mark.parametrize("where", ["embeddings", "layer", "head", "pages"])
+def test_two_failures_anywhere_in_an_iteration_change_no_answer(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_ids(40, seed) for seed in range(4)]
+    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+        wanted = answers(engine, client, "before", prompts, tokens=20)
+        left = [2]
+
+        def twice(_: object = None) -> bool:
+            left[0] -= 1
+            return left[0] >= 0
+
+        if where == "pages":
+            allocate = engine._executor.allocate
+
+            def starved(pages: int) -> list[int]:
+                if twice():
+                    raise MemoryError
+                return allocate(pages)
+
+            monkeypatch.setattr(engine._executor, "allocate", starved)
+            assert answers(engine, client, "short", prompts, tokens=20) == wanted
+        else:
+            head = engine._parts.model.model.get_output_embeddings()
+            module = {"embeddings": embeddings(engine), "layer": layer(engine), "head": head}[where]
+            with shortage(module, twice):
+                assert answers(engine, client, "short", prompts, tokens=20) == wanted
+        assert left[0] < 0
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Path, keep_graph: bool) -> None:
+    with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
+        engine._parts.trainer.size.first_pause_s = 0.01
+        left = [3]
+
+        def learning(_: torch.Tensor) -> bool:
+            left[0] -= torch.is_grad_enabled()
+            return torch.is_grad_enabled() and left[0] >= 0
+
+        with shortage(layer(engine), learning):
+            engine.submit_pairs(random_pairs(8))
+            client.wait(lambda: len(client.of(PairRetired)) >= 8)
+        assert left[0] < 0
+        retired = [(record.pair_id, record.state, record.epochs_done) for record in client.of(PairRetired)]
+        assert sorted(retired) == [(pair_id, "trained", 1) for pair_id in range(1, 9)]
+        assert not client.of(StepSkipped)
+
+
+def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Path) -> None:
+    prompts = [random_ids(30, seed) for seed in range(3)]
+    with running_engine(tmp_path, align__keep_graph=False, guard__held_out_share=0.0) as (engine, client):
+        engine._parts.trainer.size.first_pause_s = 0.01
+        wanted = answers(engine, client, "before", prompts)
+        pairs = random_pairs(4, adapter="ann")
+        pairs[1] = replace(pairs[1], prompt=(*pairs[1].prompt[:-1], MARK))
+        with shortage(embeddings(engine), lambda ids: bool((ids == MARK).any())):
+            engine.submit_pairs(pairs)
+            assert answers(engine, client, "beside", prompts) == wanted
+            client.wait(lambda: len(client.of(PairRetired)) == 4)
+        assert {record.pair_id: record.state for record in client.of(PairRetired)} == {
+            1: "trained",
+            2: "skipped",
+            3: "trained",
+            4: "trained",
+        }
+        assert "out of memory, also alone" in client.of(StepSkipped)[0].reason
+
+
+def test_steps_shrink_pause_longer_and_grow_again() -> None:
+    size = StepSize(AlignSettings(micro_batch_pairs=4))
+    pauses = []
+    while not size.exhausted:
+        size.shrink()
+        pauses.append(size.pause_s)
+    assert (size.align.micro_batch_pairs, size.align.joint_adapters) == (1, 1)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+    for _ in range(16):
+        size.grow()
+    assert size.align.micro_batch_pairs == 4
+    assert not size.exhausted
+
+
+@pytest.mark.parametrize(
+    ("error", "means_it"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_want_of_memory_is_told_from_other_errors(error: Exception, means_it: bool) -> None:
+    assert out_of_memory(error) is means_it

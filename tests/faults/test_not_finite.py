@@ -1,0 +1,84 @@
+"""Numbers that are not finite end the answer that they are in, and touch nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from edged.align.pair import VersionPublished
+from edged.engine.engine import Engine
+from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+from tests.faults.test_memory import MARK, answers, embeddings
+
+
+@contextmanager
+def not_a_number(engine: Engine) -> Iterator[None]:
+    """The activations of every token MARK are NaN."""
+
+    def hook(_: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((arguments[0] == MARK)[..., None], float("nan"))
+
+    handle = embeddings(engine).register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+@pytest.mark.parametrize("chunk", [1024, 32])
+def test_the_answer_ends_with_the_reason_and_others_are_as_before(tmp_path: Path, at: str, chunk: int) -> None:
+    prompts = [random_ids(40, seed) for seed in range(4)]
+    bad = random_ids(64, 9)
+    bad[{"first": 0, "middle": 40, "last": -1}[at]] = MARK
+    with running_engine(tmp_path, serving__max_batch_tokens=chunk) as (engine, client):
+        wanted = answers(engine, client, "before", prompts)
+        finite = answers(engine, client, "finite", [bad])
+        engine.forget("nobody")
+        engine._post(lambda: engine._executor.trie.expire((None, 0)))
+        with not_a_number(engine):
+            engine.submit(request("bad", bad))
+            assert answers(engine, client, "beside", prompts) == wanted
+            client.wait(lambda: "bad" in client.finished)
+        assert client.finished["bad"].error == "the base model answers with numbers that are not finite"
+        # Nothing of it was kept: the same prompt is computed anew, in pages that nobody else spoilt.
+        assert answers(engine, client, "again", [bad]) == finite
+        assert answers(engine, client, "after", prompts) == wanted
+
+
+def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path) -> None:
+    prompt = random_ids(30, 1)
+    settings = {"store__save_every_s": 0.001, "guard__held_out_share": 0.0, "store__keep_versions": 50}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        for adapter, seed in (("ann", 0), ("ben", 1)):
+            engine.submit_pairs(random_pairs(8, adapter, seed, first_id=1 + 100 * seed))
+        wait_idle(engine)
+        client.wait(lambda: set(engine.adapters()) == {"ann", "ben"})
+        wanted = {name: answers(engine, client, f"{name}-before", [prompt], adapter=name) for name in ("ann", "ben")}
+        spoilt = engine.adapters()["ann"]
+
+        def spoil() -> None:
+            # As an overflow in the optimizer would: published, served, and not a number.
+            trainer = engine._parts.trainer
+            state = trainer.state("ann")
+            with torch.no_grad():
+                state.parameters()[1].fill_(float("nan"))
+            state.version = state.newest_number = spoilt + 1
+            trainer._publish(trainer._learner("ann"), spoilt, "trained")
+
+        engine._ask(spoil).result()
+        engine.submit(request("ann-spoilt", prompt, adapter="ann"))
+        assert answers(engine, client, "ben-beside", [prompt], adapter="ben") == wanted["ben"]
+        client.wait(lambda: "ann-spoilt" in client.finished)
+        assert (
+            f"version {spoilt + 1} of ann answers with numbers that are not finite"
+            in client.finished["ann-spoilt"].error
+        )
+        client.wait(lambda: engine.adapters()["ann"] == spoilt + 2)
+        assert answers(engine, client, "ann-after", [prompt], adapter="ann") == wanted["ann"]
+        assert client.of(VersionPublished)[-1].reason.startswith(f"guard: version {spoilt + 1} answered with numbers")

@@ -1,0 +1,75 @@
+"""A policy that fails does not end the service: requests go first come, first served, and the status says so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from edged.scheduler.policies import POLICIES
+from edged.scheduler.task import Kind, Resources, Task
+from tests.engine.harness import random_ids, random_pairs, running_engine, wait_idle
+from tests.faults.test_memory import answers
+from tests.scheduler.test_scheduler import scheduler_of
+
+RESOURCES = Resources(free_pages=64, total_pages=64, page_size=16, max_tokens=256, max_sequences=8)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_replaced_when_it_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scheduler_of(policy=name)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bin of no tasks")
+
+    monkeypatch.setattr(scheduler.policy, "plan", fail)
+    for task_id in range(3):
+        scheduler.add(Task(task_id, Kind.PREFILL, arrival_s=float(task_id), tokens=20), float(task_id))
+    assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]
+    assert f"the policy {name} failed (ZeroDivisionError: a bin of no tasks)" in scheduler.degraded
+
+
+def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [random_ids(40, seed) for seed in range(4)]
+    with running_engine(tmp_path) as (engine, client):
+        wanted = answers(engine, client, "before", prompts)
+        engine.submit_pairs(random_pairs(30))
+        client.wait(lambda: engine.status()["finetune"]["steps"] > 0 or not engine.status()["queue"]["finetune"])
+        policy = engine._parts.scheduler.policy
+        whole = type(policy).plan
+
+        def fail(*_: object) -> None:
+            raise AssertionError("slack is nan")
+
+        monkeypatch.setattr(type(policy), "plan", fail)
+        assert answers(engine, client, "degraded", prompts) == wanted
+        status = engine.status()
+        assert status["degraded"][0].startswith("the policy mace failed (AssertionError: slack is nan)")
+        assert not status["finetune"]["enabled"]
+        assert "the policy mace failed" in status["finetune"]["reason"]
+        pages = status["pages"]
+        assert pages["free"] + pages["cached"] == pages["total"], "a step kept its pages"
+        monkeypatch.setattr(type(policy), "plan", whole)
+        engine.restore_policy()
+        wait_idle(engine)
+        assert engine.status()["degraded"] == []
+        assert engine.status()["finetune"]["pairs_trained"] > 0
+
+
+def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine(tmp_path, scheduler__plan_ahead="on") as (engine, client):
+        prompts = [random_ids(40, seed) for seed in range(3)]
+        wanted = answers(engine, client, "before", prompts)
+        whole = type(engine._parts.scheduler.policy).plan
+        calls = [0]
+
+        def fails_later(self: object, *arguments: object) -> object:
+            calls[0] += 1
+            if calls[0] > 4:
+                raise ValueError(math.nan)
+            return whole(self, *arguments)
+
+        monkeypatch.setattr(type(engine._parts.scheduler.policy), "plan", fails_later)
+        assert answers(engine, client, "degraded", prompts) == wanted
+        assert engine.status()["degraded"]

@@ -1,0 +1,279 @@
+"""The page in a real browser, with a real daemon and the demo model behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from edged.models import demo_model_dir
+from tests.api.live import LiveDaemon, running
+from tests.models import save_tiny
+from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, fits, free_port, opened
+
+RICE = "How do I cook rice?"
+LAKE = "How far is it to the lake?"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, browser: Browser, port: int) -> Iterator[LiveDaemon]:
+    """With the demo model; no pair is kept out of training, versions are on disk soon."""
+    settings = {"api__listen": f"127.0.0.1:{port}", "guard__held_out_share": 0, "store__save_every_s": 0.1}
+    with running(tmp_path_factory.mktemp("page"), demo_model_dir(), **settings) as live:
+        yield live
+
+
+@pytest.fixture
+def page(daemon: LiveDaemon, browser: Browser, port: int) -> Iterator[Page]:
+    with opened(browser, port) as page:
+        yield page
+
+
+def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
+    with daemon.http() as http:
+        return http.get(f"/v1/adapters/{name}").json()
+
+
+def learnt(page: Page, pairs: int) -> None:
+    """Wait until the panel says so."""
+    expect(page.locator("#progress")).to_contain_text(f"{pairs} of {pairs} pair", timeout=PATIENT_MS)
+
+
+def test_a_question_gets_two_answers_and_nobodys_gets_one(page: Page) -> None:
+    person = Person(page).is_called("asker")
+    answer = person.asks(RICE)
+    assert all(text.strip() for text in answer.locator(".candidate .text").all_inner_texts())
+    expect(answer.locator(".candidate")).to_have_count(2)
+    expect(answer.locator(".chip")).to_have_text("base")
+    answer = person.is_called("").asks(RICE)
+    expect(answer.locator(".candidate")).to_have_count(1)
+    expect(answer.get_by_role("button", name="Good")).to_have_count(0)
+
+
+def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon: LiveDaemon) -> None:
+    person = Person(page).is_called("picker")
+    for pairs in (1, 2):
+        while not person.asks(RICE if pairs == 1 else LAKE).locator(".pick:visible").count():
+            pass  # both answers were the same
+        person.picks("B")
+        learnt(page, pairs)
+        points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
+        expect(points).to_have_count(pairs, timeout=PATIENT_MS)
+    expect(page.locator("#curves")).to_have_attribute(
+        "aria-label", re.compile("from pair 1 to 2: reward accuracy from")
+    )
+    expect(page.locator("#means .clpd strong")).to_have_text(re.compile(r"^[+-]?[\d.]+ nats$"))
+    expect(person.answer.locator(".candidate.taken")).to_have_attribute("aria-label", "answer B")
+    known = adapter(daemon, "picker")
+    assert (known["pairs_seen"], known["version"]) == (2, 2)
+    answer = person.asks("And then?")
+    expect(answer.locator(".chip")).to_have_text("picker@2")
+    expect(page.locator("#serving")).to_have_text("picker@2")
+
+
+def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: LiveDaemon) -> None:
+    person = Person(page).is_called("editor").wants_one_answer()
+    answer = person.asks(RICE)
+    answer.get_by_role("button", name="Edit the answer").click()
+    page.get_by_label("New text of the answer").fill("Boil it.")
+    page.get_by_role("button", name="Save edit").click()
+    person.reads("^Pair ")
+    expect(answer.locator(".text")).to_have_text("Boil it.")
+    learnt(page, 1)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        person.asks("How long?")
+    assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Boil it."}
+    with daemon.http() as http:
+        assert http.get("/v1/feedback?user=editor").json()["chosen"] == "Boil it."
+
+
+def test_thumbs_and_asking_again_make_a_pair_of_two_answers(page: Page) -> None:
+    person = Person(page).is_called("rater").wants_one_answer()
+    person.asks(RICE)
+    person.answer.get_by_role("button", name="Bad: the answer").click()
+    person.reads("no pair yet")
+    bad = person.answer.locator(".text").inner_text()
+    asked = 1
+    while person.answer.locator(".text").inner_text() == bad:
+        person.answer.get_by_role("button", name="Ask again").click()
+        asked += 1
+        expect(person.answers).to_have_count(asked, timeout=PATIENT_MS)
+    person.answer.get_by_role("button", name="Good: the answer").click()
+    person.reads("^Pair")
+    expect(person.answer.get_by_role("button", name="Good: the answer")).to_have_attribute("aria-pressed", "true")
+
+
+def test_an_adapter_is_rolled_back_after_a_question(page: Page, daemon: LiveDaemon) -> None:
+    person = Person(page).is_called("turner").wants_one_answer()
+    person.asks(RICE).get_by_role("button", name="Edit the answer").click()
+    page.get_by_label("New text of the answer").fill("Boil it.")
+    page.keyboard.press("Control+Enter")
+    learnt(page, 1)
+    page.get_by_role("button", name="Roll back to version 0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert adapter(daemon, "turner")["version"] == 1
+    page.get_by_role("button", name="Roll back to version 0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
+    expect(page.locator("#versions tr.current")).to_contain_text("rollback to 0", timeout=PATIENT_MS)
+    assert adapter(daemon, "turner")["version"] == 2
+    expect(page.get_by_role("button", name="Roll back to version 1")).to_be_visible(timeout=PATIENT_MS)
+
+
+def colours(page: Page) -> set[str]:
+    """Of the kinds of work, those that the timeline has pixels of."""
+    script = """() => {
+        const canvas = document.getElementById("canvas"), style = getComputedStyle(document.documentElement);
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        const seen = new Set();
+        for (let i = 0; i < pixels.length; i += 4) seen.add((pixels[i] << 16) + (pixels[i + 1] << 8) + pixels[i + 2]);
+        return ["prefill", "decode", "finetune"].filter(
+            (kind) => seen.has(parseInt(style.getPropertyValue("--" + kind).trim().slice(1), 16)));
+    }"""
+    return set(page.evaluate(script))
+
+
+def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
+    page.get_by_label("Time shown").select_option("60")
+    person = Person(page).is_called("drawer").wants_one_answer()
+    person.asks(RICE).get_by_role("button", name="Edit the answer").click()
+    page.get_by_label("New text of the answer").fill("Boil it.")
+    page.keyboard.press("Control+Enter")
+    learnt(page, 1)
+    expect(page.locator("#summary")).to_contain_text(re.compile("[1-9]\\d* a second"))
+    page.get_by_role("button", name="Pause").click()
+    assert colours(page) == {"prefill", "decode", "finetune"}
+    page.locator("#bins").press("ArrowLeft")
+    expect(page.locator("#detail")).to_have_text(re.compile(r"^Iteration [\d,]+: .* ms, predicted .*pages free"))
+    page.locator("#bins").press("ArrowLeft")
+    page.locator("#bins").press("Space")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(page.locator("#detail")).to_have_text("")
+
+
+def test_everything_can_be_done_with_keys(page: Page) -> None:
+    Person(page).is_called("typist")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the link to the chat
+    page.keyboard.type(RICE)
+    page.keyboard.press("Enter")
+    answers = page.locator("article.answer[aria-busy=false]")
+    expect(answers).to_have_count(1, timeout=PATIENT_MS)
+    page.keyboard.press("ArrowUp")
+    assert answers.last.evaluate("element => element.contains(document.activeElement)")
+    page.keyboard.press("+")
+    expect(answers.last.get_by_role("button", name="Good: answer A")).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("2")
+    expect(answers.last.locator(".candidate.taken")).to_have_attribute("aria-label", "answer B", timeout=PATIENT_MS)
+    page.keyboard.press("e")
+    page.keyboard.type("No. ")
+    page.keyboard.press("Escape")
+    expect(answers.last.locator(".editor")).to_have_count(0)
+    page.keyboard.press("r")
+    expect(answers).to_have_count(2, timeout=PATIENT_MS)
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Your message")).to_be_focused()
+
+
+def test_a_screen_reader_hears_the_answer_once_and_not_word_by_word(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            const announcer = document.getElementById("announcer");
+            globalThis.said = [];
+            new MutationObserver(() => said.push(announcer.textContent)).observe(announcer, {childList: true});
+        }"""
+    )
+    answer = Person(page).is_called("listener").wants_one_answer().asks(RICE)
+    text = answer.locator(".text").inner_text()
+    assert [said.strip("\xa0") for said in page.evaluate("said")] == [text]
+    live = page.locator("[aria-live=polite], [role=status]")
+    assert {element.get_attribute("id") for element in live.all()} == {"announcer", "detail"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, scheme: Any) -> None:
+    with opened(browser, port, color_scheme=scheme, viewport=PHONE if scheme == "dark" else None) as page:
+        accessible(page)
+        person = Person(page).is_called("seer")
+        person.asks(RICE)
+        person.answer.get_by_role("button", name="Edit answer A").click()
+        accessible(page)
+        page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
+        page.get_by_role("button", name="Save edit").click()
+        person.reads("^Pair|Said before")
+        expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
+        page.get_by_label("as", exact=True).fill("not a name")
+        accessible(page)
+        page.get_by_role("button", name="Keys").click()
+        accessible(page)
+
+
+def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browser, port: int) -> None:
+    with opened(browser, port, viewport=PHONE, has_touch=True, is_mobile=True) as page:
+        fits(page)
+        person = Person(page).is_called("a" * 64)
+        person.asks("word " * 12 + "x" * 90)
+        fits(page)
+        person.answer.get_by_role("button", name="Edit answer A").tap()
+        page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
+        page.get_by_role("button", name="Save edit").tap()
+        learnt(page, 1)
+        expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
+        fits(page)
+
+
+def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, browser: Browser
+) -> None:
+    folder, port = tmp_path_factory.mktemp("again"), free_port()
+    model = save_tiny(folder / "tiny")
+    gone = "ERR_CONNECTION_REFUSED|503|ERR_INCOMPLETE|ERR_EMPTY"
+    with (
+        running(folder / "run", model, api__listen=f"127.0.0.1:{port}") as daemon,
+        opened(browser, port, expected=gone) as page,
+    ):
+        expect(page.locator("#connection")).to_have_text("live")
+        daemon.stop()
+        expect(page.locator("#connection")).to_have_text("the daemon does not answer", timeout=PATIENT_MS)
+        Person(page).is_called("").asks("Anybody?")
+        Person(page).reads("The daemon does not answer")
+        with running(folder / "run", model, api__listen=f"127.0.0.1:{port}"):
+            expect(page.locator("#connection")).to_have_text("live", timeout=PATIENT_MS)
+            answer = Person(page).is_called("").asks("And now?")
+            expect(answer.locator(".chip")).to_have_text("base")
+
+
+def test_a_token_is_asked_for_once_and_a_long_answer_can_be_stopped(
+    tmp_path_factory: pytest.TempPathFactory, browser: Browser
+) -> None:
+    folder, port = tmp_path_factory.mktemp("token"), free_port()
+    model = save_tiny(folder / "tiny", max_position_embeddings=8192)
+    settings = {"api__listen": f"127.0.0.1:{port}", "api__token": "sesame", "serving__default_max_tokens": 8000}
+    with running(folder / "run", model, **settings), opened(browser, port, expected="401") as page:
+        for token in ("wrong", "sesame"):
+            page.get_by_role("textbox", name="Token").fill(token)
+            page.keyboard.press("Enter")
+        expect(page.locator("#connection")).to_have_text("live")
+        person = Person(page).is_called("ada")
+        person.box.fill("Talk for ever.")
+        person.box.press("Enter")
+        expect(page.locator(".candidate .text").first).not_to_be_empty()
+        page.get_by_role("button", name="Stop").click()
+        expect(person.answer.locator(".facts-line")).to_have_text("stopped", timeout=PATIENT_MS)
+        page.reload()
+        expect(page.locator("#connection")).to_have_text("live")
+        assert not page.get_by_role("dialog").is_visible()

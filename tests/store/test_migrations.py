@@ -1,0 +1,109 @@
+"""A database of any released schema becomes one of the present schema, whole, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlite_utils import Database
+
+from edged.store import Store, StoreError
+from edged.store.migrations import MIGRATIONS, migrate
+from tests.store import schemas
+
+VERSIONS = range(1, len(MIGRATIONS) + 1)
+
+
+def schema(path: Path) -> list[tuple[str, ...]]:
+    """Tables and indexes as SQLite was told to make them, but for spaces and quotes."""
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY 1, 2")
+        return [(*names, re.sub(r"[\s\"]+", "", sql)) for *names, sql in rows]
+
+
+def contents(path: Path) -> dict[str, list[dict]]:
+    with closing(sqlite3.connect(path)) as connection:
+        db = Database(connection, execute_plugins=False)
+        return {table.name: list(table.rows) for table in db.tables if table.name != "migrations"}
+
+
+def check(path: Path, version: int, tmp_path: Path) -> None:
+    """It opens, its schema is a fresh one's, and every row of the dump is there."""
+    dumped, fresh = tmp_path / "dumped.db", tmp_path / "fresh" / "edged.db"
+    dumped.unlink(missing_ok=True)
+    schemas.load(version, dumped)
+    Store(path).close()
+    Store(fresh).close()
+    assert schema(path) == schema(fresh)
+    found = contents(path)
+    for table, rows in contents(dumped).items():
+        kept = [{key: row[key] for key in rows[0]} for row in found[table]]
+        assert kept == rows
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_released_schema_has_its_dump_with_a_row_in_every_table(version, tmp_path):
+    assert schemas.file_of(version).exists(), "run: python -m tests.store.schemas"
+    schemas.load(version, tmp_path / "edged.db")
+    assert all(contents(tmp_path / "edged.db").values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_database_of_an_earlier_schema_is_brought_up_to_date_with_all_its_rows(version, tmp_path):
+    path = tmp_path / "old" / "edged.db"
+    path.parent.mkdir()
+    schemas.load(version, path)
+    check(path, version, tmp_path)
+
+
+def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(tmp_path):
+    """A child process migrates and is killed at its n-th statement, for every n there is."""
+    cuts = 0
+    while True:
+        path = tmp_path / f"cut-{cuts}" / "edged.db"
+        path.parent.mkdir()
+        schemas.load(1, path)
+        if migrate_and_die(path, statements=cuts + 1) == 0:
+            break
+        cuts += 1
+        check(path, 1, tmp_path)
+    assert cuts > 3 * len(MIGRATIONS)
+
+
+def migrate_and_die(path: Path, statements: int) -> int:
+    """The child's exit status, 0 when it had no more statements than that."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    left = statements
+
+    def count(_: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    connection = sqlite3.connect(path)
+    connection.set_trace_callback(count)
+    migrate(Database(connection, execute_plugins=False))
+    connection.close()
+    os._exit(0)
+
+
+def test_a_database_of_a_newer_edged_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "edged.db"
+    schemas.load(len(MIGRATIONS), path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO migrations VALUES ('m999_future', 'then')")
+    before = contents(path)
+    with pytest.raises(StoreError, match=r"edged\.db.*newer edged \(migration m999_future\): install that version"):
+        Store(path)
+    assert contents(path) == before
