@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edged.cli.configure import to_toml_value
 from edged.cli.main import cli
 from edged.config import Settings
+from edged.config_text import to_toml_value
 from edged.scheduler.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
