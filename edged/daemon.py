@@ -154,8 +154,8 @@ class Daemon:
         clear_leftovers(folder)
         try:
             access = Access(self._settings.access, self._settings.api.token)
-            self._reloader.on_check(check_access)
-            self._reloader.on_change(lambda settings: access.configure(settings.access, settings.api.token))
+            self._reloader.check(lambda settings: _check_access(access, settings))
+            self._reloader.on_change(lambda settings: access.configure(settings.access))
             listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
             try:
                 return await self._serve(listeners, access, store, folder)
@@ -260,9 +260,12 @@ class Daemon:
             _set_up_logs,
             configure_engine,
             self._lifecycle.configure,
+            lambda settings: services.admission.configure(settings.serving),
+            lambda settings: services.limits.configure(settings.limits),
+            lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
+            lambda settings: services.governors.configure(settings.governor),
             services.teacher.configure,
             lambda settings: services.upkeep.configure(settings.store),
-            lambda settings: services.limits.configure(settings.limits),
         ):
             self._reloader.on_change(apply)
 
@@ -275,7 +278,7 @@ class Daemon:
         self._manager.ready(_status(services))
         self._tell_ready(services)
         engine = services.engine
-        async with _beside(self._manager.watch(lambda: engine.last_sign_s, lambda: _status(services))):
+        async with _beside(self._manager.watch(lambda: engine.rest.last_sign_s, lambda: _status(services))):
             while not self._stop.is_set() and not engine.error:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
@@ -346,6 +349,18 @@ class Daemon:
             self._manager.ready(_status(self._lifecycle.services))
 
 
+def _check_access(access: Access, settings: Settings) -> None:
+    """Raises ConfigError for rules or tokens that cannot take the place of those in use."""
+    try:
+        other = Access(settings.access, settings.api.token)
+    except AccessError as error:
+        raise ConfigError(str(error)) from None
+    if other.has_tokens != access.has_tokens:
+        raise ConfigError(
+            "access.tokens: TCP listeners are open with tokens or without, which needs a restart; nothing was changed"
+        )
+
+
 def _status(services: Services) -> str:
     """What `systemctl status` shows."""
     queue = services.engine.queue()
@@ -366,14 +381,6 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def check_access(settings: Settings) -> None:
-    """Raises ConfigError for rules about accounts that this box does not have."""
-    try:
-        Access(settings.access, settings.api.token)
-    except AccessError as error:
-        raise ConfigError(str(error)) from None
 
 
 async def _in_thread(fn: Callable[[], T], name: str) -> T:

@@ -29,9 +29,12 @@ _SHORTEST_SECRET = 6
 _HIDDEN = "***"
 
 
-def event(log: logging.Logger, level: int, name: str, message: str, **fields: Any) -> None:
-    """One line about something that happened: `message` for people, `name` and `fields` for programs."""
-    log.log(level, message, extra={"event": name, "fields": fields}, stacklevel=2)
+def event(log: logging.Logger, level: int, name: str, message: str, *, exc_info: bool = False, **fields: Any) -> None:
+    """One line about something that happened: `message` for people, `name` and `fields` for programs.
+
+    With `exc_info` the exception that is being handled is a part of it.
+    """
+    log.log(level, message, exc_info=exc_info, extra={"event": name, "fields": fields}, stacklevel=2)
 
 
 def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str, str], stream: TextIO) -> None:

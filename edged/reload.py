@@ -15,8 +15,8 @@ from typing import Any
 
 from edged import logs
 from edged.config import (
-    AccessSettings,
     ConfigError,
+    GovernorSettings,
     GuardSettings,
     LogSettings,
     MetricsSettings,
@@ -24,6 +24,7 @@ from edged.config import (
     Settings,
     StoreSettings,
 )
+from edged.config_access import AccessSettings
 
 log = logging.getLogger("edged")
 
@@ -39,10 +40,13 @@ RELOADABLE: dict[str, frozenset[str]] = {
         }
     ),
     "guard": frozenset(GuardSettings.model_fields),
-    "api": frozenset({"max_stop_chars", "token"}),
+    "governor": frozenset(GovernorSettings.model_fields),
+    "api": frozenset({"max_stop_chars"}),
     "access": frozenset(AccessSettings.model_fields),
-    # The others are clocks of connections, or measured from the start.
-    "limits": frozenset({"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute"}),
+    # The patience with slow clients is a connection's, from its beginning.
+    "limits": frozenset(
+        {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
+    ),
     "metrics": frozenset(MetricsSettings.model_fields),
     "store": frozenset(StoreSettings.model_fields) - {"data_dir"},
     "log": frozenset(LogSettings.model_fields),
@@ -90,13 +94,12 @@ class Reloaded:
 def compare(old: Settings, new: Settings) -> Reloaded:
     """How `new` differs from `old`; values of tokens are not shown."""
     changes: tuple[list[Change], list[Change]] = ([], [])
-    for section in type(new).model_fields:
-        before, after = getattr(old, section), getattr(new, section)
-        for key in type(after).model_fields:
-            values = getattr(before, key), getattr(after, key)
-            if values[0] != values[1]:
-                secret = section == "access" or ("token" in key and isinstance(values[1], str))
-                shown = (_HIDDEN, _HIDDEN) if secret else values
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    for section, values in after.items():
+        for key, value in values.items():
+            if before[section][key] != value:
+                secret = "token" in key and isinstance(value, (str, list))
+                shown = (_HIDDEN, _HIDDEN) if secret else (before[section][key], value)
                 can = key in RELOADABLE.get(section, ())
                 changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
     return Reloaded(*map(tuple, changes))
@@ -121,13 +124,13 @@ class Reloader:
         self._checks: list[Callable[[Settings], None]] = []
         self._one_at_a_time = asyncio.Lock()
 
-    def on_check(self, check: Callable[[Settings], None]) -> None:
-        """Have settings checked before any is applied: `check` raises ConfigError."""
-        self._checks.append(check)
-
     def on_change(self, apply: Apply) -> None:
         """Have a part take over changed settings; parts are asked in the order in which they came."""
         self._parts.append(apply)
+
+    def check(self, check: Callable[[Settings], None]) -> None:
+        """Have settings looked at before any is applied; `check` raises ConfigError for what a part cannot take."""
+        self._checks.append(check)
 
     async def reload(self) -> Reloaded:
         """Apply what can change. Raises ConfigError, and nothing has changed then."""
@@ -137,7 +140,7 @@ class Reloader:
             try:
                 new = await asyncio.to_thread(self._load)
                 for check in self._checks:
-                    check(new)
+                    check(adopted(self.settings, new))
             except ConfigError as error:
                 message = f"settings are not reloaded, the old ones hold: {error}"
                 logs.event(log, logging.ERROR, "reload_refused", message)

@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,12 +119,11 @@ def test_installing_for_real_needs_root() -> None:
         os.setgid(65534)
         os.setuid(65534)
 
-    nobody: Callable[[], None] = become_nobody
-    result = subprocess.run(
-        ["bash", "-s"], input=INSTALL.read_bytes().replace(b'here="$(cd', b'here="$(true; cd', 1), preexec_fn=nobody,
-        capture_output=True, cwd=INSTALL.parent,
-    )  # fmt: skip
-    assert b"needs root: sudo tools/install" in result.stderr
+    try:
+        result = subprocess.run([str(INSTALL)], preexec_fn=become_nobody, capture_output=True, text=True)
+    except PermissionError:
+        pytest.skip("nobody else may read this checkout")
+    assert "needs root: sudo tools/install" in result.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from edged.align.pair import StepSkipped, VersionPublished
 from edged.align.told import Told
 from edged.config import LogSettings, Settings, load_settings
 from tests.api.live import LiveDaemon, running
+from tests.engine.harness import request, running_engine
 from tests.models import save_tiny
 
 log = logging.getLogger("edged.test")
@@ -158,6 +159,27 @@ def test_an_operator_is_told_of_versions_sparingly_and_of_all_rollbacks_and_skip
     found = [(line["event"], line["adapter"], line.get("version")) for line in lines(stream)]
     assert found[:3] == [("version", "ann", version) for version in (1, 2, 3)]
     assert found[3:] == [("rollback", "ann", 10), ("rollback", "ann", 11), ("step_skipped", "bob", 1)]
+
+
+def test_an_iteration_that_failed_names_the_requests_that_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        run = engine._parts.executor.run
+
+        def once(*arguments: Any, **named: Any) -> Any:
+            engine._parts.executor.run = run  # type: ignore[method-assign]
+            raise RuntimeError("the kernel failed")
+
+        engine._parts.executor.run = once  # type: ignore[method-assign]
+        engine.submit(request("poor", [5, 6, 7]))
+        client.wait(lambda: "poor" in client.finished)
+        engine.submit(request("lucky", [5, 6, 7]))
+        client.wait(lambda: "lucky" in client.finished)
+    (record,) = [record for record in caplog.records if getattr(record, "event", "") == "iteration_failed"]
+    assert record.__dict__["fields"] == {"requests": ["poor"]}
+    assert "the kernel failed" in record.getMessage()
+    assert client.finished["lucky"].reason == "length"
 
 
 @pytest.fixture(scope="module")

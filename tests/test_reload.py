@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from edged.api.access import Access, token_hash
+from edged.api.errors import ApiError
 from edged.config import Settings, load_settings
+from edged.config_access import AccessSettings, AccessToken
 from edged.reload import RELOADABLE, adopted, compare
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import edged
@@ -142,3 +145,31 @@ def test_a_learning_rate_changed_at_run_time_is_the_next_steps(tmp_path: Path) -
             after = engine.weights("ann").result(10)[1]
             moved.append(max(float((after[k] - before[k]).abs().max()) if k in before else 1.0 for k in after))
         assert moved[1] < 1e-8 < moved[0]
+
+
+def test_limits_rules_and_tokens_change_and_what_would_open_a_listener_is_refused(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("")
+    with running(tmp_path, model, config=config) as daemon:
+        config.write_text("[limits]\nrequests_per_minute = 2\n")
+        assert "applied: limits.requests_per_minute: 0 -> 2\n" in call(daemon, "reload")
+        with daemon.http() as http:
+            codes = [http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code for _ in range(3)]
+        assert codes == [200, 200, 429]
+        digest = "0" * 64
+        config.write_text(f"[[access.tokens]]\nname = 'x'\nsha256 = '{digest}'\nroles = ['use']\n")
+        refused = call(daemon, "reload", code=1)
+        assert "needs a restart" in refused
+        assert digest not in refused + daemon.log
+        config.write_text("[[access.rules]]\npeers = ['user:no-such-account']\nroles = ['use']\n")
+        assert "no-such-account" in call(daemon, "reload", code=1)
+
+
+def test_tokens_and_rules_are_taken_over_whole() -> None:
+    tokens = [AccessToken(name=name, sha256=token_hash(name), roles=["use"]) for name in ("old", "new")]
+    access = Access(AccessSettings(tokens=tokens[:1]), "the operators")
+    access.configure(AccessSettings(tokens=tokens[1:]))
+    assert access.of_token("Bearer new").roles == {"use"}
+    assert access.of_token("Bearer the operators").roles == {"admin"}
+    with pytest.raises(ApiError):
+        access.of_token("Bearer old")

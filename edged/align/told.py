@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from edged import logs
 from edged.align.pair import Record, StepSkipped, VersionPublished, VersionSaved
@@ -46,7 +47,7 @@ class Told:
 
     def _published(self, record: VersionPublished, level: int, name: str, missed: int) -> None:
         message = f"{record.adapter} is served by version {record.version}: {record.reason}"
-        fields = {
+        fields: dict[str, Any] = {
             "adapter": record.adapter,
             "version": record.version,
             "parent": record.parent,

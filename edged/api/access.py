@@ -25,6 +25,9 @@ ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
 
 
+_API_TOKEN = "api.token"
+
+
 class AccessError(ValueError):
     """A rule names an account or a group that this box does not have."""
 
@@ -74,18 +77,20 @@ class Access:
 
     def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
         """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
-        self.configure(settings, admin_token)
+        self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
+        self._tokens = list(settings.tokens)
+        if admin_token:
+            self._tokens.append(AccessToken(name=_API_TOKEN, sha256=token_hash(admin_token), roles=["admin"]))
         self._accounts = Accounts()
         self._admin_gid = gid_of(ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
 
-    def configure(self, settings: AccessSettings, admin_token: str) -> None:
-        """Go by other rules and tokens from the next request on. Raises AccessError; then the old ones hold."""
-        rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
-        tokens = list(settings.tokens)
-        if admin_token:
-            tokens.append(AccessToken(name="api.token", sha256=token_hash(admin_token), roles=["admin"]))
-        self._rules, self._tokens = rules, tokens
+    def configure(self, settings: AccessSettings) -> None:
+        """Go by other rules and tokens from the next request on. Raises AccessError, and nothing has changed then."""
+        other = Access(settings)
+        # api.token is not among those that can change.
+        own = [token for token in self._tokens if token.name == _API_TOKEN]
+        self._rules, self._tokens = other._rules, [*other._tokens, *own]
 
     @property
     def has_tokens(self) -> bool:

@@ -54,6 +54,11 @@ class Admission:
         chosen_from = min(serving.max_sequences, serving.max_queue)
         return cls(serving.max_sequences + chosen_from, serving.max_queue - chosen_from)
 
+    def configure(self, serving: ServingSettings) -> None:
+        """Go by another `max_queue` from the next request on."""
+        other = Admission.for_engine(serving)
+        self._at_once, self._most_waiting = other._at_once, other._most_waiting
+
     @property
     def waiting(self) -> int:
         """Choices that are held back."""

@@ -72,15 +72,17 @@ class Limits:
         self._settings, self._clock = settings, clock
         self._users: OrderedDict[str, _User] = OrderedDict()
 
+    def configure(self, settings: LimitSettings) -> None:
+        """Count by other limits; everybody begins with full buckets again, and what is open stays counted."""
+        self._settings = settings
+        opened = [(name, user.open_choices) for name, user in self._users.items()]
+        self._users.clear()
+        for name, choices in opened:
+            self._user(name, self._clock()).open_choices = choices
+
     def __len__(self) -> int:
         """Users who are remembered."""
         return len(self._users)
-
-    def configure(self, settings: LimitSettings) -> None:
-        """Other limits from now on; what has been used of the old ones is forgotten, what is open still counts."""
-        self._settings, now = settings, self._clock()
-        for user in self._users.values():
-            user.requests, user.tokens, user.feedback = self._buckets(now)
 
     def begin(self, user: str, choices: int, tokens: int) -> None:
         """Count a request of `choices` answers and at most `tokens` tokens. Raises LimitReached, and counts nothing.

@@ -80,7 +80,7 @@ def _tell(request: web.Request, status: int, seconds: float) -> None:
     """Failed and slow requests are warnings; others only show at level debug."""
     route = request.match_info.route.resource
     path = route.canonical if route is not None else "unknown"
-    fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
+    fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
     fields |= request.get(_NOTES, {})
     level, why = _judged(request, fields)
     if level > logging.DEBUG:

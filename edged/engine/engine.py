@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from edged import logs
 from edged.align.adapter import AdapterFiles
 from edged.align.memory import out_of_memory
 from edged.align.pair import IterationSample, Record, TokenPair
@@ -71,7 +72,8 @@ class Engine:
         self._deadline_s: float | None = None
         self._failures = 0
         self._sampled_at_s = 0.0
-        self._rest = Rest()
+        self.rest = Rest()
+        """Its `last_sign_s` tells whether the thread goes on."""
         self._thread = threading.Thread(target=self._run, name="edged-engine", daemon=True)
 
     @classmethod
@@ -199,11 +201,6 @@ class Engine:
 
         return self._ask(configure)
 
-    @property
-    def last_sign_s(self) -> float:
-        """When the engine thread last went on, on the monotonic clock; now, while it has nothing to do."""
-        return self._rest.last_sign_s
-
     def limit(self, limits: Limits) -> None:
         """Keep to these limits from the next iteration on, as far as requests at hand allow."""
         with contextlib.suppress(EngineStopping):
@@ -282,7 +279,7 @@ class Engine:
             self._parts.threads.begin()
         try:
             while not self._done():
-                self._rest.sign()
+                self.rest.sign()
                 self._take_inbox()
                 if self._limiter.settle():
                     # A plan that was made ahead counted on other pages.
@@ -292,7 +289,7 @@ class Engine:
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
                 if busy:
-                    self._rest.work()
+                    self.rest.work()
                     self._iterate(plan)
                 self._flush()
                 if not busy:
@@ -357,11 +354,12 @@ class Engine:
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 raise
-            log.exception("an iteration failed")
             now = time.monotonic()
             ids = {grant.task.task_id for grant in plan.grants}
-            self._serving.fail(ids, f"the iteration failed: {error}", now)
+            hit = self._serving.fail(ids, f"the iteration failed: {error}", now)
             self._learning.fail(ids, str(error))
+            name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
+            logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
 
     def _foresee(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
@@ -434,10 +432,10 @@ class Engine:
 
     def _wait(self, resume_s: float) -> None:
         """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
-        wait_s = self._rest.wait_s((self._learning.next_due_s(), resume_s))
+        wait_s = self.rest.wait_s((self._learning.next_due_s(), resume_s))
         if self._limiter.unsettled:
             return
-        with self._wake, self._rest:
+        with self._wake, self.rest:
             if not self._inbox:
                 self._wake.wait(0.01 if self._stopping else wait_s)
 

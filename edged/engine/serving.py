@@ -281,11 +281,12 @@ class Serving:
         for request_id in list(self._by_request):
             self.cancel(request_id, "cancelled", now)
 
-    def fail(self, task_ids: Iterable[int], error: str, now: float) -> None:
-        """End the sequences among `task_ids` with an error."""
-        for task_id in task_ids:
-            if task_id in self.running:
-                self._end(self.running[task_id], "error", now, error)
+    def fail(self, task_ids: Iterable[int], error: str, now: float) -> list[str]:
+        """End the sequences among `task_ids` with an error; returns their requests' ids."""
+        failed = [self.running[task_id] for task_id in task_ids if task_id in self.running]
+        for sequence in failed:
+            self._end(sequence, "error", now, error)
+        return [sequence.request.request_id for sequence in failed]
 
     def fail_all(self, error: str, now: float) -> None:
         """End everything with an error."""

@@ -42,6 +42,12 @@ class Governors:
         self._throttled = False
         self._report: dict[str, Any] = {"enabled": settings.enabled}
 
+    def configure(self, settings: GovernorSettings) -> None:
+        """Govern by other settings from the next reading on; to be called on any thread."""
+        self._settings = settings
+        self._memory.configure(settings)
+        self._power.configure(settings)
+
     def hear(self, reading: Reading) -> None:
         """Govern by a reading."""
         use = self._use()
@@ -49,6 +55,9 @@ class Governors:
             reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
         )
         if not self._settings.enabled:
+            if self._limits != Limits():
+                self._limits = Limits()
+                self._limit(self._limits)
             self._report = self._reported(reading, use, self._limits)
             return
         step, share = self._memory.step, self._power.share

@@ -47,6 +47,10 @@ class MemoryGovernor:
         self._calm_since_s: float | None = None
         self._calm_s = _CALM_S
 
+    def configure(self, settings: GovernorSettings) -> None:
+        """Go by other settings from the next reading on."""
+        self._settings = settings
+
     def reserve_bytes(self, total_bytes: int) -> int:
         """Memory that is to be free for others."""
         if self._settings.memory_reserve_mb:

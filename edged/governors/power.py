@@ -39,6 +39,10 @@ class PowerGovernor:
         self.throttled: tuple[str, ...] = ()
         """Why the device is slowed down just now."""
 
+    def configure(self, settings: GovernorSettings) -> None:
+        """Go by other settings from the next reading on."""
+        self._settings, self._quiet = settings, minutes_of(settings.quiet_hours)
+
     def update(self, reading: Reading, now: float, minute: int) -> float:
         """The share after a reading, at `minute` of the local day."""
         self.throttled = throttling(reading)

@@ -40,6 +40,10 @@ class Footprint:
         self._known: dict[str, tuple[int, float]] = {}
         """Bytes by user, and when they were counted."""
 
+    def configure(self, most_bytes: int) -> None:
+        """Keep another amount of one user from now on."""
+        self._most = most_bytes
+
     def demand_room(self, db: Database, user: str) -> None:
         """Raises StorageFull when no more may be kept of a user."""
         if self._most and self._over(db, user):
