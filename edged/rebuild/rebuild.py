@@ -21,6 +21,7 @@ from edged.engine.lora import NoSuchLinears, target_linears
 from edged.engine.model import fingerprint
 from edged.engine.parts import lora_spec
 from edged.engine.text import Codec
+from edged.engine.threads import CpuThreads
 from edged.rebuild.scores import Score, greedy_agreement, score
 from edged.rebuild.stored import RebuildError, StoredPairs, stored_pairs
 from edged.rebuild.training import REBUILT, Recipe, check_trl, train
@@ -63,6 +64,8 @@ class Rebuild:
         check_trl()
         self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
         self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
+        if self._base.device.type == "cpu":
+            CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         self.spec = self._spec(name)
         self.pairs: StoredPairs = stored_pairs(

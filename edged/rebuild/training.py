@@ -5,6 +5,7 @@ Owns its configuration. Must not know where pairs come from or what becomes of t
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Recipe:
 
 
 def check_trl() -> None:
-    """Raises RebuildError where TRL is not installed."""
+    """Raises RebuildError where TRL is not installed. Nothing leaves the box: TRL would tell its maker of its use."""
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         import trl  # noqa: F401
     except ImportError:

@@ -21,8 +21,9 @@ def ida(daemon: Daemon, tmp_path: Path) -> str:
     path = tmp_path / "pairs.jsonl"
     text = {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"}
     path.write_text("".join(json.dumps(pair) + "\n" for pair in [*PAIRS, text]))
-    daemon.run("feedback", "import", str(path), "--user", "ida")
-    return "ida"
+    user = f"ida-{tmp_path.name}"[:64]
+    daemon.run("feedback", "import", str(path), "--user", user)
+    return user
 
 
 def rows(text: str) -> list[dict[str, Any]]:

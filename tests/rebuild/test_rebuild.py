@@ -113,8 +113,7 @@ def test_what_is_adopted_is_what_the_daemon_serves_next(
         assert adapter["versions"][0]["reason"] == "rebuilt"
         body = {"prompt": list(prompt), "user": "ada", "temperature": 0, "max_tokens": 8, "logprobs": 0}
         answer = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        # The tiny model's tokenizer has one token per byte.
-        assert answer.encode()[:4] == bytes(token - 3 for token in wanted if token > 2)[:4]
+        assert answer == work._tokenizer.decode(wanted, skip_special_tokens=True)
         assert daemon.stop() == 0
 
 

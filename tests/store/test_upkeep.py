@@ -5,13 +5,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from edged.align.signals import Feedback, record_pair, record_signal
 from edged.config import StoreSettings
-from edged.store import Store, retention, upkeep
+from edged.store import Store, database, retention, upkeep
 from edged.store.adapters import Version, insert_version, set_version_saved
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
@@ -117,6 +118,7 @@ def test_feedback_that_is_done_with_goes_at_its_age_with_its_completions_and_wha
     trained = teach(store, 4)
     waiting = teach(store, 2, state="queued") + teach(store, 1, state="held_out")
     recent = teach(store, 1, when=NOW, state="skipped")
+    recent += store.write(lambda db: record_pair(db, "ada", "x", "y", OLD, prompt="q")).result().pair_ids
     store.write(lambda db: record_signal(db, Feedback("ada", "trained-3", "up", 1), OLD)).result()
     score(store, trained)
     deleted = sweep(store, keep_feedback_days=50)
@@ -263,20 +265,26 @@ def test_a_reader_who_stays_makes_the_log_wait_and_not_the_writes(store, monkeyp
     assert Upkeep(store, StoreSettings()).empty_log()
 
 
-def test_a_file_that_was_made_without_giving_pages_back_is_rewritten_at_a_start_when_it_is_small(tmp_path, monkeypatch):
-    from edged.store import database
+def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_small_else_when_told(
+    tmp_path, monkeypatch
+):
+    def made_earlier(name):
+        path = tmp_path / name / "edged.db"
+        path.parent.mkdir()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("CREATE TABLE notes (text)")
+        return Store(path)
 
-    path = tmp_path / "edged.db"
-    other = sqlite3.connect(path)
-    other.execute("CREATE TABLE notes (text)")
-    other.commit()
-    other.close()
+    small = made_earlier("small")
+    assert Upkeep(small, StoreSettings()).report()["gives_pages_back"]
+    small.close()
     monkeypatch.setattr(database, "REWRITE_BYTES", 100)
-    store = Store(path)
-    assert not Upkeep(store, StoreSettings()).report()["gives_pages_back"]
-    assert Upkeep(store, StoreSettings()).vacuum()[1] > 0
-    assert Upkeep(store, StoreSettings()).report()["gives_pages_back"]
-    store.close()
+    large = made_earlier("large")
+    keeper = Upkeep(large, StoreSettings())
+    assert not keeper.report()["gives_pages_back"]
+    assert keeper.vacuum()[1] > 0
+    assert keeper.report()["gives_pages_back"]
+    large.close()
 
 
 def test_the_thread_sweeps_and_stops(store, monkeypatch):
