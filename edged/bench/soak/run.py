@@ -113,6 +113,7 @@ class Soak:
             "statuses": dict(sorted(traffic.tally.statuses.items())),
             "acknowledged": len(traffic.tally.acknowledged),
             "growth": growth,
+            "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
             "pages": pages,
             "problems": problems,
             "log_errors": sorted({line[24:200] for line in subject.log.splitlines() if " ERROR " in line})[:40],
