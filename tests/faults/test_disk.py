@@ -27,6 +27,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder in which a daemon has learned from sam, and stopped."""
+    folder = tmp_path_factory.mktemp("lived")
+    with running(folder, model, store__save_every_s=0.05, guard__held_out_share=0) as daemon, daemon.http() as http:
+        assert all(teach(http, n).status_code == 200 for n in range(20))
+        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
+        until(lambda: len(list(daemon.data.glob("adapters/*/sam/v*"))) >= 2, lambda: daemon.log)
+        assert daemon.stop() == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def before_newest(tmp_path_factory: pytest.TempPathFactory, model: Path, lived: Path) -> tuple[int, str]:
+    """The number of the version before sam's newest, and what it answers."""
+    folder = tmp_path_factory.mktemp("before")
+    shutil.copytree(lived / "data", folder / "data")
+    *_, before, newest = sorted(folder.glob("data/adapters/*/sam/v*"))
+    shutil.rmtree(newest)
+    with running(folder, model, align__enabled="false") as daemon, daemon.http() as http:
+        return int(before.name[1:]), greedy(http, "sam")
+
+
 @contextmanager
 def small_disk(folder: Path, *options: str) -> Iterator[Callable[..., None]]:
     """A disk of 16 MiB at `folder`; calling what it gives mounts it again with other options."""
@@ -144,19 +167,15 @@ def wrecked(path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_damaged_pages_are_told_and_answers_go_on_or_the_start_is_refused(
-    tmp_path: Path, model: Path, seed: int
+    tmp_path: Path, model: Path, lived: Path, seed: int
 ) -> None:
-    with running(tmp_path, model, store__save_every_s=0.1) as daemon, daemon.http() as http:
-        wanted = greedy(http)
-        assert all(teach(http, n).status_code == 200 for n in range(20))
-        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
-        assert daemon.stop() == 0
+    shutil.copytree(lived / "data", tmp_path / "data")
     wrecked(tmp_path / "data" / "edged.db", seed)
     with started(tmp_path, model) as daemon:
         until(lambda: not daemon.process.is_alive() or ready(daemon), lambda: daemon.log)
         if daemon.process.is_alive():
             with daemon.http() as http:
-                assert greedy(http) == wanted
+                wanted = greedy(http)
                 answers = [http.get("/v1/feedback"), http.get("/v1/adapters/sam"), *(teach(http, n) for n in range(3))]
                 assert {answer.status_code for answer in answers} <= {200, 404, 503}
                 if any(answer.status_code == 503 for answer in answers):
@@ -215,24 +234,17 @@ def empty(file: Path) -> None:
     [(truncate, "optimizer.safetensors"), (flip_a_bit, "adapter_model.safetensors"), (empty, "edged.json")],
 )
 def test_the_newest_whole_version_is_served_when_a_newer_one_is_damaged(
-    tmp_path: Path, model: Path, harm: Callable[[Path], None], name: str
+    tmp_path: Path,
+    model: Path,
+    lived: Path,
+    before_newest: tuple[int, str],
+    harm: Callable[[Path], None],
+    name: str,
 ) -> None:
-    with running(tmp_path, model, store__save_every_s=0.05, guard__held_out_share=0) as daemon, daemon.http() as http:
-        for n in range(12):
-            assert teach(http, n).status_code == 200
-        until(lambda: http.get("/v1/adapters/sam").json()["pairs_queued"] == 0, lambda: daemon.log)
-        until(lambda: len(list(daemon.data.glob("adapters/*/sam/v*"))) >= 2, lambda: daemon.log)
-        assert daemon.stop() == 0
-    *_, before, newest = sorted(tmp_path.glob("data/adapters/*/sam/v*"))
-    hidden = newest.rename(tmp_path / "hidden")
-    with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
-        wanted = greedy(http, "sam")
-        assert http.get("/v1/adapters/sam").json()["version"] == int(before.name[1:])
-        assert daemon.stop() == 0
-    hidden.rename(newest)
+    shutil.copytree(lived / "data", tmp_path / "data")
+    newest = max(tmp_path.glob("data/adapters/*/sam/v*"))
     harm(newest / name)
     with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
-        assert greedy(http, "sam") == wanted
-        assert http.get("/v1/adapters/sam").json()["version"] == int(before.name[1:])
+        assert (http.get("/v1/adapters/sam").json()["version"], greedy(http, "sam")) == before_newest
         assert f"{newest}: " in daemon.log
         assert "an older version is used" in daemon.log

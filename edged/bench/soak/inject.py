@@ -28,7 +28,7 @@ class Injector:
     """What goes wrong next. `arm` puts it into an engine."""
 
     def __init__(self, marker: int) -> None:
-        """`marker` is the token whose activations are NaN."""
+        """`marker` is the token whose activations are NaN where three of it stand in a row."""
         self._marker = marker
         self._short: Counter[str] = Counter()
         self._policy_fails = False
@@ -75,7 +75,9 @@ class Injector:
 
     def _spoil(self, _: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         marked = arguments[0] == self._marker
-        return output.masked_fill(marked[..., None], float("nan")) if marked.any() else None
+        # Answers may draw the token, too, but hardly ever put three of it into one forward in a row.
+        three = marked[..., 2:] & marked[..., 1:-1] & marked[..., :-2]
+        return output.masked_fill(marked[..., None], float("nan")) if three.any() else None
 
 
 def main() -> None:

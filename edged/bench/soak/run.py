@@ -99,6 +99,9 @@ class Soak:
         if growth["rss_mib_per_minute"] > _LARGEST_SLOPE:
             problems.append(f"resident memory grows by {growth['rss_mib_per_minute']:.2f} MiB a minute")
         problems += [f"{what} grow by {growth[what]}" for what in ("files", "threads") if growth[what] > _SPARE]
+        sockets = subject.held().sockets
+        if sockets > _SPARE:
+            problems.append(f"{sockets} sockets are open when nobody asks")
         code = subject.stop()
         if code:
             problems.append(f"SIGTERM: exit code {code}")
@@ -113,7 +116,9 @@ class Soak:
             "statuses": dict(sorted(traffic.tally.statuses.items())),
             "acknowledged": len(traffic.tally.acknowledged),
             "growth": growth,
+            "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
             "pages": pages,
+            "sockets_when_idle": sockets,
             "problems": problems,
             "log_errors": sorted({line[24:200] for line in subject.log.splitlines() if " ERROR " in line})[:40],
         }

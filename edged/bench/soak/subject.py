@@ -25,7 +25,7 @@ from edged.cli.client import Address, Client, DaemonError
 _READY_S = 120.0
 _STOP_S = 60.0
 MARKER = 5
-"""The token whose activations are NaN: no text has it alone, and answers are biased against it."""
+"""Three of this token in a row have activations that are NaN; answers are biased against it."""
 _SETTINGS = {
     "STORE__SAVE_EVERY_S": "1",
     "ALIGN__REPLAY_SHARE": "0",
@@ -39,11 +39,12 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds: resident bytes, open files, threads."""
+    """What the process holds: resident bytes, open files without sockets, sockets, threads."""
 
     at_s: float
     rss_bytes: int
     files: int
+    sockets: int
     threads: int
 
 
@@ -128,8 +129,13 @@ class Subject:
     def held(self) -> Held:
         """What it holds now."""
         process = psutil.Process(self.process.pid)
-        with process.oneshot():
-            return Held(time.monotonic(), process.memory_info().rss, process.num_fds(), process.num_threads())
+        kinds = []
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                kinds.append(os.readlink(descriptor).startswith("socket:"))
+        sockets = sum(kinds)
+        rss, threads = process.memory_info().rss, process.num_threads()
+        return Held(time.monotonic(), rss, len(kinds) - sockets, sockets, threads)
 
     def remove(self) -> None:
         """End what is left of it."""

@@ -83,7 +83,7 @@ class Traffic:
     async def not_a_number(self) -> None:
         """A question whose activations are NaN: it must fail, and it alone."""
         async with self._session() as session:
-            body = {"prompt": [10, 11, 12, MARKER, 13, 14], "max_tokens": 4}
+            body = {"prompt": [10, 11, 12, MARKER, MARKER, MARKER, 13, 14], "max_tokens": 4}
             status, answer = await self._post(session, "/v1/completions", body)
             if status and (status != 500 or "not finite" not in str(answer)):
                 self.tally.wrong.append(f"a prompt that is not finite: {status} {str(answer)[:200]}")
