@@ -98,8 +98,8 @@ class Feed:
         It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
         latest `backlog` ones; never with more than MOST_BACKLOG.
         """
+        self._catch_up()
         if self._poller is None:
-            self._told = max((record.number for record in self._iterations(0)[-1:]), default=0)
             self._poller = self._loop.create_task(self._poll(), name="edged-feed")
         self._readers.add(reader)
         reader.offer(Event("status", await asyncio.to_thread(self._status)))
@@ -134,10 +134,7 @@ class Feed:
             while self._readers:
                 await asyncio.sleep(POLL_S)
                 polls += 1
-                records = self._iterations(self._told)
-                if records:
-                    self._told = records[-1].number
-                    self._publish([self._iterations_event(records)])
+                self._catch_up()
                 if polls % _STATUS_EVERY == 0:
                     self._publish([Event("status", await asyncio.to_thread(self._status))])
         except Exception:
@@ -145,6 +142,14 @@ class Feed:
             self.close()
         finally:
             self._poller = None
+
+    def _catch_up(self) -> None:
+        """Tell all readers what the engine has done since it was told last."""
+        records = self._iterations(self._told)
+        if records:
+            self._told = records[-1].number
+        if records and self._readers:
+            self._publish([self._iterations_event(records)])
 
     def _publish(self, events: Sequence[Event]) -> None:
         for reader in list(self._readers):

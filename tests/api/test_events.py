@@ -126,7 +126,7 @@ async def test_an_iteration_tells_what_was_in_it(client: Client) -> None:
         record = (await stream.next("iterations"))["iterations"][0]
     assert record["prefill_tokens"] > 0
     assert record["decode_tokens"] == record["finetune_tokens"] == record["finetune_units"] == 0
-    assert record["latency_ms"] == pytest.approx(record["prefill_ms"], rel=0.01)
+    assert 0 < record["prefill_ms"] <= record["latency_ms"]
     assert record.keys() >= {"at_s", "decision_ms", "budget_ms", "predicted_ms", "preempted", "free_pages"}
 
 
