@@ -146,7 +146,7 @@ def daemon(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> Ite
     settings: dict[str, Any] = {
         "cache__memory_mb": 160,
         "governor__memory_reserve_mb": RESERVE_MIB,
-        "serving__max_sequences": 8,
+        "serving__max_sequences": 32,
         "guard__held_out_share": 0.0,
         "align__rank": 2,
         "store__save_every_s": 0.1,
@@ -167,6 +167,7 @@ def until(condition: Any, what: Any, seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.1)
+    print("OK", what, time.monotonic())
 
 
 def teach(daemon: LiveDaemon, first: int, count: int) -> None:

@@ -42,7 +42,7 @@ def test_the_whole_time_is_never_closed_and_none_never_opens() -> None:
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.trains])
 def test_no_policy_works_on_a_throttled_step_and_the_plan_says_when_it_goes_on(policy: str) -> None:
     settings = SchedulerSettings(policy=policy, retrain_every_s=0.01)  # type: ignore[arg-type]
-    scheduler = Scheduler(settings, CostModel())
+    scheduler = Scheduler(settings, CostModel.guess(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10))
     units = (Unit("layer", 16), Unit("step", 1))
     task = Task(1, Kind.FINETUNE, 0.0, tokens=0, units=units)
     scheduler.add(task, 0.0)
