@@ -146,7 +146,7 @@ def daemon(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> Ite
     settings: dict[str, Any] = {
         "cache__memory_mb": 160,
         "governor__memory_reserve_mb": RESERVE_MIB,
-        "serving__max_sequences": 8,
+        "serving__max_sequences": 32,
         "guard__held_out_share": 0.0,
         "align__rank": 2,
         "store__save_every_s": 0.1,
@@ -203,8 +203,8 @@ def test_a_neighbour_gets_memory_and_gives_it_back_while_everyone_is_answered(da
         neighbour.leave()
         until(lambda: daemon.status()["governors"]["memory"]["step"] == 0, lambda: daemon.status()["governors"])
         until(lambda: daemon.status()["finetune"]["pairs_trained"] == 8, "it learns again")
-        until(lambda: daemon.status()["pages"]["retired"] == 0, "the cache may grow again")
-        until(lambda: daemon.status()["governors"]["memory"]["kv_resident_bytes"] > 150 * MIB, "the cache grows")
+        grown = held["governors"]["memory"]["kv_resident_bytes"] + 50 * MIB
+        until(lambda: daemon.status()["governors"]["memory"]["kv_resident_bytes"] > grown, "the cache grows")
     finally:
         neighbour.leave()
         load.close()

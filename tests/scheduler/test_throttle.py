@@ -39,10 +39,14 @@ def test_the_whole_time_is_never_closed_and_none_never_opens() -> None:
     assert math.isinf(throttle.opens_s(1.0))
 
 
-@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.trains])
+PERIODIC = {"ekya", "periodic-async"}
+"""They take their steps from the same list, and begin none before an interval has passed."""
+
+
+@pytest.mark.parametrize("policy", [n for n, policy in POLICIES.items() if policy.trains and n not in PERIODIC])
 def test_no_policy_works_on_a_throttled_step_and_the_plan_says_when_it_goes_on(policy: str) -> None:
-    settings = SchedulerSettings(policy=policy, retrain_every_s=0.01)  # type: ignore[arg-type]
-    scheduler = Scheduler(settings, CostModel())
+    settings = SchedulerSettings(policy=policy)  # type: ignore[arg-type]
+    scheduler = Scheduler(settings, CostModel.guess(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10))
     units = (Unit("layer", 16), Unit("step", 1))
     task = Task(1, Kind.FINETUNE, 0.0, tokens=0, units=units)
     scheduler.add(task, 0.0)
