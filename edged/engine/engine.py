@@ -285,6 +285,7 @@ class Engine:
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self._learning.close_finished(now)
+            self._stats.totals.optimizer_steps, self._stats.totals.pairs_trained = self._learning.progress()
             self._failures = 0
         except Exception as error:
             self._failures += 1
@@ -345,7 +346,6 @@ class Engine:
             stats.totals.prunings = self._executor.pruner.prunings
             stats.totals.pruned_pages = self._executor.pruner.pages_returned
         stats.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
-        stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)
         now = time.monotonic()
         stats.mark(now)
