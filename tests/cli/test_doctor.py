@@ -24,7 +24,7 @@ from edged.store import Store
 from tests.cli.conftest import Daemon, edged
 from tests.models import save_tiny
 
-LONG_S = 60.0
+LONG_S = 40.0
 """Tests share their processors: here torch may take its time."""
 
 
