@@ -56,7 +56,7 @@ def _wait(seconds: float) -> None:
 def _download(client: Client, path: str, output: Path) -> tuple[dict[str, Any], int]:
     """Write the document at `path` to `output`, whole or not at all; returns what it says of itself, and its events."""
     draft = output.with_name(f".{output.name}.{os.getpid()}")
-    count, head = 0, b""
+    count, head, line = 0, b"", b""
     try:
         with draft.open("wb") as file:
             for line in client.lines(path):
@@ -65,11 +65,13 @@ def _download(client: Client, path: str, output: Path) -> tuple[dict[str, Any], 
                 count += 1
                 if count % _TOLD_EVERY == 0:
                     show_progress(f"{count:,} events")
+        # The first line opens the list of events, the last one closes it.
+        if line != b"]}":
+            raise DaemonError(f"the daemon at {client.address} ended the trace before it was complete")
         draft.replace(output)
     except OSError as error:
         raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
     finally:
         draft.unlink(missing_ok=True)
-    # The first line opens the list of events, the last one closes it.
     facts: dict[str, Any] = json.loads(head + b"]}")["otherData"]
     return facts, count - 2

@@ -346,6 +346,7 @@ class Engine:
             while self._serving.suspects:
                 self._learning.suspect(*self._serving.suspects.pop())
             self._scarcity.calm()
+            self._stats.totals.optimizer_steps, self._stats.totals.pairs_trained = self._learning.progress()
             self._failures = 0
         except Exception as error:
             if not ran and out_of_memory(error):
@@ -400,7 +401,6 @@ class Engine:
             stats.totals.prunings = self._executor.pruner.prunings
             stats.totals.pruned_pages = self._executor.pruner.pages_returned
         stats.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
-        stats.totals.optimizer_steps, stats.totals.pairs_trained = self._learning.progress()
         stats.iteration_ms.append(elapsed_s * 1e3)
         now = time.monotonic()
         stats.mark(now)

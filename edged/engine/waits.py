@@ -14,7 +14,7 @@ KEPT = 1 << 15
 """Records that are kept: a reader that looks once a second misses none below so many tokens a second."""
 
 Wait = tuple[int, float, bool, ServiceClass]
-"""Number (from 1, no gaps), seconds, whether the target was met, whose targets. Bare tuples: one a token is made."""
+"""Number (from 1, without gaps), seconds, whether the target was met, whose targets. Bare: every token makes one."""
 
 
 class Waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -118,12 +119,11 @@ def test_adapters_are_named_as_far_as_the_setting_allows(tmp_path: Path) -> None
 def test_while_the_model_is_loading_only_that_is_told(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny")
     with started(tmp_path / "run", model, download_s=5.0) as live, live.http() as http:
-        for _ in range(200):
-            try:
+        found = {}
+        while not found:
+            assert live.process.is_alive(), live.log
+            with contextlib.suppress(httpx2.TransportError):
                 found = scrape(http)
-                break
-            except httpx2.TransportError:
-                assert live.process.is_alive(), live.log
         assert found == {("edged_ready", frozenset()): 0.0}
         live.wait_until_ready()
         assert value(http, "edged_ready") == 1.0

@@ -44,8 +44,7 @@ class Probe:
             self._process.kill()
             text, _ = self._process.communicate()
         found: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        found += [{}, {}]
-        return found[0], found[1]
+        return found[0] if found else {}, found[1] if len(found) > 1 else {}
 
 
 def _device(wanted: str) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""`edged doctor` on the box: Jetson's services, swap, clock, GPU, memory, systemd's units."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from edged.cli.doctor import box, device, service
+from edged.config import load_settings
+from tests.cli.test_doctor import examination, only
+
+
+def system(folder: Path, **files: str) -> Path:
+    """A recorded /proc and /etc; `_` in a name is `/`."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+ORIN = {
+    "proc__device-tree__compatible": "nvidia,p3737-0000+p3701-0004\0nvidia,tegra234\0",
+    "etc__nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64",
+    "proc__swaps": "Filename\tType\tSize\tUsed\tPriority\n/dev/zram0 partition 1966048 0 5\n",
+}
+
+
+def test_a_jetson_without_its_services_is_told_so(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=system(tmp_path, **ORIN))
+    assert it.jetson
+    assert "jetson-stats" in only(box.jtop(it)).way_out
+    assert "nvpmodel" in only(box.power(it)).seen
+    assert "nvzramconfig" in only(box.swap(it)).way_out
+    found = list(device.device(it, {"cuda": False}))
+    assert [(finding.name, finding.state) for finding in found] == [("device", "warn"), ("driver", "ok")]
+    assert found[1].seen == "L4T 36.4.3"
+
+
+def test_jtop_is_well_where_its_socket_answers(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=system(tmp_path, **ORIN))
+    (tmp_path / "run").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "run" / "jtop.sock"))
+        assert only(box.jtop(it)).state == "warn"
+        listener.listen()
+        assert only(box.jtop(it)).state == "ok"
+
+
+def test_swap_that_is_in_use_is_found(tmp_path: Path) -> None:
+    lines = "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 4194304 {} -2\n"
+    it = examination(tmp_path, root=system(tmp_path, proc__swaps=lines.format(0)))
+    assert only(box.swap(it)).state == "ok"
+    system(tmp_path, proc__swaps=lines.format(3_000_000))
+    assert only(box.swap(it)).state == "warn"
+
+
+def test_a_clock_that_went_back_is_found(tmp_path: Path) -> None:
+    it = examination(tmp_path)
+    it.data_dir.mkdir()
+    database = it.data_dir / "edged.db"
+    database.touch()
+    tomorrow = time.time() + 86400
+    os.utime(database, (tomorrow, tomorrow))
+    finding = only(box.clock(it))
+    assert finding.state == "warn"
+    assert "were written at" in finding.seen
+
+
+GPU = {"torch": "2.8", "cuda_build": "12.6", "cuda": True, "gpu": "Orin", "integrated": True, "gpu_bytes": 2**35}
+
+
+def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
+    with_gpu = examination(tmp_path, root=system(tmp_path, **ORIN))
+    for_processors = {"torch": "2.8", "cuda_build": "", "cuda": False}
+    assert only(device.torch_build(with_gpu, for_processors)).state == "fail"
+    without = examination(tmp_path / "other")
+    if not device.gpu_there(without):
+        assert only(device.torch_build(without, for_processors)).state == "ok"
+    wants_cuda = load_settings(environ={}, overrides={"model.device": "cuda:0"})
+    asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda)
+    assert only(device.device(asked, for_processors)).state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "state"),
+    [
+        ([8, 7], ["sm_80", "sm_90"], "ok"),
+        ([8, 7], ["sm_87"], "ok"),
+        ([8, 7], ["sm_90"], "warn"),
+        ([10, 0], ["sm_90", "compute_90"], "ok"),
+        ([7, 2], ["sm_75", "compute_90"], "warn"),
+    ],
+)
+def test_kernels_for_another_gpu_are_found(
+    tmp_path: Path, capability: list[int], architectures: list[str], state: str
+) -> None:
+    found = {**GPU, "capability": capability, "architectures": architectures}
+    assert only(device.torch_build(examination(tmp_path), found)).state == state
+
+
+def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:
+    it = examination(tmp_path)
+    needs = {"fits": True, "dtype": "bfloat16", "context_tokens": 4096, "needed_bytes": 8 << 30}
+    room = {"total_bytes": 32 << 30, "available_bytes": 20 << 30}
+    assert only(device.memory(it, {**needs, **room}, running=False)).state == "ok"
+    short = {**needs, **room, "available_bytes": 4 << 30}
+    assert only(device.memory(it, short, running=False)).state == "warn"
+    assert only(device.memory(it, short, running=True)).state == "ok"
+    assert only(device.memory(it, {**needs, **room, "fits": False}, running=False)).state == "fail"
+    assert only(device.memory(it, {"problem": "model: no linears"}, running=False)).state == "fail"
+
+
+UNIT = "[Unit]\nDescription=edged\n\n[Service]\nExecStart=/bin/true\n{}\n"
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+
+
+@needs_systemd
+def test_units_that_are_missing_wrong_or_unwatched_are_found(tmp_path: Path) -> None:
+    it = examination(tmp_path, root=tmp_path)
+    assert "not installed" in only(service.units(it)).seen
+    unit = "etc__systemd__system__edged.service"
+    system(tmp_path, **{unit: UNIT.format("")})
+    assert "WatchdogSec" in only(service.units(it)).way_out
+    system(tmp_path, **{unit: UNIT.format("WatchdogSec=30\nRestartt=always")})
+    assert "Restartt" in only(service.units(it)).seen
+    system(tmp_path, **{unit: UNIT.format("WatchdogSec=30")})
+    assert only(service.units(it)).state == "ok"
