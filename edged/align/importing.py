@@ -34,8 +34,8 @@ def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / WEIGHTS).exists():
             raise ImportRefused(
-                f"{name} is a pickle, which can run any code when it is loaded: only {WEIGHTS} is read; convert it where "
-                "you trust it, with peft's model.save_pretrained(DIRECTORY)"
+                f"{name} is a pickle, which can run any code when it is loaded: only {WEIGHTS} is read; convert it "
+                "where you trust it, with peft's model.save_pretrained(DIRECTORY)"
             )
     _check_config(_config(folder / CONFIG), spec)
     return _weights(folder / WEIGHTS, spec)
@@ -111,8 +111,8 @@ def _shapes(spec: LoraSpec) -> dict[str, tuple[int, int]]:
 def _check_names(found: set[str], wanted: set[str]) -> None:
     if missing := sorted(wanted - found):
         raise ImportRefused(
-            f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): it was trained with other target_modules "
-            "or for another model"
+            f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): it was trained with other "
+            "target_modules or for another model"
         )
     if more := sorted(found - wanted):
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")

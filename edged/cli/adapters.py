@@ -123,8 +123,8 @@ def _archive(source: Path) -> bytes:
     folder = source if source.is_dir() else source.parent
     if not source.is_dir() and source.suffix != ".safetensors":
         raise DaemonError(
-            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where you "
-            "trust it, with peft's model.save_pretrained(DIRECTORY)"
+            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where "
+            "you trust it, with peft's model.save_pretrained(DIRECTORY)"
         )
     names = ("adapter_config.json", "adapter_model.safetensors")
     missing = [name for name in names if not (folder / name).is_file()]

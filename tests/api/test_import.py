@@ -1,4 +1,4 @@
-"""An adapter from elsewhere is served when it fits, and refused with the reason when it does not; no pickle is opened."""
+"""An adapter from elsewhere is served when it fits, and refused with the reason otherwise; no pickle is opened."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def with_code(folder: Path, mark: Path) -> Path:
 def test_a_models_own_code_is_refused_unless_the_operator_trusts_it(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     folder = with_code(tmp_path / "model", mark)
-    with pytest.raises(ModelRefused, match="needs Python code of its own .*model.trust_remote_code = true"):
+    with pytest.raises(ModelRefused, match=r"needs Python code of its own .*model\.trust_remote_code = true"):
         load_pretrained(str(folder), ModelSettings(device="cpu"), "eager")
     with pytest.raises(CodecError, match="needs Python code of its own"):
         Codec.load(folder)
