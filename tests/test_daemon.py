@@ -315,3 +315,11 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, model: Path) -> None:
         daemon.signal(signal.SIGTERM)
         assert daemon.wait(10) == 0
         assert time.monotonic() - started < 5
+
+
+def test_the_token_is_in_no_log_line_and_in_no_status(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        http.get("/v1/status", headers={"Authorization": "Bearer secret"})
+        http.get("/v1/nothing", headers={"Authorization": "Bearer secret"})
+        assert "secret" not in http.get("/v1/status").text
+    assert "secret" not in daemon.log

@@ -14,6 +14,7 @@ HEAD = """\
 # edged's settings, each with its default. What is left out keeps its default; environment variables
 # (EDGED_SECTION__KEY) and flags of `edged serve` win over this file. Start with: edged serve --config FILE
 """
+HIDDEN = "(set, not shown)"
 
 
 @click.group()
@@ -33,6 +34,9 @@ def show(path: Path | None, as_json: bool) -> None:
         settings = load_settings(path)
     except ConfigError as error:
         raise DaemonError(str(error)) from None
+    if settings.api.token:
+        # What is shown ends in bug reports and logs.
+        settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": HIDDEN})})
     if as_json:
         return print_json(settings.model_dump())
     return click.echo(to_toml(settings, Settings()), nl=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from edged.align.signals import Feedback, note_next_turn, record_pair, record_signal
+from edged.config import FeedbackSettings
 from edged.store import Store
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, signals_of
@@ -23,12 +24,13 @@ class Desk:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.settings = FeedbackSettings()
         self.moment = NOW
 
     def answer(self, name, *texts, **more):
         row = completion(name, *texts, **more)
         self.store.write(lambda db: insert_completion(db, row)).result()
-        return self.store.write(lambda db: note_next_turn(db, name, self.tick())).result()
+        return self.store.write(lambda db: note_next_turn(db, name, self.tick(), self.settings)).result()
 
     def tick(self):
         self.moment += timedelta(seconds=1)
@@ -36,10 +38,12 @@ class Desk:
 
     def report(self, name, signal, choice=None, text=None, seconds=None, user="ada"):
         feedback = Feedback(user, name, signal, choice, text, seconds)
-        return self.store.write(lambda db: record_signal(db, feedback, self.tick())).result()
+        return self.store.write(lambda db: record_signal(db, feedback, self.tick(), self.settings)).result()
 
     def pair(self, *args, **more):
-        return self.store.write(lambda db: record_pair(db, *args, now=self.tick(), **more)).result()
+        return self.store.write(
+            lambda db: record_pair(db, *args, now=self.tick(), settings=self.settings, **more)
+        ).result()
 
     def pairs(self, result=None):
         """(chosen, rejected, source, weight) of the result's pairs, or of all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edged.align.signals import SIGNALS, FeedbackError
+from edged.config import FeedbackSettings
 from edged.store import Store
 from edged.store.feedback import get_pairs
 from tests.align.desk import Desk, chat
@@ -311,3 +312,35 @@ def test_the_user_may_be_left_to_the_completion_or_be_the_adapter(desk):
     assert not desk.report("c", "up", 0, user=None).duplicate
     result = desk.report("c", "down", 1, user="team")
     assert desk.store.read(lambda db: get_pairs(db, result.pair_ids))[0].adapter == "team"
+
+
+def test_each_source_weighs_what_the_settings_say(desk):
+    desk.settings = FeedbackSettings(weight_chosen=0.9, weight_edit=0.8, weight_thumbs=0.7, weight_skip=0.1)
+    desk.answer("a", "One.", "Two.")
+    assert [weight for *_, weight in desk.pairs(desk.report("a", "chosen", 0))] == [0.9]
+    assert [weight for *_, weight in desk.pairs(desk.report("a", "edit", 0, text="Won."))] == [0.8]
+    desk.answer("b", "Three.")
+    desk.answer("c", "Four.")
+    desk.report("b", "skip")
+    sources = {(source, weight) for *_, source, weight in desk.pairs(desk.report("c", "up"))}
+    assert ("skip", 0.1) in sources, "the lower of both"
+
+
+def test_what_weighs_nothing_is_stored_and_makes_no_pair(desk):
+    desk.settings = FeedbackSettings(weight_edit=0.0, weight_pair=0.0, weight_chosen=0.0)
+    desk.answer("a", "One.", "Two.")
+    for result in (
+        desk.report("a", "edit", 0, text="Won."),
+        desk.report("a", "chosen", 0),
+        desk.pair("ada", "good", "bad", prompt="Well?"),
+    ):
+        assert result.pair_ids == ()
+        assert "0" in result.reason
+    assert desk.pairs() == []
+    assert {signal.signal for signal in desk.signals("a")} == {"edit", "chosen"}
+
+
+def test_an_explicit_pair_weighs_its_own_times_the_setting(desk):
+    desk.settings = FeedbackSettings(weight_pair=0.5)
+    (pair,) = desk.pairs(desk.pair("ada", "good", "bad", prompt="Well?", weight=0.5))
+    assert pair[-1] == 0.25

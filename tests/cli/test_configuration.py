@@ -167,3 +167,10 @@ def test_the_documentation_lists_every_setting(section: str) -> None:
     assert heading in text
     part = text.partition(heading)[2].partition("\n## ")[0]
     assert table in part, f"docs/configuration.md needs in [{section}]:\n{table}"
+
+
+def test_a_token_is_not_shown() -> None:
+    for flags in ((), ("--json",)):
+        shown = CliRunner().invoke(cli, ["config", "show", *flags], env={"EDGED_API__TOKEN": "sesame-7319"}).output
+        assert "sesame" not in shown
+        assert "(set, not shown)" in shown
