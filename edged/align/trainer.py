@@ -405,11 +405,11 @@ class Trainer:
         learner.withdrawn.add(self.version(adapter))
         self._restore(learner, weights, reason)
 
-    def import_adapter(self, adapter: str, weights: Mapping[str, torch.Tensor]) -> int:
+    def import_adapter(self, adapter: str, weights: Mapping[str, torch.Tensor], reason: str) -> int:
         """Publish weights (PEFT's names) that were learnt elsewhere as a new version; returns its number."""
         learner = self._learner(adapter)
         self.abandon(adapter)
-        self._restore(learner, weights, "imported")
+        self._restore(learner, weights, reason)
         learner.best, learner.best_weights = None, None
         return self.version(adapter)
 

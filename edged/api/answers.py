@@ -228,7 +228,7 @@ class Imported(_Answer):
 
     adapter: str
     version: int
-    reason: Literal["imported"]
+    reason: Literal["imported", "rebuilt"]
 
 
 class Quarantine(_Answer):

@@ -21,6 +21,8 @@ from edged.api.services import services_of
 from edged.config import USER_NAME
 
 _TAR_OVERHEAD = 1 << 20
+REASONS = ("imported", "rebuilt")
+"""What a version that came this way may be called; `edged align rebuild` says the second."""
 
 
 async def import_adapter(request: web.Request) -> web.Response:
@@ -29,6 +31,9 @@ async def import_adapter(request: web.Request) -> web.Response:
     if not USER_NAME.fullmatch(name):
         raise bad_request(f'"{name[:80]}" cannot name a user', "name")
     caller_of(request).demand_user(name)
+    reason = request.query.get("reason", REASONS[0])
+    if reason not in REASONS:
+        raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
     spec = services.engine.adapter_files.spec
     most = most_bytes(spec) + _TAR_OVERHEAD
     with tempfile.TemporaryDirectory(prefix="import-", dir=services.store.path.parent) as folder:
@@ -40,8 +45,8 @@ async def import_adapter(request: web.Request) -> web.Response:
             weights = await asyncio.to_thread(read_adapter, files, spec)
         except ImportRefused as error:
             raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
-    version = await asyncio.wrap_future(services.engine.import_adapter(name, weights))
-    return web.json_response({"adapter": name, "version": version, "reason": "imported"}, dumps=wire.dumps)
+    version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
+    return web.json_response({"adapter": name, "version": version, "reason": reason}, dumps=wire.dumps)
 
 
 async def _receive(request: web.Request, target: Path, most: int, pause_s: float) -> None:

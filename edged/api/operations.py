@@ -88,6 +88,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/adapters/{name}/import"): Operation(
         "Take a tar of a PEFT folder as a user's newest version",
         answers.Imported,
+        query={"reason": {"type": "string", "enum": ["imported", "rebuilt"]}},
         errors=(408, 413),
     ),
     ("GET", "/v1/quarantine"): Operation(

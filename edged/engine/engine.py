@@ -157,9 +157,9 @@ class Engine:
         """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
         return self._ask(lambda: self._learning.rollback(adapter, version))
 
-    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> Future[int]:
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future has its number."""
-        return self._ask(lambda: self._learning.import_adapter(adapter, weights))
+        return self._ask(lambda: self._learning.import_adapter(adapter, weights, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""

@@ -396,10 +396,10 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.rollback(adapter, version)
 
-    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor]) -> int:
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> int:
         """See `Trainer.import_adapter`."""
         self._abandon(adapter)
-        return self._trainer.import_adapter(adapter, weights)
+        return self._trainer.import_adapter(adapter, weights, reason)
 
     def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
         """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""

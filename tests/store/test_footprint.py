@@ -37,7 +37,7 @@ def answer(store: Store, footprint: Footprint, name: str, user: str = "ann", siz
     )
 
     def write(db: Any) -> None:
-        insert_completion(db, completion, 10_000)
+        insert_completion(db, completion)
         footprint.added(db, user, size)
 
     store.write(write).result()
