@@ -205,9 +205,10 @@ class Daemon:
         told = Told()
 
         def take(records: list[Record]) -> Future[None] | None:
+            recorded = journal.append(records)
             told.tell(records)
             feed.tell(records)
-            return journal.append(records)
+            return recorded
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]
