@@ -30,6 +30,11 @@ def daemon() -> Iterator[LiveDaemon]:
             yield live
 
 
+def decided(client: Client, pair: int, action: str) -> tuple[int, str | None]:
+    answer = client.post(f"/v1/quarantine/{pair}", {"action": action})
+    return answer.status, answer.code
+
+
 def test_alarms_name_an_adapter_to_those_who_may_speak_for_it(daemon: LiveDaemon) -> None:
     def alarms(name: str) -> list[str]:
         return list(Client(name, daemon.socket).get("/v1/status").json["finetune"]["alarms"])
@@ -48,3 +53,22 @@ def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
         "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "steps": 3},
     }
     assert visible(body, lambda name: True) == body
+
+
+def test_who_teaches_a_shared_adapter_may_drop_its_pairs_and_not_release_them(daemon: LiveDaemon) -> None:
+    ann = Client(ANN, daemon.socket)
+    with daemon.http() as http:
+        first, second = [pair["pair_id"] for pair in held(http, SHARED)][:2]
+    refused = ann.post(f"/v1/quarantine/{first}", {"action": "release"})
+    assert (refused.status, refused.code) == (403, "forbidden_role")
+    assert f'releasing what "{SHARED}" was taught needs the role "admin"' in refused.json["error"]["message"]
+    assert decided(ann, second, "drop") == (200, None)
+    assert decided(Client(BOB, daemon.socket), first, "drop") == (404, "unknown_pair")
+    assert decided(Client("root", daemon.socket), first, "release") == (200, None)
+
+
+def test_people_release_their_own_pairs(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        pair = held(http, ANN)[0]["pair_id"]
+    assert decided(Client(BOB, daemon.socket), pair, "release") == (404, "unknown_pair")
+    assert decided(Client(ANN, daemon.socket), pair, "release") == (200, None)
