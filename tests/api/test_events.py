@@ -244,10 +244,10 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
         async with asyncio.timeout(10):
             _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
             writer.write(b"GET /v1/events HTTP/1.1\r\nHost: edged\r\n\r\n")
-            while feed.readers == 0:
+            while feed.readers == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             writer.close()
-            while feed.readers:
+            while feed.readers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     finally:
         lets_go.set()
