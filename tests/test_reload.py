@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,28 @@ def test_tokens_and_rules_are_taken_over_whole() -> None:
     assert access.of_token("Bearer the operators").roles == {"admin"}
     with pytest.raises(ApiError):
         access.of_token("Bearer old")
+
+
+def test_nobody_elses_token_is_named_as_the_operators() -> None:
+    with pytest.raises(ValueError, match=r'"api\.token" cannot name a token'):
+        AccessToken(name="api.token", sha256=token_hash("mine"), roles=["admin"])
+
+
+def test_streams_end_when_the_rules_change_and_go_on_otherwise(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("")
+    with running(tmp_path, model, config=config) as daemon, socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(30)
+        raw.connect(str(daemon.socket))
+        raw.sendall(b"GET /v1/events?events=status HTTP/1.1\r\nHost: edged\r\n\r\n")
+        config.write_text("log.level = 'debug'\n")
+        call(daemon, "reload")
+        told = b""
+        while told.count(b"event: status") < 3:
+            told += (piece := raw.recv(65536))
+            assert piece
+        config.write_text("[[access.rules]]\npeers = ['uid:65534']\nroles = ['use']\n")
+        call(daemon, "reload")
+        while not told.endswith(b"\r\n0\r\n\r\n"):
+            told += (piece := raw.recv(65536))
+            assert told.count(b"event: status") < 30, "the stream goes on"

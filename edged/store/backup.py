@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -35,7 +35,6 @@ VERSION_MANIFEST = "edged.json"
 CHUNK_BYTES = 1 << 20
 _COPY_PAGES = 1024
 """Pages of the database that are copied at a time."""
-_STAGE = ".backup-"
 
 
 class BackupError(RuntimeError):
@@ -59,7 +58,7 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
             "make room on the disk"
         )
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_STAGE, dir=data_dir))
+        folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}backup-", dir=data_dir))
     except OSError as error:
         raise BackupError(f'data folder "{data_dir}" cannot be written: {error.strerror}') from None
     try:
@@ -73,12 +72,6 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
     except (OSError, sqlite3.Error) as error:
         raise BackupError(f'data folder "{data_dir}" cannot be copied: {error}') from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def clear_leftovers(data_dir: Path) -> None:
-    """Remove what backups left that were ended by force. For who holds the folder's lock."""
-    for folder in data_dir.glob(f"{_STAGE}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

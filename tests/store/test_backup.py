@@ -16,9 +16,10 @@ import pytest
 
 from edged.store import Store
 from edged.store.adapters import Version, insert_version, set_version_saved
-from edged.store.backup import BackupError, clear_leftovers, staged, stream, write_file
+from edged.store.backup import BackupError, staged, stream, write_file
 from edged.store.bases import serve_base
 from edged.store.completions import insert_completion
+from edged.store.folder import clear_leftovers
 from edged.store.restore import restore, verify
 from tests.store.rows import MOMENT, completion
 
@@ -85,7 +86,7 @@ def test_everything_comes_back(store, data, tmp_path, name):
     assert (target / "config.toml").read_text() == "[model]\n"
     assert target.stat().st_mode & 0o777 == 0o750
     Store(target / "edged.db").close()
-    assert [path.name for path in data.glob(".backup-*")] == []
+    assert [path.name for path in data.glob(".scratch-*")] == []
 
 
 def test_the_newest_whole_version_of_each_adapter_is_taken_and_the_database_says_so(store, data, tmp_path):
@@ -158,9 +159,9 @@ def test_a_backup_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path):
 
 
 def test_what_an_ended_backup_left_is_cleared(store, data):
-    (data / ".backup-x").mkdir()
+    (data / ".scratch-x").mkdir()
     clear_leftovers(data)
-    assert not (data / ".backup-x").exists()
+    assert not (data / ".scratch-x").exists()
 
 
 # -- what is no backup -------------------------------------------------------------------------------------------------
