@@ -126,6 +126,24 @@ def test_installing_for_real_needs_root() -> None:
     assert "needs root: sudo tools/install" in result.stderr
 
 
+def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
+    """Root installs from wherever it stands, which may be a folder of somebody else's."""
+    for name in ("torch", "pip", "hashlib", "sysconfig"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n__version__ = '9.9'\n")
+    script = """
+        set -eu
+        . "$1/environment.sh"
+        recent_enough "$2/bin/python"
+        torch_of "$2/bin/python" >/dev/null || true
+        digest_of "$2/bin/python" "$1/install" >/dev/null
+        "$2/bin/python" -m pip --version >/dev/null || true
+    """
+    command = ["bash", "-c", script, "bash", str(INSTALL.parent), sys.prefix]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.glob("ran-*"))
+
+
 @pytest.mark.slow
 def test_an_environment_of_its_own_runs_the_daemon(tmp_path: Path) -> None:
     """The real thing: a venv with edged in it, by the torch that is here already."""
