@@ -54,7 +54,9 @@ def test_an_installation_has_units_settings_user_and_command_and_can_be_repeated
     config = root / "etc/edged/edged.toml"
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
     before = files(root)
-    assert "writing" not in run("--root", root, "--venv", venv)
+    again = run("--root", root, "--venv", venv)
+    assert "writing" not in again
+    assert 'group "edged" becomes an ADMIN' in again
     assert files(root) == before
 
 
