@@ -196,6 +196,7 @@ class Generation:
                 adapter=self.ask.adapter,
                 service=self.ask.service,
                 tenant=self.ask.tenant if self._services.settings.cache.share_across == "user" else "",
+                user=self.ask.user,
             )
             try:
                 self._services.engine.submit(request, asked_s)
