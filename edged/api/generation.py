@@ -223,7 +223,12 @@ class Generation:
                 yield list(touched.values())
 
     async def store(self) -> None:
-        """Make the completion known under its id. A store that fails is logged: the answer is good without it."""
+        """Make the completion known under its id. A store that fails is logged: the answer is good without it.
+
+        One that belongs to nobody is not kept: no feedback on it is possible, and nobody could have it erased.
+        """
+        if self.ask.adapter is None:
+            return
         try:
             await asyncio.shield(asyncio.wrap_future(self._write()))
         except StoreError as error:
@@ -232,7 +237,7 @@ class Generation:
     def abandon(self) -> None:
         """The client is gone or will get an error: free the engine at once, keep what the client has seen."""
         self._cancel()
-        if self._written is None and any(answer.text for answer in self.answers):
+        if self._written is None and self.ask.adapter is not None and any(answer.text for answer in self.answers):
             try:
                 self._write()
             except StoreError as error:
@@ -298,8 +303,7 @@ class Generation:
             prompt=ask.prompt,
         )
         insert_completion(db, completion)
-        if ask.adapter is not None:
-            self._services.footprint.added(db, ask.adapter, completion.size)
+        self._services.footprint.added(db, ask.adapter or "", completion.size)
         taught = ask.teaches and completion.learner and ask.messages
         result = note_next_turn(db, completion.id, now, self._services.settings.feedback) if taught else None
         if result is None or result.duplicate:
