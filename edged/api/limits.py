@@ -122,6 +122,13 @@ class Limits:
             raise LimitReached(user, "feedback_per_minute", self._settings.feedback_per_minute, wait_s)
         bucket.take(1, now)
 
+    def no_feedback(self, user: str) -> None:
+        """What `feedback` counted did not come about."""
+        now = self._clock()
+        bucket = self._user(user, now).feedback
+        if bucket is not None:
+            bucket.take(-1, now)
+
     def remaining(self, user: str) -> dict[str, Remaining]:
         """What is left of `requests` and `tokens`, where they are limited."""
         now, settings = self._clock(), self._settings

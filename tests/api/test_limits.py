@@ -82,6 +82,16 @@ def test_feedback_has_its_own_count(clock: Clock) -> None:
         limits.feedback("ann")
 
 
+def test_feedback_that_did_not_come_about_is_given_back(clock: Clock) -> None:
+    limits = make(clock, feedback_per_minute=1)
+    limits.feedback("ann")
+    limits.no_feedback("ann")
+    limits.no_feedback("ann")
+    limits.feedback("ann")
+    with pytest.raises(LimitReached):
+        limits.feedback("ann")
+
+
 def test_without_settings_nothing_is_limited(clock: Clock) -> None:
     limits = make(clock)
     for _ in range(10_000):
