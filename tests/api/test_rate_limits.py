@@ -49,6 +49,17 @@ def test_requests_beyond_the_limit_are_refused_and_others_are_served(limited: Li
         assert ask(http, user="bob").status_code == 200
 
 
+def test_a_refusal_comes_before_the_prompt_is_looked_at(limited: LiveDaemon) -> None:
+    too_long = "word " * 2000
+    with limited.http() as http:
+        assert ask(http, user="jo", prompt=too_long).json()["error"]["code"] == "context_length_exceeded"
+        for _ in range(3):
+            assert ask(http, user="jo").status_code == 200
+        refused(ask(http, user="jo", prompt=too_long), "requests_per_minute")
+        chat = {"messages": [{"role": "user", "content": too_long}], "user": "jo"}
+        refused(http.post("/v1/chat/completions", json=chat), "requests_per_minute")
+
+
 def test_tokens_of_long_answers_count(limited: LiveDaemon) -> None:
     with limited.http() as http:
         assert ask(http, user="cy", max_tokens=480, n=8).status_code == 200
