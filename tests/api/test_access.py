@@ -157,7 +157,8 @@ async def test_a_route_without_a_role_is_for_admins() -> None:
         return web.Response(text="secret")
 
     app.router.add_get("/v1/new", secret)
-    lifecycle.phase, lifecycle.services = "ready", cast(Services, SimpleNamespace(engine=SimpleNamespace(error=None)))
+    parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=SimpleNamespace(close=lambda: None))
+    lifecycle.phase, lifecycle.services = "ready", cast(Services, parts)
     runner = web.AppRunner(app)
     await runner.setup()
     with open_folder() as folder:
