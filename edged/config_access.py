@@ -21,7 +21,7 @@ API_TOKEN = "api.token"
 _USERS = re.compile(r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?")
 _PEER = re.compile(r"(user|group):[^\s:]+|(uid|gid):[0-9]{1,10}")
 
-Role = Literal["use", "train", "admin"]
+Role = Literal["use", "train", "metrics", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
 

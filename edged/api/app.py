@@ -64,7 +64,7 @@ ROLES: dict[str, Role | Literal["anybody"]] = {
     "POST /v1/quarantine/{pair}": "train",
     "GET /v1/status": "use",
     "GET /v1/events": "use",
-    "GET /metrics": "use",
+    "GET /metrics": "metrics",
     "GET /openapi.json": "anybody",
     "GET /": "anybody",
     "GET /page/{name}": "anybody",

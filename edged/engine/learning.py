@@ -409,9 +409,7 @@ class Learning:
         self._trainer.drop_pairs(pair_ids)
         self._abandon(adapter)
         if self._parts.executor.trie is not None:
-            # The base's prefixes, too: what a user says before there is a version stands among them.
-            for owner in (adapter, None):
-                self._parts.executor.trie.expire_all(owner)
+            self._parts.executor.trie.expire_all(adapter)
         self._saver.submit(lambda: None).result()
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
