@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from edged.align.pair import PairRetired, VersionPublished
 from edged.api.access import Access, token_hash
 from edged.api.errors import ApiError
 from edged.config import Settings, load_settings
@@ -173,3 +174,12 @@ def test_tokens_and_rules_are_taken_over_whole() -> None:
     assert access.of_token("Bearer the operators").roles == {"admin"}
     with pytest.raises(ApiError):
         access.of_token("Bearer old")
+
+
+def test_other_sizes_of_steps_count_from_the_next_step_on(tmp_path: Path) -> None:
+    with running_engine(tmp_path, align__micro_batch_pairs=1, guard__held_out_share=0.0) as (engine, client):
+        align = engine.settings.align.model_copy(update={"micro_batch_pairs": 4})
+        engine.configure(engine.settings.model_copy(update={"align": align})).result()
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        assert [record.pairs for record in client.of(VersionPublished)] == [4]

@@ -51,7 +51,10 @@ def _of_pair(learner: Learner, outcome: Outcome, version: int, epochs: int, stra
 
 
 def of_burst(learner: Learner, member: Member, version: int, now: float) -> list[PairRetired]:
-    """A burst is quarantined: the step's new pairs, and all that are as new; its others wait again. `now` in seconds."""
+    """A burst is quarantined: the step's new pairs, and all that are as new; the others wait again.
+
+    `now` in seconds.
+    """
     pairs = [pair for pair in member.fresh if not (pair.epochs_done or pair.trusted)] + learner.hold_burst(now)
     learner.queue.extendleft(pair for pair in reversed(member.fresh) if pair.epochs_done or pair.trusted)
     log.warning("%d pairs of %s are quarantined (%s)", len(pairs), learner.name, member.burst)

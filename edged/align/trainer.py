@@ -88,6 +88,7 @@ class Trainer:
         """Take over other settings for the steps and judgements to come."""
         self._align, self._guard = align, guard
         self.shelf.configure(align)
+        self.size.configure(align)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 

@@ -62,8 +62,6 @@ class Learning:
         self.resumes_s = math.inf
         """After want of memory: when steps are opened again."""
         self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
-        self._graphs_fail = False
-        """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = False
@@ -209,7 +207,7 @@ class Learning:
         settings, model = self._settings, self._parts.model
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if not settings.align.keep_graph or self._graphs_fail or (serving and model.device.type == "cuda"):
+        if not settings.align.keep_graph or self._trainer.size.graphs_fail or (serving and model.device.type == "cuda"):
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free_bytes(model.device)[0]
@@ -318,7 +316,7 @@ class Learning:
             self.starved({task_id}, reason, now)
         elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
-            self._graphs_fail = True
+            self._trainer.size.distrust_graphs()
             self._drop(task_id)
             self._trainer.abandon(job.step.adapters[0])
         else:
@@ -339,7 +337,6 @@ class Learning:
             self._shrink(now)
 
     def _shrink(self, now: float) -> None:
-        self._graphs_fail = True
         self._trainer.size.shrink()
         self._pause_for_memory(now)
 

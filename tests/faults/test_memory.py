@@ -184,6 +184,32 @@ def test_steps_shrink_pause_longer_and_grow_again() -> None:
     assert not size.exhausted
 
 
+def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
+    size = StepSize(AlignSettings(micro_batch_pairs=4, replay_share=0.5))
+    size.configure(AlignSettings(micro_batch_pairs=8, replay_share=0.0))
+    assert (size.align.micro_batch_pairs, size.align.replay_share) == (8, 0.0)
+    size.shrink()
+    size.configure(AlignSettings(micro_batch_pairs=16))
+    assert size.align.micro_batch_pairs == 4
+    size.configure(AlignSettings(micro_batch_pairs=2))
+    assert size.align.micro_batch_pairs == 2
+
+
+def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
+    align = AlignSettings(micro_batch_pairs=4)
+    size = StepSize(align)
+    for fails in (size.shrink, size.distrust_graphs):
+        fails()
+        assert size.graphs_fail
+        for _ in range(8):
+            assert size.graphs_fail
+            size.grow()
+        assert (size.pairs, size.graphs_fail) == (4, False)
+    size.shrink()
+    size.configure(align)
+    assert not size.graphs_fail
+
+
 @pytest.mark.parametrize(
     ("error", "means_it"),
     [
