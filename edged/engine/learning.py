@@ -398,8 +398,11 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.import_adapter(adapter, weights, reason)
 
-    def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
-        """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
+    def forget(self, adapter: str, pair_ids: Collection[int]) -> Future[None]:
+        """Remove an adapter, and the pairs of these ids from all adapters; the future resolves when its files are gone.
+
+        Raises UnknownAdapter.
+        """
         self._fetching.pop(adapter, None)
         for name in self._trainer.learners_of(pair_ids):
             self._abandon(name)
@@ -409,10 +412,11 @@ class Learning:
             # The base's prefixes, too: what a user says before there is a version stands among them.
             for owner in (adapter, None):
                 self._parts.executor.trie.expire_all(owner)
-        self._saver.submit(lambda: None).result()
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
         self.versions = self._trainer.versions()
+        # Behind those that are being written, and before any that follow.
+        return self._saver.submit(self._trainer.shelf.files.forget, adapter)
 
     # -- the record --------------------------------------------------------------------------------------------------
 
@@ -437,10 +441,15 @@ class Learning:
                 totals.guard_rollbacks += record.reason.startswith("guard")
 
     def _save(self, snapshot: Snapshot, recorded: Future[None] | None) -> None:
-        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice."""
+        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
+
+        Nothing of an adapter that was forgotten meanwhile.
+        """
         try:
             if recorded is not None:
                 recorded.result()
+            if self._trainer.shelf.files.hidden(snapshot.adapter):
+                return
             path, removed = self._trainer.shelf.files.save(snapshot)
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
