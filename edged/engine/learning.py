@@ -177,7 +177,14 @@ class Learning:
                 slots[name] = slot
             return slot is not None
 
-        if not admit(adapter):
+        try:
+            if not admit(adapter):
+                return False
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
+            self._shrink(now)
             return False
         try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)

@@ -170,6 +170,27 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
         assert "out of memory, also alone" in client.of(StepSkipped)[0].reason
 
 
+def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine._parts.trainer.size.first_pause_s = 0.01
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        load, left = engine._parts.slots._lora.load, [2]
+
+        def starved(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise MemoryError
+            load(*arguments)
+
+        monkeypatch.setattr(engine._parts.slots._lora, "load", starved)
+        engine.submit_pairs(random_pairs(4, seed=1, first_id=5))
+        client.wait(lambda: len(client.of(PairRetired)) == 8, 20)
+        assert left[0] < 0
+        assert {record.state for record in client.of(PairRetired)} == {"trained"}
+        assert answers(engine, client, "after", [random_ids(30, 1)], adapter="ann")
+
+
 def test_steps_shrink_pause_longer_and_grow_again() -> None:
     size = StepSize(AlignSettings(micro_batch_pairs=4))
     pauses = []
