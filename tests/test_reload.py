@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from edged.align.pair import PairRetired, VersionPublished
 from edged.api.access import Access, token_hash
 from edged.api.errors import ApiError
 from edged.config import Settings, load_settings
@@ -199,3 +200,12 @@ def test_streams_end_when_the_rules_change_and_go_on_otherwise(tmp_path: Path, m
         while not told.endswith(b"\r\n0\r\n\r\n"):
             told += (piece := raw.recv(65536))
             assert told.count(b"event: status") < 30, "the stream goes on"
+
+
+def test_other_sizes_of_steps_count_from_the_next_step_on(tmp_path: Path) -> None:
+    with running_engine(tmp_path, align__micro_batch_pairs=1, guard__held_out_share=0.0) as (engine, client):
+        align = engine.settings.align.model_copy(update={"micro_batch_pairs": 4})
+        engine.configure(engine.settings.model_copy(update={"align": align})).result()
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        assert [record.pairs for record in client.of(VersionPublished)] == [4]

@@ -170,7 +170,7 @@ async def test_a_pair_and_the_version_that_it_makes_are_told(client: Client) -> 
     async with client.stream("?events=pair,version") as stream:
         pair_id = await client.teach("ada")
         pair, version = await stream.next(), await stream.next()
-    while not (rows := (await client.get("/v1/adapters/ada"))["series"]):
+    while not (rows := (await client.get("/v1/adapters/ada"))["series"]):  # noqa: ASYNC110
         await asyncio.sleep(0.05)  # it is told at once, and on disk a moment later
     (row,) = rows
     assert pair["event"] == "pair"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,6 +229,29 @@ def test_what_a_forgotten_user_said_to_a_shared_adapter_is_not_found_by_others(t
             engine.submit(replace(request(name, prompt, 4, adapter="recipes"), user=name))
         client.wait(lambda: {"bob", "cy"} <= set(client.finished))
         assert [client.finished[name].cached_tokens for name in ("bob", "cy")] == [0, 0]
+
+
+def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "store__save_every_s": 0.05}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        assert learnt(engine, client, "ann", 1, pairs=4) == 1
+        client.wait(lambda: client.of(VersionSaved))
+        written: Future[None] = Future()
+        journal, engine._learning._journal = engine._learning._journal, lambda records: (journal(records), written)[1]
+        assert learnt(engine, client, "ann", 5, pairs=4) == 2
+        while engine._learning.next_due_s() is not None:
+            time.sleep(0.01)
+        gone = engine.forget("ann")
+        try:
+            engine.submit(request("other", random_ids(40, 1), 10))
+            client.wait(lambda: "other" in client.finished, 20)
+            assert not gone.done()
+            assert engine.adapter_files.path("ann", 1).is_dir(), "its files wait for the disk, and are nobody's"
+            assert learnt(engine, client, "ann", 9, pairs=4) == 1
+        finally:
+            written.set_result(None)
+        gone.result(20)
+    assert engine.adapter_files.versions("ann") == [1]
 
 
 def test_page_pressure_preempts_and_recomputes_without_changing_an_answer(tmp_path: Path) -> None:
