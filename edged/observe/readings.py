@@ -52,8 +52,8 @@ def put_status(status: Mapping[str, Any], samples: Samples) -> None:
 
 
 def _put_pages(pages: Mapping[str, Any], prefix: Mapping[str, Any], samples: Samples) -> None:
-    used = pages["total"] - pages["free"] - pages["cached"]
-    for state, count in (("used", used), ("cached", pages["cached"]), ("free", pages["free"])):
+    idle = {state: pages[state] for state in ("cached", "free", "retired")}
+    for state, count in {"used": pages["total"] - sum(idle.values()), **idle}.items():
         samples.put("edged_pages", count, state)
     samples.put("edged_page_bytes", pages["bytes_per_page"])
     samples.put("edged_prefix_lookup_tokens_total", prefix["prompt_tokens"])

@@ -48,7 +48,7 @@ function owners(status) {
   const { device, memory, pages } = status;
   // Pages of a machine that gives memory back take none while nothing lies in them.
   const held = status.governors?.memory?.kv_resident_bytes ?? memory.kv_bytes;
-  const kv = memory.kv_bytes - pages.free * pages.bytes_per_page;
+  const kv = memory.kv_bytes - (pages.free + pages.retired) * pages.bytes_per_page;
   const free = Math.max(0, held - kv);
   const cached = pages.cached * pages.bytes_per_page;
   const own = [

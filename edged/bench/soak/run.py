@@ -93,7 +93,7 @@ class Soak:
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
         problems = list(traffic.tally.wrong)
         pages = _pages_when_idle(subject)
-        if pages["free"] + pages["cached"] != pages["total"]:
+        if held_by_nobody(pages):
             problems.append(f"pages are held by nobody: {pages}")
         growth = self._growth()
         if growth["rss_mib_per_minute"] > _LARGEST_SLOPE:
@@ -145,15 +145,20 @@ class Soak:
         }
 
 
+def held_by_nobody(pages: dict[str, int]) -> int:
+    """Pages that no cache, no list of free ones and not the box has, when nothing is answered or learned."""
+    return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
+
+
 def _pages_when_idle(subject: Subject, within_s: float = 60.0) -> dict[str, int]:
     """The page counts once nothing is answered or learned."""
     end = time.monotonic() + within_s
     while True:
         status = subject.status()
         queue, pages = status["queue"], status["pages"]
-        idle = not any(queue.values()) and pages["free"] + pages["cached"] == pages["total"]
+        idle = not any(queue.values()) and not held_by_nobody(pages)
         if idle or time.monotonic() > end:
-            return {name: pages[name] for name in ("total", "free", "cached")}
+            return {name: pages[name] for name in ("total", "free", "cached", "retired")}
         time.sleep(0.5)
 
 
@@ -181,7 +186,7 @@ def table(result: dict[str, Any]) -> str:
         ("acknowledged pairs", f"{result['acknowledged']}, all there"),
         ("resident memory", f"{growth['rss_mib_per_minute']:+.2f} MiB a minute over {growth['seconds']:.0f} s"),
         ("open files, threads", f"{growth['files']:+g}, {growth['threads']:+g}"),
-        ("pages held by nobody", str(result["pages"]["total"] - result["pages"]["free"] - result["pages"]["cached"])),
+        ("pages held by nobody", str(held_by_nobody(result["pages"]))),
         ("problems", str(len(result["problems"]))),
     ]
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
