@@ -100,7 +100,10 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "learning",
         f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
     )
-    if held := data["quarantine"]["pairs"]:
+    held = data["quarantine"]["pairs"]
+    if held is None:
+        table.add_row("quarantine", "unknown: the database cannot be read")
+    elif held:
         alarms = ", ".join(tuning["alarms"])
         table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
     if data["model"]["trust_remote_code"]:
