@@ -39,6 +39,7 @@ def _histogram(name: str, help: str, *labels: str) -> Metric:
 CATALOGUE = (
     Metric("edged_build_info", "info", ("version", "model", "dtype", "device", "policy"), "What runs here; always 1"),
     _gauge("edged_ready", "1 while completions are served; 0 while loading, draining, and after the engine stopped"),
+    _gauge("edged_degraded", "Things that are not as they should be; `edged status` has a sentence for each"),
     _gauge("edged_start_time_seconds", "Unix time at which the daemon began to serve"),
     # Latency
     _histogram("edged_ttft_seconds", "From a request's arrival to its first token", "class"),

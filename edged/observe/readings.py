@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ def put_status(status: Mapping[str, Any], samples: Samples) -> None:
     _put_pages(status["pages"], status["prefix"], samples)
     _put_predictions(status["cost_model"], samples)
     _put_learning(status["finetune"], samples)
+
+
+def put_degraded(engine: Sequence[str], store: str, samples: Samples) -> None:
+    """How many sentences there are for what is not as it should be: the engine's, and the store's if it has one."""
+    samples.put("edged_degraded", len(engine) + bool(store))
 
 
 def _put_pages(pages: Mapping[str, Any], prefix: Mapping[str, Any], samples: Samples) -> None:

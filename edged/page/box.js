@@ -28,6 +28,7 @@ export function showStatus(status) {
   showMemory(status);
   setText(byId("tuning"), tuningOf(status));
   byId("tuning").classList.toggle("held", held(status));
+  setText(byId("degraded"), status.degraded.length ? `Not as it should be: ${status.degraded.join("; ")}.` : "");
 }
 
 /** Names and values; the elements stay, so that nothing jumps and nothing is read twice. */

@@ -16,6 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from edged.cli.doctor import service
+from edged.cli.doctor.finding import Examination
+from edged.config import Settings
 from edged.store import Store, StoreError
 from tests.api.live import LiveDaemon, running, started
 from tests.cli.conftest import edged
@@ -218,6 +221,11 @@ def test_the_status_says_that_the_database_is_damaged(tmp_path: Path, model: Pat
         told = edged("status", EDGED_SOCKET=str(daemon.socket))
         assert told.returncode == 0, told.stderr
         assert "unknown: the database cannot be read" in told.stdout
+        assert "degraded" in told.stdout
+        assert "\nedged_degraded 1.0\n" in http.get("/metrics").text
+        finding, _ = service.daemon(Examination(Settings(), daemon.data, (daemon.socket,), 0, 20.0))
+        assert finding.state == "warn"
+        assert "the file is damaged" in finding.seen
 
 
 def ready(daemon: LiveDaemon) -> bool:
