@@ -74,7 +74,7 @@ CATALOGUE = (
     _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
     _gauge("edged_device_drift_ratio", "Times now over those that the prices were learned at; above 1: slower"),
     # Alignment
-    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, or impossible"),
+    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, held back, or impossible"),
     _gauge("edged_pairs_pending", "Pairs that wait for training or are in a step"),
     _counter("edged_pairs_trained_total", "Pairs that were trained on"),
     _counter("edged_optimizer_steps_total", "Optimizer steps"),

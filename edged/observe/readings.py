@@ -80,7 +80,7 @@ def _put_predictions(cost: Mapping[str, Any], samples: Samples) -> None:
 
 
 def _put_learning(finetune: Mapping[str, Any], samples: Samples) -> None:
-    samples.put("edged_finetune_enabled", finetune["enabled"])
+    samples.put("edged_finetune_enabled", finetune["enabled"] and not finetune["held"])
     samples.put("edged_pairs_pending", finetune["pairs_queued"])
     samples.put("edged_adapters", finetune["adapters_loaded"], "memory")
     samples.put("edged_adapters", finetune["adapters_active"], "slot")
