@@ -55,9 +55,7 @@ class Governors:
             reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
         )
         if not self._settings.enabled:
-            if self._limits != Limits():
-                self._limits = Limits()
-                self._limit(self._limits)
+            self._let_go()
             self._report = self._reported(reading, use, self._limits)
             return
         step, share = self._memory.step, self._power.share
@@ -69,6 +67,14 @@ class Governors:
             self._limits = limits
             self._limit(limits)
         self._tell(step, share, use)
+
+    def _let_go(self) -> None:
+        """Hold nothing, and remember nothing of what was held: who is switched on again begins anew."""
+        self._memory, self._power = MemoryGovernor(self._settings), PowerGovernor(self._settings)
+        self._throttled = False
+        if self._limits != Limits():
+            self._limits = Limits()
+            self._limit(self._limits)
 
     def _tell(self, step: int, share: float, use: Use) -> None:
         """One line for each step up or down."""

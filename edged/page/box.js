@@ -89,8 +89,9 @@ function showMemory(status) {
 
 /** What the governors hold back, and why. */
 function reasons(status) {
-  const { memory, power } = status.governors ?? {};
+  const { enabled, memory, power } = status.governors ?? {};
   const said = [];
+  if (!enabled) return said;
   if (memory?.holds?.length) said.push(`${memory.holds.join(", ")} (${memory.reason})`);
   if (power?.finetune_share < 1) said.push(`fine-tuning to ${percent(power.finetune_share)} of the time (${power.reasons.join("; ")})`);
   if (power?.throttled?.length) said.push(`the device's clocks (${power.throttled.join(", ")})`);

@@ -80,3 +80,27 @@ def test_governors_that_are_off_hold_nothing_but_still_count_energy() -> None:
     assert engine.limits == []
     assert (report["enabled"], report["memory"]["step"]) == (False, 0)
     assert report["energy"]["joules_per_output_token"] == pytest.approx(0.5)
+
+
+def test_governors_that_are_switched_off_forget_what_they_held() -> None:
+    engine = Engine()
+    governors = engine.governors()
+    short = replace(
+        ROOMY,
+        memory_available_bytes=100 * MIB,
+        cgroup_pressure_some_percent=99.0,
+        temperature_c=99.0,
+        temperature_limit_c=100.0,
+    )
+    for second in range(20):
+        governors.hear(replace(short, at_s=float(second)))
+    assert governors.report()["memory"]["step"] == 4
+    governors.configure(GovernorSettings(enabled=False))
+    governors.hear(replace(ROOMY, at_s=20.0))
+    report = governors.report()
+    assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
+    assert engine.limits[-1] == Limits()
+    governors.configure(GovernorSettings())
+    governors.hear(replace(ROOMY, at_s=21.0))
+    assert governors.report()["memory"]["step"] == 0
+    assert engine.limits[-1] == Limits()
