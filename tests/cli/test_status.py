@@ -68,7 +68,12 @@ def test_what_is_not_as_it_should_be_and_why_nothing_is_learned_come_first() -> 
         "model": {"trust_remote_code": True},
     }
     text = shown(trouble_rows, data)
-    for part in ("the disk is full", "the policy mace failed", "3 pairs wait for a decision (alarm: ann)", "own Python"):
+    for part in (
+        "the disk is full",
+        "the policy mace failed",
+        "3 pairs wait for a decision (alarm: ann)",
+        "own Python",
+    ):
         assert part in text
     assert "not learning" not in text
     for changes, why in (
