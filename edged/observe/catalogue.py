@@ -60,7 +60,7 @@ CATALOGUE = (
     _gauge("edged_bin_units", "Fine-tune units of an iteration, mean of the latest 32"),
     _counter("edged_preemptions_total", "Times that a task had to give its pages back"),
     # Pages
-    _gauge("edged_pages", "K/V pages by state; cached: prefixes nobody uses now; retired: given back to the box", "state"),
+    _gauge("edged_pages", "K/V pages by state; cached: prefixes nobody uses now; retired: given back", "state"),
     _gauge("edged_page_bytes", "Size of a K/V page"),
     _counter("edged_prunings_total", "Times that a sequence's old K/V was pruned"),
     _counter("edged_pruned_pages_total", "Pages that pruning gave back"),
