@@ -9,6 +9,7 @@ import logging
 import math
 from dataclasses import replace
 
+from edged import logs
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import Learner
 from edged.align.member import Member, Outcome
@@ -46,7 +47,8 @@ def _of_pair(learner: Learner, outcome: Outcome, version: int, epochs: int, stra
 def of_burst(learner: Learner, member: Member, version: int, now: float) -> list[PairRetired]:
     """A burst is quarantined: the step's pairs, and all that are as new. `now` in seconds."""
     pairs = [*member.fresh, *learner.hold_burst(now)]
-    log.warning("%d pairs of %s are quarantined (%s)", len(pairs), learner.name, member.burst)
+    message = f"{len(pairs)} pairs of {learner.name} are quarantined ({member.burst})"
+    logs.event(log, logging.WARNING, "quarantine", message, adapter=learner.name, pairs=len(pairs))
     return [retired(pair, "quarantined", version, pair.epochs_done, member.burst) for pair in pairs]
 
 

@@ -43,6 +43,10 @@ def test_limits_are_told_when_they_change_and_each_step_is_a_line(caplog: pytest
         "memory governor: step 1 of 4, was 0; it holds caches: 200 MiB are available, 256 MiB are to be",
         "power governor: fine-tuning gets 25 % of the time, had 100 %: 95 °C of at most 100 °C",
     ]
+    assert [(vars(record)["event"], vars(record)["fields"]) for record in caplog.records] == [
+        ("memory_governor", {"step": 1, "before": 0, "holds": ["caches"]}),
+        ("power_governor", {"finetune_share": 0.25, "before": 1.0}),
+    ]
     report = governors.report()
     assert report["memory"]["holds"] == ["caches"]
     assert report["memory"]["kv_budget_bytes"] == 712 * MIB
