@@ -291,9 +291,10 @@ class Daemon:
         for outcome in await asyncio.gather(*services.forgetting, return_exceptions=True):
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
-        services.monitor.stop()
         started = time.monotonic()
         await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
+        # Governors hold the engine back to its end; a reading may take long, and nobody is to wait for it.
+        await _in_thread(services.monitor.stop, "edged-stopper")
         await runner.cleanup()
         services.teacher.close()
         await _in_thread(services.upkeep.stop, "edged-stopper")

@@ -302,6 +302,23 @@ def early_answer(daemon: LiveDaemon) -> int:
     raise AssertionError(daemon.log)
 
 
+def test_the_box_is_watched_until_the_last_answer_has_ended(tmp_path: Path, model: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with running(tmp_path, model, serving__drain_s=60.0) as daemon, daemon.http() as http:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            chunks = stream.iter_lines()
+            next(chunks)
+            daemon.signal(signal.SIGTERM)
+            seen = set()
+            while len(seen) < 4 and next(chunks, None) is not None:
+                status = daemon.status()
+                if status["phase"] == "draining":
+                    seen.add(json.dumps(status["device"]))
+            assert len(seen) == 4
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+
 def test_a_second_signal_stops_at_once(tmp_path: Path, model: Path) -> None:
     body = b'{"prompt": "a", "max_tokens": 4000, "ignore_eos": true, "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)

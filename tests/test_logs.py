@@ -161,6 +161,14 @@ def test_an_operator_is_told_of_versions_sparingly_and_of_all_rollbacks_and_skip
     assert found[3:] == [("rollback", "ann", 10), ("rollback", "ann", 11), ("step_skipped", "bob", 1)]
 
 
+@pytest.mark.parametrize("reason", ["imported", "rebuilt", "introduced"])
+def test_a_version_that_nobody_took_back_is_no_rollback(reason: str) -> None:
+    stream, told = set_up(format="json"), Told()
+    told.tell([VersionPublished("ann", 1, 0, reason)])
+    (line,) = lines(stream)
+    assert (line["event"], line["level"], line["reason"]) == ("version", "info", reason)
+
+
 def test_an_iteration_that_failed_names_the_requests_that_it_cost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.cli.conftest import edged
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 from tests.models import save_tiny
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,6 +37,18 @@ def settings(**values: Any) -> Settings:
 def test_every_reloadable_setting_exists() -> None:
     for section, keys in RELOADABLE.items():
         assert keys <= set(type(getattr(Settings(), section)).model_fields), section
+
+
+def test_the_documentation_says_what_can_be_reloaded() -> None:
+    """ "all but" names what cannot; "all" is everything; else what is named can."""
+    rows = re.findall(r"^\| (`\[.*) \| (.*) \|$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    said: dict[str, set[str]] = {}
+    for sections, text in rows:
+        named = set(re.findall(r"`(\w+)`", text))
+        for section in re.findall(r"`\[(\w+)\]`", sections):
+            settings = set(Settings.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
+            said[section] = settings - named if text.startswith("all") else named
+    assert said == {section: set(names) for section, names in RELOADABLE.items()}
 
 
 def test_changes_are_told_apart_by_whether_they_need_a_restart_and_tokens_are_not_shown() -> None:

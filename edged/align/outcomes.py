@@ -9,6 +9,7 @@ import logging
 import math
 from dataclasses import replace
 
+from edged import logs
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import Learner
 from edged.align.member import Member, Outcome
@@ -57,7 +58,8 @@ def of_burst(learner: Learner, member: Member, version: int, now: float) -> list
     """
     pairs = [pair for pair in member.fresh if not (pair.epochs_done or pair.trusted)] + learner.hold_burst(now)
     learner.queue.extendleft(pair for pair in reversed(member.fresh) if pair.epochs_done or pair.trusted)
-    log.warning("%d pairs of %s are quarantined (%s)", len(pairs), learner.name, member.burst)
+    message = f"{len(pairs)} pairs of {learner.name} are quarantined ({member.burst})"
+    logs.event(log, logging.WARNING, "quarantine", message, adapter=learner.name, pairs=len(pairs))
     return [retired(pair, "quarantined", version, pair.epochs_done, member.burst) for pair in pairs]
 
 

@@ -71,7 +71,10 @@ class PairRetired:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """An adapter's new state. `reason` is "trained", "rollback to N", "imported" or "guard: ..."."""
+    """An adapter's new state.
+
+    `reason` is "trained", "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
+    """
 
     adapter: str
     version: int

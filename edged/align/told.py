@@ -16,6 +16,9 @@ log = logging.getLogger("edged.align")
 _VERSION_BURST, _VERSION_EVERY_S = 3, 60.0
 """Of versions that training published, by adapter: a user who keeps giving feedback makes one every second."""
 
+_TAKEN_BACK = ("rollback", "guard")
+"""How reasons of versions begin that somebody went back to; others are trained, imported, rebuilt or introduced."""
+
 
 class Told:
     """The lines of one engine's records."""
@@ -31,8 +34,10 @@ class Told:
                     missed = self._trained.left_out(record.adapter)
                     if missed is not None:
                         self._published(record, logging.INFO, "version", missed)
-                case VersionPublished():
+                case VersionPublished() if record.reason.startswith(_TAKEN_BACK):
                     self._published(record, logging.WARNING, "rollback", 0)
+                case VersionPublished():
+                    self._published(record, logging.INFO, "version", 0)
                 case StepSkipped():
                     self._skipped(record)
                 case VersionSaved():

@@ -306,7 +306,7 @@ class Status(_Answer):
     finetune: dict[str, Any]
     device: dict[str, Any]
     governors: dict[str, Any]
-    quarantine: dict[str, int]
+    quarantine: dict[str, int | None]
     store: dict[str, Any]
 
 

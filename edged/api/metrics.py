@@ -65,6 +65,7 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     samples.put("edged_queue_limit_requests", settings.serving.max_queue)
     observer.put(services.engine, samples)
     readings.put_status(status, samples)
+    readings.put_degraded(status["degraded"], services.store.problem, samples)
     readings.put_device(services.monitor.read(), samples)
     _put_adapters(services, status["finetune"]["pairs_queued"], samples)
     # Last, for it tells of errors of the reading before.

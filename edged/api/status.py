@@ -15,6 +15,7 @@ import edged
 from edged.api import wire
 from edged.api.access import caller_of
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
+from edged.store import Store, StoreError
 from edged.store.quarantine import count_quarantined
 
 
@@ -27,14 +28,15 @@ async def status(request: web.Request) -> web.Response:
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
     engine = services.engine.status()
-    stored = [services.store.problem] if services.store.problem else []
+    quarantined, unread = _quarantined(services.store)
+    stored = [services.store.problem or unread] if services.store.problem or unread else []
     body = {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **engine,
         "degraded": engine["degraded"] + stored,
-        "quarantine": {"pairs": services.store.read(count_quarantined)},
+        "quarantine": {"pairs": quarantined},
         "forgetting": dict(services.forgetting_stages),
         "open_requests": services.hub.open_requests,
         "device": services.monitor.read(),
@@ -43,6 +45,14 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     }
     body["queue"]["waiting"] += services.admission.waiting
     return body
+
+
+def _quarantined(store: Store) -> tuple[int | None, str]:
+    """(pairs that wait for a decision, ""); (None, why) where the database cannot be read."""
+    try:
+        return store.read(count_quarantined), ""
+    except StoreError as error:
+        return None, str(error)
 
 
 def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:

@@ -45,6 +45,7 @@ def line(data: dict[str, Any]) -> str:
         f"fine-tune {queue['finetune']}  {number(rates['output_tokens_per_s'], 0)} tok/s  "
         f"TTFT p50 {number(latency['ttft_ms']['p50'], 0)} ms  TBT p50 {number(latency['tbt_ms']['p50'], 1)} ms  "
         f"pairs queued {data['finetune']['pairs_queued']}  trained {data['finetune']['pairs_trained']}"
+        + "".join(f"  degraded: {sentence}" for sentence in data["degraded"])
     )
 
 
@@ -80,6 +81,7 @@ def facts(data: dict[str, Any]) -> RenderableType:
     for style in ("dim", "", "dim", ""):
         table.add_column(style=style, overflow="fold")
     active = ", ".join(tuning["active_adapters"])
+    trouble_rows(table, data)
     table.add_row(
         "requests",
         f"{queue['waiting']} waiting, {queue['prefill']} in prefill, {queue['decode']} in decode",
@@ -100,11 +102,6 @@ def facts(data: dict[str, Any]) -> RenderableType:
         "learning",
         f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
     )
-    if held := data["quarantine"]["pairs"]:
-        alarms = ", ".join(tuning["alarms"])
-        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
-    if data["model"]["trust_remote_code"]:
-        table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
     table.add_row(
         "pages",
         f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
@@ -130,6 +127,30 @@ def facts(data: dict[str, Any]) -> RenderableType:
     stored = data["store"]
     table.add_row("database", describe(stored), "feedback", f"{number(stored['rows']['pairs'])} pairs")
     return table
+
+
+def trouble_rows(table: Table, data: dict[str, Any]) -> None:
+    """What is not as it should be, or waits for somebody; nothing where all is well."""
+    tuning = data["finetune"]
+    for sentence in data["degraded"]:
+        table.add_row("degraded", sentence, style="red")
+    if why := _standstill(tuning):
+        table.add_row("not learning", why)
+    held = data["quarantine"]["pairs"]
+    if held is None:
+        table.add_row("quarantine", "unknown: the database cannot be read")
+    elif held:
+        alarms = ", ".join(tuning["alarms"])
+        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
+    if data["model"]["trust_remote_code"]:
+        table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
+
+
+def _standstill(tuning: dict[str, Any]) -> str:
+    """Why no pair is learned now; empty where they are."""
+    if not tuning["enabled"]:
+        return tuning["reason"] or "paused, or off (align.enabled)"
+    return tuning["reason"] or ("held back by a governor, whose reason is below" if tuning["held"] else "")
 
 
 def box_rows(table: Table, device: dict[str, Any]) -> None:

@@ -137,11 +137,15 @@ class CudaMemory:
             self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), _ZEROS[0])
             try:
                 self._call("cuMemMap", address, size, ctypes.c_size_t(0), handle, _ZEROS[0])
+                try:
+                    self._call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                except Exception:
+                    self._driver.cuMemUnmap(address, size)
+                    raise
             except Exception:
                 self._driver.cuMemRelease(handle)
                 raise
             self._handles[piece] = handle.value
-            self._call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
 
     def _unmap(self, pieces: Iterable[int]) -> None:
         for piece in pieces:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from edged import logs
 from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts
 from edged.engine.process import give_back_memory
@@ -69,7 +70,7 @@ class Scarcity:
         self._drop_torn(plan, now)
         tuning = {grant.task.task_id for grant in plan.grants} & self._learning.jobs.keys()
         if tuning:
-            log.warning("memory ran out beside fine-tuning, which waits: %s", _first_line(error))
+            _tell("memory ran out beside fine-tuning, which waits", error)
             self._learning.starved(tuning, _first_line(error), now)
             # What was computed of sequences in this iteration does not count; they are as they were.
             return
@@ -80,10 +81,10 @@ class Scarcity:
             self._try_again(tasks, error, now)
         elif tokens > max(_LEAST_TOKENS, 2 * len(tasks)):
             self._tokens = max(_LEAST_TOKENS, len(tasks), tokens // 2)
-            log.warning("memory ran out: iterations of at most %d tokens follow (%s)", self._tokens, _first_line(error))
+            _tell(f"memory ran out: iterations of at most {self._tokens} tokens follow", error)
         else:
             self._sequences = max(1, len(tasks) // 2)
-            log.warning("memory ran out: at most %d sequences at once follow (%s)", self._sequences, _first_line(error))
+            _tell(f"memory ran out: at most {self._sequences} sequences at once follow", error)
             self._preempt(tasks, int(self._sequences), now)
 
     def calm(self) -> None:
@@ -112,7 +113,8 @@ class Scarcity:
         if self._strikes >= _MOST_STRIKES:
             self._strikes, self.pause_s = 0, 0.0
             reason = f"out of memory, also alone and in small pieces: {_first_line(error)}"
-            log.error("a request fails for want of memory: %s", _first_line(error))
+            message = f"a request fails for want of memory: {_first_line(error)}"
+            logs.event(log, logging.ERROR, "out_of_memory", message)
             self._serving.fail([task.task_id for task in tasks], reason, now)
 
     def _preempt(self, tasks: list[Task], keep: int, now: float) -> None:
@@ -130,6 +132,10 @@ class Scarcity:
 
 def _doubled(limit: float, whole: int) -> float:
     return 2 * limit if 2 * limit < whole else math.inf
+
+
+def _tell(what: str, error: Exception) -> None:
+    logs.event(log, logging.WARNING, "memory_short", f"{what} ({_first_line(error)})")
 
 
 def _first_line(error: Exception) -> str:

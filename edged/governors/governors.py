@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from edged import logs
 from edged.config import GovernorSettings
 from edged.governors.limits import Limits, Use
 from edged.governors.memory import STEPS, MemoryGovernor
@@ -55,9 +56,7 @@ class Governors:
             reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
         )
         if not self._settings.enabled:
-            if self._limits != Limits():
-                self._limits = Limits()
-                self._limit(self._limits)
+            self._let_go()
             self._report = self._reported(reading, use, self._limits)
             return
         step, share = self._memory.step, self._power.share
@@ -70,31 +69,53 @@ class Governors:
             self._limit(limits)
         self._tell(step, share, use)
 
+    def _let_go(self) -> None:
+        """Hold nothing, and remember nothing of what was held: who is switched on again begins anew."""
+        self._memory, self._power = MemoryGovernor(self._settings), PowerGovernor(self._settings)
+        self._throttled = False
+        if self._limits != Limits():
+            self._limits = Limits()
+            self._limit(self._limits)
+
     def _tell(self, step: int, share: float, use: Use) -> None:
         """One line for each step up or down."""
         memory, power = self._memory, self._power
         if memory.step != step:
             held = "nothing" if not memory.step else ", ".join(STEPS[1 : memory.step + 1])
-            log.info("memory governor: step %d of 4, was %d; it holds %s: %s", memory.step, step, held, memory.reason)
+            logs.event(
+                log,
+                logging.INFO,
+                "memory_governor",
+                f"memory governor: step {memory.step} of 4, was {step}; it holds {held}: {memory.reason}",
+                step=memory.step,
+                before=step,
+                holds=list(STEPS[1 : memory.step + 1]),
+            )
         if power.share != share:
             why = "; ".join(power.reasons) or "nothing holds it back any more"
-            log.info(
-                "power governor: fine-tuning gets %.0f %% of the time, had %.0f %%: %s",
-                100 * power.share,
-                100 * share,
-                why,
+            logs.event(
+                log,
+                logging.INFO,
+                "power_governor",
+                f"power governor: fine-tuning gets {100 * power.share:.0f} % of the time, had {100 * share:.0f} %: "
+                f"{why}",
+                finetune_share=power.share,
+                before=share,
             )
-        throttled = bool(power.throttled)
+        self._tell_throttling(power.throttled, use)
+
+    def _tell_throttling(self, why: Sequence[str], use: Use) -> None:
+        throttled = bool(why)
         if throttled != self._throttled:
             self._throttled = throttled
             if throttled:
-                log.warning(
-                    "the device is throttled (%s): iterations take %.2f times as long as priced",
-                    ", ".join(power.throttled),
-                    use.drift,
+                message = (
+                    f"the device is throttled ({', '.join(why)}): "
+                    f"iterations take {use.drift:.2f} times as long as priced"
                 )
+                logs.event(log, logging.WARNING, "throttled", message, reasons=list(why), drift=use.drift)
             else:
-                log.info("the device is not throttled any more")
+                logs.event(log, logging.INFO, "throttled", "the device is not throttled any more", reasons=[])
 
     def _reported(self, reading: Reading, use: Use, limits: Limits) -> dict[str, Any]:
         memory, power = self._memory, self._power

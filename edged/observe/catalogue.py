@@ -39,6 +39,7 @@ def _histogram(name: str, help: str, *labels: str) -> Metric:
 CATALOGUE = (
     Metric("edged_build_info", "info", ("version", "model", "dtype", "device", "policy"), "What runs here; always 1"),
     _gauge("edged_ready", "1 while completions are served; 0 while loading, draining, and after the engine stopped"),
+    _gauge("edged_degraded", "Things that are not as they should be; `edged status` has a sentence for each"),
     _gauge("edged_start_time_seconds", "Unix time at which the daemon began to serve"),
     # Latency
     _histogram("edged_ttft_seconds", "From a request's arrival to its first token", "class"),
@@ -59,7 +60,7 @@ CATALOGUE = (
     _gauge("edged_bin_units", "Fine-tune units of an iteration, mean of the latest 32"),
     _counter("edged_preemptions_total", "Times that a task had to give its pages back"),
     # Pages
-    _gauge("edged_pages", "K/V pages by state; cached ones hold prefixes that nobody uses now", "state"),
+    _gauge("edged_pages", "K/V pages by state; cached: prefixes nobody uses now; retired: given back", "state"),
     _gauge("edged_page_bytes", "Size of a K/V page"),
     _counter("edged_prunings_total", "Times that a sequence's old K/V was pruned"),
     _counter("edged_pruned_pages_total", "Pages that pruning gave back"),
@@ -73,7 +74,7 @@ CATALOGUE = (
     _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
     _gauge("edged_device_drift_ratio", "Times now over those that the prices were learned at; above 1: slower"),
     # Alignment
-    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, or impossible"),
+    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, held back, or impossible"),
     _gauge("edged_pairs_pending", "Pairs that wait for training or are in a step"),
     _counter("edged_pairs_trained_total", "Pairs that were trained on"),
     _counter("edged_optimizer_steps_total", "Optimizer steps"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,14 @@ def put_status(status: Mapping[str, Any], samples: Samples) -> None:
     _put_learning(status["finetune"], samples)
 
 
+def put_degraded(engine: Sequence[str], store: str, samples: Samples) -> None:
+    """How many sentences there are for what is not as it should be: the engine's, and the store's if it has one."""
+    samples.put("edged_degraded", len(engine) + bool(store))
+
+
 def _put_pages(pages: Mapping[str, Any], prefix: Mapping[str, Any], samples: Samples) -> None:
-    used = pages["total"] - pages["free"] - pages["cached"]
-    for state, count in (("used", used), ("cached", pages["cached"]), ("free", pages["free"])):
+    idle = {state: pages[state] for state in ("cached", "free", "retired")}
+    for state, count in {"used": pages["total"] - sum(idle.values()), **idle}.items():
         samples.put("edged_pages", count, state)
     samples.put("edged_page_bytes", pages["bytes_per_page"])
     samples.put("edged_prefix_lookup_tokens_total", prefix["prompt_tokens"])
@@ -75,7 +80,7 @@ def _put_predictions(cost: Mapping[str, Any], samples: Samples) -> None:
 
 
 def _put_learning(finetune: Mapping[str, Any], samples: Samples) -> None:
-    samples.put("edged_finetune_enabled", finetune["enabled"])
+    samples.put("edged_finetune_enabled", finetune["enabled"] and not finetune["held"])
     samples.put("edged_pairs_pending", finetune["pairs_queued"])
     samples.put("edged_adapters", finetune["adapters_loaded"], "memory")
     samples.put("edged_adapters", finetune["adapters_active"], "slot")

@@ -28,6 +28,7 @@ export function showStatus(status) {
   showMemory(status);
   setText(byId("tuning"), tuningOf(status));
   byId("tuning").classList.toggle("held", held(status));
+  setText(byId("degraded"), status.degraded.length ? `Not as it should be: ${status.degraded.join("; ")}.` : "");
 }
 
 /** Names and values; the elements stay, so that nothing jumps and nothing is read twice. */
@@ -48,7 +49,7 @@ function owners(status) {
   const { device, memory, pages } = status;
   // Pages of a machine that gives memory back take none while nothing lies in them.
   const held = status.governors?.memory?.kv_resident_bytes ?? memory.kv_bytes;
-  const kv = memory.kv_bytes - pages.free * pages.bytes_per_page;
+  const kv = memory.kv_bytes - (pages.free + pages.retired) * pages.bytes_per_page;
   const free = Math.max(0, held - kv);
   const cached = pages.cached * pages.bytes_per_page;
   const own = [
@@ -88,8 +89,9 @@ function showMemory(status) {
 
 /** What the governors hold back, and why. */
 function reasons(status) {
-  const { memory, power } = status.governors ?? {};
+  const { enabled, memory, power } = status.governors ?? {};
   const said = [];
+  if (!enabled) return said;
   if (memory?.holds?.length) said.push(`${memory.holds.join(", ")} (${memory.reason})`);
   if (power?.finetune_share < 1) said.push(`fine-tuning to ${percent(power.finetune_share)} of the time (${power.reasons.join("; ")})`);
   if (power?.throttled?.length) said.push(`the device's clocks (${power.throttled.join(", ")})`);

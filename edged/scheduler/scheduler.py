@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from edged import logs
 from edged.config import SchedulerSettings
 from edged.scheduler.allowance import Allowance
 from edged.scheduler.arrears import Arrears
@@ -139,7 +140,8 @@ class Scheduler:
                 return self.policy.plan(queues, now, resources)
             except Exception as error:
                 name = self.policy.name
-                log.exception("the policy %s failed: requests are served first come, first served", name)
+                message = f"the policy {name} failed: requests are served first come, first served"
+                logs.event(log, logging.ERROR, "policy_failed", message, exc_info=True, policy=name)
                 self.degraded = (
                     f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
                     "come, first served, and fine-tuning waits, until edged is reloaded or started again"

@@ -28,7 +28,11 @@ _OTHERS = {
     "pairs": "adapter != :name",
 }
 """Rows of people who may have said the same words by themselves."""
-_NEW = {table: "created_at >= :since" for table in ("completions", "signals", "pairs")}
+_DATED = (
+    *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
+    *("shelved_metrics", "shelved_versions", "shelved_steps"),
+)
+_NEW = {table: "created_at >= :since" for table in _DATED}
 _NEW["choices"] = "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)"
 """Rows that came after the forgetting began."""
 

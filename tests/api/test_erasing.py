@@ -9,11 +9,14 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from sqlite_utils import Database
 
 from edged.align.signals import record_pair
 from edged.api.forgetting import finish_forgetting
 from edged.store import Store, utc_now, utc_text
+from edged.store.adapters import Metric, Version, insert_metric, insert_skipped_step, insert_version
 from edged.store.erasing import begin_forgetting, search
+from edged.store.quarantine import insert_quarantined
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import adapter, until
 from tests.models import save_tiny
@@ -99,6 +102,25 @@ def test_the_search_finds_what_a_deletion_left(tmp_path: Path) -> None:
         ("skipped_steps", "adapter", "name"),
         ("skipped_steps", "reason", "text"),
     }
+    store.close()
+
+
+def test_what_the_user_left_anew_meanwhile_is_no_leftover(tmp_path: Path) -> None:
+    store, since = Store(tmp_path / "edged.db"), utc_text(utc_now())
+    erased = store.write(lambda db: begin_forgetting(db, "ann", since)).result()
+
+    def anew(db: Database) -> None:
+        report = record_pair(db, "ann", "a new answer", "another", utc_now(), prompt="Well?")
+        now, pair_id = utc_text(utc_now()), report.pair_ids[0]
+        insert_quarantined(db, pair_id, now, "ann", "outlying")
+        insert_version(db, Version("ann", 1, now, 0, "trained"))
+        insert_skipped_step(db, now, "ann", 1, (pair_id,), "its loss is not finite")
+        insert_metric(db, Metric(now, "ann", 1, pair_id, "prequential", -1.0, -2.0, -1.0, -2.0, 0.0, 0.7, None))
+
+    store.write(anew).result()
+    report = store.read(lambda db: search(db, "ann", erased.texts, since))
+    assert report["found"] == []
+    assert report["new_rows"] >= 5
     store.close()
 
 

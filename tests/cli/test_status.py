@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edged.cli.status import box_rows, governor_rows
+from edged.cli.status import box_rows, governor_rows, trouble_rows
 from edged.telemetry.reading import Reading
 
 
@@ -57,3 +57,31 @@ def test_what_is_held_is_shown_with_the_reason() -> None:
     assert "fine-tuning 50 % of the time: 91 °C" in text
     assert "0.71 J a token, – a pair" in text
     assert "governor.enabled" in shown(governor_rows, {"enabled": False})
+
+
+def test_what_is_not_as_it_should_be_and_why_nothing_is_learned_come_first() -> None:
+    tuning = {"enabled": True, "held": False, "reason": "", "alarms": ["ann"]}
+    data: dict[str, Any] = {
+        "degraded": ["the disk is full", "the policy mace failed"],
+        "finetune": tuning,
+        "quarantine": {"pairs": 3},
+        "model": {"trust_remote_code": True},
+    }
+    text = shown(trouble_rows, data)
+    for part in (
+        "the disk is full",
+        "the policy mace failed",
+        "3 pairs wait for a decision (alarm: ann)",
+        "own Python",
+    ):
+        assert part in text
+    assert "not learning" not in text
+    for changes, why in (
+        ({"held": True}, "held back"),
+        ({"enabled": False, "reason": "the policy sequential does not train"}, "sequential does not train"),
+        ({"enabled": False}, "paused, or off (align.enabled)"),
+        ({"reason": "memory ran out in a step"}, "memory ran out in a step"),
+    ):
+        assert why in shown(trouble_rows, {**data, "finetune": {**tuning, **changes}})
+    fine = {**data, "degraded": [], "quarantine": {"pairs": 0}, "model": {"trust_remote_code": False}}
+    assert not shown(trouble_rows, fine).strip()

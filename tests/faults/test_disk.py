@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import sqlite3
@@ -15,8 +16,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from edged.cli.doctor import service
+from edged.cli.doctor.finding import Examination
+from edged.config import Settings
 from edged.store import Store, StoreError
 from tests.api.live import LiveDaemon, running, started
+from tests.cli.conftest import edged
 from tests.models import save_tiny
 
 PROMPT = {"prompt": "How do I cook rice?", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -186,6 +191,41 @@ def test_damaged_pages_are_told_and_answers_go_on_or_the_start_is_refused(
             assert daemon.wait() == 1
             assert "damaged" in daemon.log
             assert "restore" in daemon.log
+
+
+def wreck_table(database: Path, table: str) -> None:
+    """Overwrite the first page of a table and those of its indices beneath a daemon that runs."""
+    with contextlib.closing(sqlite3.connect(database)) as db:
+        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+        roots = db.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = ?", [table]).fetchall()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        with database.open("r+b") as file:
+            for (root,) in roots:
+                file.seek((root - 1) * size)
+                file.write(random.Random(root).randbytes(size))
+        # A change: what others remember of the file is not valid any more.
+        db.execute("PRAGMA user_version = 1")
+
+
+def test_the_status_says_that_the_database_is_damaged(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path, model) as daemon, daemon.http() as http:
+        with http.stream("GET", "/v1/events?events=status") as stream:
+            lines = (line for line in stream.iter_lines() if line == "event: status")
+            next(lines)
+            wreck_table(daemon.data / "edged.db", "quarantine")
+            assert next(lines) == next(lines), "the stream goes on"
+        answer = http.get("/v1/status")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["quarantine"] == {"pairs": None}
+        assert "the file is damaged" in answer.json()["degraded"][0]
+        told = edged("status", EDGED_SOCKET=str(daemon.socket))
+        assert told.returncode == 0, told.stderr
+        assert "unknown: the database cannot be read" in told.stdout
+        assert "degraded" in told.stdout
+        assert "\nedged_degraded 1.0\n" in http.get("/metrics").text
+        finding, _ = service.daemon(Examination(Settings(), daemon.data, (daemon.socket,), 0, 20.0))
+        assert finding.state == "warn"
+        assert "the file is damaged" in finding.seen
 
 
 def ready(daemon: LiveDaemon) -> bool:

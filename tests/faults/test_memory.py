@@ -63,7 +63,9 @@ def answers(
     return [client.ids(name) for name in names]
 
 
-def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prompts = [random_ids(200, 1), random_ids(90, 2)]
     with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
         wanted = answers(engine, client, "before", prompts)
@@ -71,6 +73,9 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(tmp_pat
             assert answers(engine, client, "short", prompts) == wanted
             assert raised
             assert "memory ran out: an iteration has at most" in engine.status()["degraded"][0]
+        assert {vars(line).get("event") for line in caplog.records if "ran out" in line.getMessage()} == {
+            "memory_short"
+        }
         for i in range(12):
             answers(engine, client, f"after{i}", [random_ids(20, 10 + i)], tokens=40)
         assert engine.status()["degraded"] == []

@@ -17,7 +17,9 @@ RESOURCES = Resources(free_pages=64, total_pages=64, page_size=16, max_tokens=25
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_is_replaced_when_it_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policy_is_replaced_when_it_fails(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler = scheduler_of(policy=name)
 
     def fail(*_: object) -> None:
@@ -28,6 +30,7 @@ def test_every_policy_is_replaced_when_it_fails(name: str, monkeypatch: pytest.M
         scheduler.add(Task(task_id, Kind.PREFILL, arrival_s=float(task_id), tokens=20), float(task_id))
     assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]
     assert f"the policy {name} failed (ZeroDivisionError: a bin of no tasks)" in scheduler.degraded
+    assert [vars(record)["event"] for record in caplog.records] == ["policy_failed"]
 
 
 def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

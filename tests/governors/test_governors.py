@@ -43,6 +43,10 @@ def test_limits_are_told_when_they_change_and_each_step_is_a_line(caplog: pytest
         "memory governor: step 1 of 4, was 0; it holds caches: 200 MiB are available, 256 MiB are to be",
         "power governor: fine-tuning gets 25 % of the time, had 100 %: 95 °C of at most 100 °C",
     ]
+    assert [(vars(record)["event"], vars(record)["fields"]) for record in caplog.records] == [
+        ("memory_governor", {"step": 1, "before": 0, "holds": ["caches"]}),
+        ("power_governor", {"finetune_share": 0.25, "before": 1.0}),
+    ]
     report = governors.report()
     assert report["memory"]["holds"] == ["caches"]
     assert report["memory"]["kv_budget_bytes"] == 712 * MIB
@@ -80,3 +84,27 @@ def test_governors_that_are_off_hold_nothing_but_still_count_energy() -> None:
     assert engine.limits == []
     assert (report["enabled"], report["memory"]["step"]) == (False, 0)
     assert report["energy"]["joules_per_output_token"] == pytest.approx(0.5)
+
+
+def test_governors_that_are_switched_off_forget_what_they_held() -> None:
+    engine = Engine()
+    governors = engine.governors()
+    short = replace(
+        ROOMY,
+        memory_available_bytes=100 * MIB,
+        cgroup_pressure_some_percent=99.0,
+        temperature_c=99.0,
+        temperature_limit_c=100.0,
+    )
+    for second in range(20):
+        governors.hear(replace(short, at_s=float(second)))
+    assert governors.report()["memory"]["step"] == 4
+    governors.configure(GovernorSettings(enabled=False))
+    governors.hear(replace(ROOMY, at_s=20.0))
+    report = governors.report()
+    assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
+    assert engine.limits[-1] == Limits()
+    governors.configure(GovernorSettings())
+    governors.hear(replace(ROOMY, at_s=21.0))
+    assert governors.report()["memory"]["step"] == 0
+    assert engine.limits[-1] == Limits()

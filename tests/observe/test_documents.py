@@ -117,6 +117,7 @@ def test_promtool_accepts_every_expression_of_the_dashboard(tmp_path: Path) -> N
 HEALTHY = {
     'up{job="edged"}': "1x120",
     "edged_ready": "1x120",
+    "edged_degraded": "0x120",
     "edged_queue_limit_requests": "1024x120",
     'edged_queue_requests{stage="waiting"}': "3x120",
     'edged_iteration_seconds_count{mix="serving"}': "0+600x120",
@@ -134,6 +135,7 @@ HEALTHY = {
     'edged_pages{state="used"}': "700x120",
     'edged_pages{state="cached"}': "200x120",
     'edged_pages{state="free"}': "100x120",
+    'edged_pages{state="retired"}': "0x120",
     "edged_preemptions_total": "0x120",
     "edged_temperature_celsius": "60x120",
     "edged_pairs_pending": "8x120",
@@ -172,6 +174,7 @@ AILMENTS: list[tuple[str, dict[str, str]]] = [
             "edged_preemptions_total": "0+1x120",
         },
     ),
+    ("EdgedDegraded", {"edged_degraded": "0x100 2x20"}),
     ("EdgedHot", {"edged_temperature_celsius": "93x120"}),
     ("EdgedHot", {"edged_temperature_celsius": "82x120", "edged_temperature_limit_celsius": "85x120"}),
     ("EdgedFinetuneStarved", {"edged_optimizer_steps_total": "40x120"}),
@@ -194,8 +197,18 @@ HARMLESS = [
         "edged_pairs_pending": "0x120",
         "edged_optimizer_steps_total": "40x120",
     },
+    # What passes by itself.
+    {"edged_degraded": "0x60 1x8 0x52"},
     # Full of cached prefixes is what a cache is for.
     {'edged_pages{state="cached"}': "890x120", 'edged_pages{state="used"}': "100x120"},
+    # Few pages are free of all that there are, but most of those that the box has left to edged.
+    {
+        'edged_pages{state="used"}': "30x120",
+        'edged_pages{state="cached"}': "0x120",
+        'edged_pages{state="free"}': "40x120",
+        'edged_pages{state="retired"}': "930x120",
+        "edged_preemptions_total": "0+1x120",
+    },
     {"edged_temperature_celsius": "93x120", "edged_temperature_limit_celsius": "105x120"},
     {"edged_finetune_enabled": "0x120", "edged_optimizer_steps_total": "40x120"},
 ]  # fmt: skip

@@ -164,6 +164,33 @@ def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
     expect(page.locator("#detail")).to_have_text("")
 
 
+def shown(page: Page, change: str) -> dict[str, str]:
+    """What the box's part says of the daemon's status after a `change` of it in JavaScript."""
+    script = f"""async () => {{
+        const {{ showStatus }} = await import("./page/box.js");
+        const status = await (await fetch("v1/status")).json();
+        {change}
+        showStatus(status);
+        const text = (id) => document.getElementById(id).textContent;
+        return {{memory: document.getElementById("memory").getAttribute("aria-label"), tuning: text("tuning"),
+            degraded: text("degraded")}};
+    }}"""
+    return dict(page.evaluate(script))
+
+
+def test_memory_that_the_box_has_back_is_not_shown_as_in_use(page: Page) -> None:
+    given_up = "status.pages.retired = status.pages.free; status.pages.free = 0;"
+    given_up += "status.governors.memory.kv_resident_bytes -= status.pages.retired * status.pages.bytes_per_page;"
+    in_use = [re.findall("K/V in use [^,]*", shown(page, change)["memory"]) for change in ("", given_up)]
+    assert in_use[0] == in_use[1]
+
+
+def test_the_page_says_what_is_not_as_it_should_be(page: Page) -> None:
+    assert shown(page, "")["degraded"] == ""
+    change = 'status.degraded = ["the disk is full", "the policy mace failed"];'
+    assert shown(page, change)["degraded"] == "Not as it should be: the disk is full; the policy mace failed."
+
+
 def test_everything_can_be_done_with_keys(page: Page) -> None:
     Person(page).is_called("typist")
     page.evaluate("document.activeElement.blur()")

@@ -33,6 +33,8 @@ class Injector:
         self._short: Counter[str] = Counter()
         self._policy_fails = False
         self._engine: Engine | None = None
+        self._clock, self._behind_s = time.time, 0.0
+        self._late = self._time
 
     def arm(self, engine: Engine) -> None:
         """Put the hooks into a new engine's model."""
@@ -61,8 +63,12 @@ class Injector:
                 self._policy_fails = False
                 self._engine.restore_policy()
             case "clock":
-                now = time.time
-                time.time = lambda: now() - order["seconds"]
+                self._behind_s += order["seconds"]
+                time.time = self._late
+
+    def _time(self) -> float:
+        """What the clock says that was set back."""
+        return self._clock() - self._behind_s
 
     def _allocate(self, _: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = arguments[0] if arguments else named["hidden_states"]

@@ -93,7 +93,7 @@ class Soak:
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
         problems = list(traffic.tally.wrong)
         pages = _pages_when_idle(subject)
-        if pages["free"] + pages["cached"] != pages["total"]:
+        if held_by_nobody(pages):
             problems.append(f"pages are held by nobody: {pages}")
         growth = self._growth()
         if growth["rss_mib_per_minute"] > _LARGEST_SLOPE:
@@ -105,7 +105,8 @@ class Soak:
         code = subject.stop()
         if code:
             problems.append(f"SIGTERM: exit code {code}")
-        problems += _stored(subject.data / "edged.db", traffic.tally.acknowledged)
+        missing, found = _stored(subject.data / "edged.db", traffic.tally.acknowledged)
+        problems += found
         return {
             "minutes": self.minutes,
             "load": self.load,
@@ -115,6 +116,7 @@ class Soak:
             "faults": dict(sorted(self.faults.items())),
             "statuses": dict(sorted(traffic.tally.statuses.items())),
             "acknowledged": len(traffic.tally.acknowledged),
+            "missing": missing,
             "growth": growth,
             "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
             "pages": pages,
@@ -145,20 +147,25 @@ class Soak:
         }
 
 
+def held_by_nobody(pages: dict[str, int]) -> int:
+    """Pages that no cache, no list of free ones and not the box has, when nothing is answered or learned."""
+    return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
+
+
 def _pages_when_idle(subject: Subject, within_s: float = 60.0) -> dict[str, int]:
     """The page counts once nothing is answered or learned."""
     end = time.monotonic() + within_s
     while True:
         status = subject.status()
         queue, pages = status["queue"], status["pages"]
-        idle = not any(queue.values()) and pages["free"] + pages["cached"] == pages["total"]
+        idle = not any(queue.values()) and not held_by_nobody(pages)
         if idle or time.monotonic() > end:
-            return {name: pages[name] for name in ("total", "free", "cached")}
+            return {name: pages[name] for name in ("total", "free", "cached", "retired")}
         time.sleep(0.5)
 
 
-def _stored(database: Path, acknowledged: set[int]) -> list[str]:
-    """What the database should have and has not."""
+def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
+    """(acknowledged pairs that are missing, what is wrong with the database)."""
     with sqlite3.connect(database) as db:
         (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
         pairs = db.execute("SELECT chosen, state, epochs_done FROM pairs WHERE chosen LIKE 'good %'").fetchall()
@@ -168,20 +175,20 @@ def _stored(database: Path, acknowledged: set[int]) -> list[str]:
     problems += [f"{len(missing)} acknowledged pairs are missing"] if missing else []
     problems += [f"{twice} pairs were trained twice"] if twice else []
     skipped = [state for _, state, _ in pairs if state == "skipped"]
-    return problems + ([f"{len(skipped)} pairs were skipped"] if skipped else [])
+    return len(missing), problems + ([f"{len(skipped)} pairs were skipped"] if skipped else [])
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    growth = result["growth"]
+    growth, missing = result["growth"], result["missing"]
     rows = [
         ("minutes", f"{result['minutes']:g} at {result['load']:.0%} load, {result['requests_per_s']:.1f} requests/s"),
         ("faults", ", ".join(f"{name}: {count}" for name, count in result["faults"].items())),
         ("answers", ", ".join(f"{name}: {count}" for name, count in result["statuses"].items())),
-        ("acknowledged pairs", f"{result['acknowledged']}, all there"),
+        ("acknowledged pairs", f"{result['acknowledged']}, {f'{missing} missing' if missing else 'all there'}"),
         ("resident memory", f"{growth['rss_mib_per_minute']:+.2f} MiB a minute over {growth['seconds']:.0f} s"),
         ("open files, threads", f"{growth['files']:+g}, {growth['threads']:+g}"),
-        ("pages held by nobody", str(result["pages"]["total"] - result["pages"]["free"] - result["pages"]["cached"])),
+        ("pages held by nobody", str(held_by_nobody(result["pages"]))),
         ("problems", str(len(result["problems"]))),
     ]
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])

@@ -81,4 +81,6 @@ def daemon(it: Examination) -> tuple[Finding, bool]:
     if version != edged.__version__:
         seen = f"{version} runs, {edged.__version__} is installed"
         return doubtful(name, seen, "`sudo systemctl restart edged`"), True
+    if problems := status["degraded"]:
+        return doubtful(name, f"it runs, but {'; '.join(problems)}", "`journalctl -u edged -e` says more"), True
     return fine(name, f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True
