@@ -15,6 +15,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from statistics import median
 
 from edged.align.pair import TokenPair
@@ -36,8 +37,6 @@ _REMEMBERED = 256
 """Latest pairs that a new one can contradict."""
 _TELLING_TOKENS = 8
 """Answers that are longer mean the same after any prompt; "yes" and "no" do not."""
-
-_Said = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,8 @@ class Suspicion:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._flags: deque[bool] = deque(maxlen=_LATEST)
-        self._said: OrderedDict[_Said, None] = OrderedDict()
+        self._said: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
         self._alarm_until_s = -math.inf
 
@@ -167,6 +167,7 @@ class Suspicion:
         return middle, 1.4826 * median(abs(value - middle) for value in values)
 
 
-def _said(pair: TokenPair, better: tuple[int, ...], worse: tuple[int, ...]) -> _Said:
+def _said(pair: TokenPair, better: tuple[int, ...], worse: tuple[int, ...]) -> bytes:
     telling = min(len(better), len(worse)) > _TELLING_TOKENS
-    return (() if telling else pair.prompt, better, worse)
+    said = (() if telling else pair.prompt, better, worse)
+    return blake2b(repr(said).encode(), digest_size=16).digest()

@@ -5,6 +5,7 @@ Owns the order of these steps. Must not know sockets.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,7 +129,8 @@ class Rebuild:
     def publish(self, folder: Path) -> int:
         """Make what `save` wrote the newest version in the folder of a daemon that is stopped; returns its number.
 
-        Raises RebuildError, also while a daemon uses the folder.
+        What root writes is given to the folder's owner, who serves it. Raises RebuildError, also while a daemon uses
+        the folder.
         """
         try:
             store = Store(self._data_dir / DATABASE_FILE)
@@ -151,6 +153,16 @@ class Rebuild:
             return number
         finally:
             store.close()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if os.geteuid() != 0:
+            return
+        owner = self._data_dir.stat()
+        adapter = self._files.root / self.adapter
+        for path in (*self._data_dir.iterdir(), adapter, *adapter.rglob("*")):
+            if path.lstat().st_uid == 0:
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
     def _newest_number(self, db: Any) -> int:
         row = db.execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,15 @@ def test_the_opposite_of_what_was_said_is_contradictory() -> None:
     assert not made.note(pair(3, 4, 5)), "another answer that is better than the better one"
     assert not made.note(pair(4, length=3))
     assert not made.note(pair(5, 9, 5, length=3)), '"yes" and "no" depend on the question'
+
+
+def test_what_was_said_takes_little_memory_however_long_it_was() -> None:
+    made = suspicion([])
+    for number in range(300):
+        made.note(pair(number, number, number + 1000, length=2000))
+    assert len(pickle.dumps(made)) < 64 << 10
+    assert made.note(pair(400, 1299, 299, length=2000)), "and is remembered"
+    assert not made.note(pair(401, 1000, 0, length=2000)), "but not for ever"
 
 
 def test_half_of_eight_make_a_burst_whoever_came_first() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +117,20 @@ def test_what_is_adopted_is_what_the_daemon_serves_next(
         answer = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
         assert answer == work._tokenizer.decode(wanted, skip_special_tokens=True)
         assert daemon.stop() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_adopts_belongs_to_who_owns_the_folder(stopped: tuple[Path, Path, int], tmp_path: Path) -> None:
+    model, before, version = stopped
+    data = tmp_path / "data"
+    shutil.copytree(before, data)
+    for path in (data, *data.rglob("*")):
+        os.chown(path, 4321, 4322)
+    work = Rebuild(load_settings(environ={}, overrides=OVERRIDES), model, "tiny", data, "ada")
+    number = work.publish(data / "adapters" / work.spec.fingerprint / "ada" / f"v{version:06d}")
+    assert (data / "adapters" / work.spec.fingerprint / "ada" / f"v{number:06d}").is_dir()
+    owners = {path: (path.stat().st_uid, path.stat().st_gid) for path in (data, *data.rglob("*"))}
+    assert {path: owner for path, owner in owners.items() if owner != (4321, 4322)} == {}
 
 
 def test_a_daemon_that_runs_keeps_its_folder(stopped: tuple[Path, Path, int], rebuilt: Any, tmp_path: Path) -> None:
