@@ -16,10 +16,12 @@ USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 """What a user (and so an adapter) may be called: it becomes a folder's name."""
 SELF = "@self"
 """Among `users` of a rule: the peer's own name."""
+API_TOKEN = "api.token"
+"""What the operator's token is called; no other may be."""
 _USERS = re.compile(r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?")
 _PEER = re.compile(r"(user|group):[^\s:]+|(uid|gid):[0-9]{1,10}")
 
-Role = Literal["use", "train", "admin"]
+Role = Literal["use", "train", "metrics", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
 
@@ -72,8 +74,8 @@ class AccessToken(_Grant):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not USER_NAME.fullmatch(name):
-            _refuse(f'"{name}" cannot name a token: use letters, digits, ".", "_", "@" or "-"')
+        if not USER_NAME.fullmatch(name) or name == API_TOKEN:
+            _refuse(f'"{name}" cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"')
         return name
 
     @model_validator(mode="after")

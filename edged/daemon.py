@@ -50,8 +50,7 @@ from edged.models import demo_model_dir
 from edged.reload import Reloaded, Reloader, adopted
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
-from edged.store.backup import clear_leftovers
-from edged.store.folder import DATABASE_FILE, data_folder
+from edged.store.folder import DATABASE_FILE, clear_leftovers, data_folder
 from edged.store.footprint import Footprint
 from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
@@ -205,9 +204,10 @@ class Daemon:
         told = Told()
 
         def take(records: list[Record]) -> Future[None] | None:
+            recorded = journal.append(records)
             told.tell(records)
             feed.tell(records)
-            return journal.append(records)
+            return recorded
 
         engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
         facts = engine.status()["model"]

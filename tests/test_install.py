@@ -54,7 +54,9 @@ def test_an_installation_has_units_settings_user_and_command_and_can_be_repeated
     config = root / "etc/edged/edged.toml"
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
     before = files(root)
-    assert "writing" not in run("--root", root, "--venv", venv)
+    again = run("--root", root, "--venv", venv)
+    assert "writing" not in again
+    assert 'group "edged" becomes an ADMIN' in again
     assert files(root) == before
 
 
@@ -124,6 +126,24 @@ def test_installing_for_real_needs_root() -> None:
     except PermissionError:
         pytest.skip("nobody else may read this checkout")
     assert "needs root: sudo tools/install" in result.stderr
+
+
+def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
+    """Root installs from wherever it stands, which may be a folder of somebody else's."""
+    for name in ("torch", "pip", "hashlib", "sysconfig"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n__version__ = '9.9'\n")
+    script = """
+        set -eu
+        . "$1/environment.sh"
+        recent_enough "$2/bin/python"
+        torch_of "$2/bin/python" >/dev/null || true
+        digest_of "$2/bin/python" "$1/install" >/dev/null
+        "$2/bin/python" -m pip --version >/dev/null || true
+    """
+    command = ["bash", "-c", script, "bash", str(INSTALL.parent), sys.prefix]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.glob("ran-*"))
 
 
 @pytest.mark.slow

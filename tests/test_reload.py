@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edged.align.pair import PairRetired, VersionPublished
 from edged.api.access import Access, token_hash
 from edged.api.errors import ApiError
 from edged.config import Settings, load_settings
@@ -188,3 +190,37 @@ def test_tokens_and_rules_are_taken_over_whole() -> None:
     assert access.of_token("Bearer the operators").roles == {"admin"}
     with pytest.raises(ApiError):
         access.of_token("Bearer old")
+
+
+def test_nobody_elses_token_is_named_as_the_operators() -> None:
+    with pytest.raises(ValueError, match=r'"api\.token" cannot name a token'):
+        AccessToken(name="api.token", sha256=token_hash("mine"), roles=["admin"])
+
+
+def test_streams_end_when_the_rules_change_and_go_on_otherwise(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "edged.toml"
+    config.write_text("")
+    with running(tmp_path, model, config=config) as daemon, socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(30)
+        raw.connect(str(daemon.socket))
+        raw.sendall(b"GET /v1/events?events=status HTTP/1.1\r\nHost: edged\r\n\r\n")
+        config.write_text("log.level = 'debug'\n")
+        call(daemon, "reload")
+        told = b""
+        while told.count(b"event: status") < 3:
+            told += (piece := raw.recv(65536))
+            assert piece
+        config.write_text("[[access.rules]]\npeers = ['uid:65534']\nroles = ['use']\n")
+        call(daemon, "reload")
+        while not told.endswith(b"\r\n0\r\n\r\n"):
+            told += (piece := raw.recv(65536))
+            assert told.count(b"event: status") < 30, "the stream goes on"
+
+
+def test_other_sizes_of_steps_count_from_the_next_step_on(tmp_path: Path) -> None:
+    with running_engine(tmp_path, align__micro_batch_pairs=1, guard__held_out_share=0.0) as (engine, client):
+        align = engine.settings.align.model_copy(update={"micro_batch_pairs": 4})
+        engine.configure(engine.settings.model_copy(update={"align": align})).result()
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        assert [record.pairs for record in client.of(VersionPublished)] == [4]

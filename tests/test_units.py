@@ -50,13 +50,13 @@ def test_every_hole_that_stays_open_says_why(hole: str) -> None:
     assert "# Open:" in before[before.rindex("\n\n") :] or "# Open:" in before[-400:]
 
 
-def test_the_socket_is_the_groups_and_outlives_the_service() -> None:
+def test_the_socket_is_everybodys_and_outlives_the_service() -> None:
     socket, service = dict(directives("edged.socket")), dict(directives("edged.service"))
-    assert (socket["SocketGroup"], socket["SocketMode"]) == ("edged", "0660")
+    assert (socket["SocketGroup"], socket["SocketMode"]) == ("edged", "0666")
     folder = Path(socket["ListenStream"]).parent
     assert folder == Path("/run") / service["RuntimeDirectory"]
     assert service["RuntimeDirectoryPreserve"] == "yes"
-    # Whoever is in the group reaches the socket, and nothing else of the daemon's.
+    # Everybody reaches the socket, where [access] guards, and nothing else of the daemon's.
     assert (service["UMask"], service["StateDirectoryMode"], service["CacheDirectoryMode"]) == ("0077", "0700", "0700")
 
 

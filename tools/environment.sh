@@ -4,6 +4,8 @@
 TORCH=2.13.0
 TORCH_AT_LEAST=2.6
 CPU_INDEX=https://download.pytorch.org/whl/cpu
+# No interpreter below looks for modules in the current folder: whoever can write there would run code as this user.
+export PYTHONSAFEPATH=1
 
 fail() { echo "tools/${0##*/}: $*" >&2; exit 1; }
 

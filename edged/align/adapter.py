@@ -198,6 +198,7 @@ class AdapterFiles:
 
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
+        self._hidden: list[str] = []
         root.mkdir(parents=True, exist_ok=True)
         # What a power cut left half written is nobody's.
         for draft in root.glob(f"*/.v*{_DRAFT}"):
@@ -257,11 +258,15 @@ class AdapterFiles:
     def versions(self, adapter: str) -> list[int]:
         """Versions that have a folder, oldest first; they may be damaged."""
         folder = self.root / adapter
-        return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir()) if folder.is_dir() else []
+        if self.hidden(adapter) or not folder.is_dir():
+            return []
+        return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir())
 
     def check(self, adapter: str, version: int) -> Path:
         """The folder of a version whose files are whole and fit the base model. Raises AdapterError."""
         folder = self.path(adapter, version)
+        if self.hidden(adapter):
+            raise AdapterError(f"{folder}: the adapter was forgotten")
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
             sums = manifest["sha256"]
@@ -318,9 +323,18 @@ class AdapterFiles:
                 problems.append(str(error))
         return 0, problems
 
+    def hide(self, adapter: str) -> None:
+        """Have nobody find an adapter's versions until `forget` has removed them; from any thread."""
+        self._hidden.append(adapter)
+
+    def hidden(self, adapter: str) -> bool:
+        """Whether its versions are about to be removed."""
+        return adapter in self._hidden
+
     def forget(self, adapter: str) -> None:
-        """Remove all versions."""
+        """Remove all versions of an adapter that was hidden."""
         shutil.rmtree(self.root / adapter, ignore_errors=True)
+        self._hidden.remove(adapter)
 
     def _peft_config(self) -> dict[str, object]:
         return {

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import datetime
+from itertools import count
+from operator import itemgetter
 
 from sqlite_utils import Database
 
@@ -43,8 +45,9 @@ class Journal:
         self._ref_model = ref_model
         self._samples: list[tuple[str, IterationSample]] = []
         self._lock = threading.RLock()
-        self._unwritten: list[Record] = []
-        """Records that could not be stored, as on a full disk: they are tried again before all that follow."""
+        self._numbers = count()
+        self._unwritten: list[tuple[int, Record]] = []
+        """Numbered records that could not be stored, as on a full disk: they are tried again before all that follow."""
         self._latest: Future[None] | None = None
 
     def append(self, records: Sequence[Record]) -> Future[None] | None:
@@ -78,27 +81,44 @@ class Journal:
 
     def _write(self, records: list[Record], now: datetime) -> None:
         waiting, self._samples = self._samples, []
-        records, self._unwritten = self._unwritten + records, []
+        own = [(next(self._numbers), record) for record in records]
+        carried = list(own)
 
         def write(db: Database) -> None:
-            for record in records:
-                try:
-                    with db.atomic():
-                        write_record(db, record, self._ref_model, now)
-                except sqlite3.IntegrityError:
-                    log.exception("a record does not fit the database: %r", record)
-            for created_at, sample in waiting:
-                samples.insert_sample(db, created_at, asdict(sample))
+            # Only now is it known which of the writes before this one failed.
+            with self._lock:
+                carried[:], self._unwritten = [*self._unwritten, *own], []
+            try:
+                for _, record in carried:
+                    self._write_record(db, record, now)
+                for created_at, sample in waiting:
+                    samples.insert_sample(db, created_at, asdict(sample))
+            except BaseException:
+                self._keep(carried)
+                raise
 
         self._latest = self._store.write(write)
-        self._latest.add_done_callback(lambda future: self._report(future, records))
+        self._latest.add_done_callback(lambda future: self._report(future, carried))
 
-    def _report(self, future: Future[None], records: list[Record]) -> None:
+    def _write_record(self, db: Database, record: Record, now: datetime) -> None:
+        try:
+            with db.atomic():
+                write_record(db, record, self._ref_model, now)
+        except sqlite3.IntegrityError:
+            log.exception("a record does not fit the database: %r", record)
+
+    def _keep(self, records: list[tuple[int, Record]]) -> None:
+        """Take these records away; the next write carries them, in the order in which all were appended."""
+        with self._lock:
+            self._unwritten = sorted([*self._unwritten, *records], key=itemgetter(0))
+        records.clear()
+
+    def _report(self, future: Future[None], records: list[tuple[int, Record]]) -> None:
+        """On the store's thread, after a write and before those of the next transaction."""
         if future.cancelled() or not (error := future.exception()):
             return
-        log.error("%d records of the learning loop were not stored, and are tried again: %s", len(records), error)
-        with self._lock:
-            self._unwritten += records
+        log.error("records of the learning loop were not stored, and are tried again: %s", error)
+        self._keep(records)
 
 
 def write_record(db: Database, record: Record, ref_model: str, now: datetime) -> None:

@@ -144,6 +144,11 @@ class Member:
         """Whether any of these pairs is in the step."""
         return any(pair.pair_id in pair_ids for pair in (*self.fresh, *self.replay))
 
+    def _most_norm(self) -> float:
+        """The largest usual gradient norm; infinite where somebody found all new pairs good."""
+        trained = [outcome.pair.trusted for outcome in self.outcomes if outcome.trained]
+        return math.inf if trained and all(trained) else self._suspicion.most_norm()
+
     def finish(self) -> None:
         """The optimizer, when there is something to learn and all of it is finite and usual.
 
@@ -158,8 +163,7 @@ class Member:
             self.error = f"loss is {self.loss}"
         elif self.trained:
             try:
-                most = self._suspicion.most_norm()
-                self.grad_norm = self.state.step(self.leaves.gradients, self.trained, self._weight, most)
+                self.grad_norm = self.state.step(self.leaves.gradients, self.trained, self._weight, self._most_norm())
             except GradientTooLarge as error:
                 self.strange = str(error)
             except FloatingPointError as error:

@@ -35,8 +35,16 @@ class StepSize:
         self.strikes = 0
         """How often memory ran out since a step ended well, or was given up."""
         self.first_pause_s = 0.5
+        self.graphs_fail = False
+        """Whether a step failed with its graph kept, as for want of memory: none is kept for a while."""
         self._whole = align
         self._went_well = 0
+
+    def configure(self, align: AlignSettings) -> None:
+        """Take over other settings for the steps to come; after want of memory they are no larger than they were."""
+        whole = self.pairs == self._whole.micro_batch_pairs
+        self.pairs = align.micro_batch_pairs if whole else min(self.pairs, align.micro_batch_pairs)
+        self._whole, self.graphs_fail = align, False
 
     @property
     def align(self) -> AlignSettings:
@@ -59,7 +67,11 @@ class StepSize:
         """Memory ran out in a step."""
         self.pairs = max(1, self.pairs // 2)
         self.strikes += 1
-        self._went_well = 0
+        self.distrust_graphs()
+
+    def distrust_graphs(self) -> None:
+        """A step failed with its graph kept: those that follow go without, until enough of them went well."""
+        self.graphs_fail, self._went_well = True, 0
 
     def give_up(self) -> None:
         """The pair that found no memory is not tried again; the next one has all its chances."""
@@ -72,3 +84,4 @@ class StepSize:
         if self._went_well >= _GROWS_AFTER:
             self._went_well = 0
             self.pairs = min(self._whole.micro_batch_pairs, 2 * self.pairs)
+            self.graphs_fail = self.graphs_fail and self.pairs < self._whole.micro_batch_pairs

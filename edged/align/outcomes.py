@@ -27,7 +27,14 @@ def of_step(learner: Learner, member: Member, version: int, epochs: int) -> list
     """A step's pairs, of which each is to be trained on `epochs` times, go where they belong."""
     judged = [(outcome.pair, outcome.loss, outcome.verdict) for outcome in member.outcomes]
     learner.suspicion.learn(judged, member.grad_norm)
-    return [_of_pair(learner, outcome, version, epochs, member.strange) for outcome in member.outcomes]
+    records = []
+    for outcome in member.outcomes:
+        if member.strange and outcome.trained and outcome.pair.trusted:
+            # Nothing was learned yet of what somebody found good: its next step is without those at fault.
+            learner.queue.append(outcome.pair)
+        else:
+            records.append(_of_pair(learner, outcome, version, epochs, member.strange))
+    return records
 
 
 def _of_pair(learner: Learner, outcome: Outcome, version: int, epochs: int, strange: str) -> PairRetired:
@@ -45,8 +52,12 @@ def _of_pair(learner: Learner, outcome: Outcome, version: int, epochs: int, stra
 
 
 def of_burst(learner: Learner, member: Member, version: int, now: float) -> list[PairRetired]:
-    """A burst is quarantined: the step's pairs, and all that are as new. `now` in seconds."""
-    pairs = [*member.fresh, *learner.hold_burst(now)]
+    """A burst is quarantined: the step's new pairs, and all that are as new; the others wait again.
+
+    `now` in seconds.
+    """
+    pairs = [pair for pair in member.fresh if not (pair.epochs_done or pair.trusted)] + learner.hold_burst(now)
+    learner.queue.extendleft(pair for pair in reversed(member.fresh) if pair.epochs_done or pair.trusted)
     message = f"{len(pairs)} pairs of {learner.name} are quarantined ({member.burst})"
     logs.event(log, logging.WARNING, "quarantine", message, adapter=learner.name, pairs=len(pairs))
     return [retired(pair, "quarantined", version, pair.epochs_done, member.burst) for pair in pairs]

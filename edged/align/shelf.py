@@ -109,10 +109,10 @@ class Shelf:
         return state
 
     def forget(self, adapter: str) -> None:
-        """Remove the adapter and its files."""
+        """Remove the adapter; its files are not found any more, and wait for `files.forget`."""
         self._places.pop(adapter, None)
         self.versions.pop(adapter, None)
-        self.files.forget(adapter)
+        self.files.hide(adapter)
 
     def tidy(self, busy: Collection[str], most: int | None = None) -> list[str]:
         """Drop the least recently used states beyond the bound that are on disk and not `busy`; who was dropped.

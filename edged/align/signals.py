@@ -94,7 +94,8 @@ def record_signal(
 def unknown_completion(completion_id: str) -> FeedbackError:
     """What is said of a completion that is not there, or that is not the asker's."""
     return FeedbackError(
-        f'completion "{completion_id}" is not known: it was never answered here, or it is too old',
+        f'completion "{completion_id}" is not known: it was never answered here, it named no user '
+        "(send `user` with the request), or it is too old",
         "unknown_completion",
     )
 

@@ -101,6 +101,8 @@ class Suspicion:
 
     def most_norm(self) -> float:
         """The largest gradient norm (L2, before clipping) that a step may have; infinite while too few are known."""
+        if not self._on:
+            return math.inf
         middle, spread = self._usual(self._norms)
         return math.exp(min(700.0, middle + _NORM_DEVIATIONS * spread)) if math.isfinite(middle) else math.inf
 

@@ -88,6 +88,7 @@ class Trainer:
         """Take over other settings for the steps and judgements to come."""
         self._align, self._guard = align, guard
         self.shelf.configure(align)
+        self.size.configure(align)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -489,7 +490,7 @@ class Trainer:
             self._note(learner)
 
     def forget(self, adapter: str) -> None:
-        """Remove the adapter, its pairs and its files. Raises UnknownAdapter."""
+        """Remove the adapter and its pairs; its files wait for `files.forget`. Raises UnknownAdapter."""
         if adapter not in self.shelf.versions:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)

@@ -19,13 +19,10 @@ from aiohttp import web
 from edged.api.errors import ApiError
 from edged.api.peers import Accounts, Peer, gid_of, loopback_uid, uid_of, unix_peer
 from edged.api.tokens import token_hash
-from edged.config_access import SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
+from edged.config_access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
-
-
-_API_TOKEN = "api.token"
 
 
 class AccessError(ValueError):
@@ -78,9 +75,8 @@ class Access:
     def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
         """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
         self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
-        self._tokens = list(settings.tokens)
-        if admin_token:
-            self._tokens.append(AccessToken(name=_API_TOKEN, sha256=token_hash(admin_token), roles=["admin"]))
+        self._tokens = settings.tokens
+        self._operator_sha256 = token_hash(admin_token) if admin_token else ""
         self._accounts = Accounts()
         self._admin_gid = gid_of(ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
@@ -89,13 +85,12 @@ class Access:
         """Go by other rules and tokens from the next request on. Raises AccessError, and nothing has changed then."""
         other = Access(settings)
         # api.token is not among those that can change.
-        own = [token for token in self._tokens if token.name == _API_TOKEN]
-        self._rules, self._tokens = other._rules, [*other._tokens, *own]
+        self._rules, self._tokens = other._rules, other._tokens
 
     @property
     def has_tokens(self) -> bool:
         """Whether TCP callers are known by tokens."""
-        return bool(self._tokens)
+        return bool(self._tokens or self._operator_sha256)
 
     async def caller(self, request: web.Request) -> Caller:
         """Who sent a request. Raises ApiError (401) when nobody can tell."""
@@ -105,7 +100,7 @@ class Access:
         if not over_tcp(request):
             uid, gid = unix_peer(transport.get_extra_info("socket"))
             return self.of_peer(await self._accounts.peer(uid, gid))
-        if self._tokens:
+        if self.has_tokens:
             return self.of_token(request.headers.get("Authorization", ""))
         if transport not in self._tcp_uids:
             ends = transport.get_extra_info("peername")[:2], transport.get_extra_info("sockname")[:2]
@@ -139,6 +134,8 @@ class Access:
         digest = token_hash(secret.strip()) if kind.lower() == "bearer" else ""
         # All are looked at, and each in constant time: how long it takes says nothing about any of them.
         known = [token for token in self._tokens if hmac.compare_digest(token.sha256, digest)]
+        if digest and hmac.compare_digest(self._operator_sha256, digest):
+            return _OPERATOR
         if not known:
             raise _unknown('send "Authorization: Bearer TOKEN" with a token that [access] knows (`edged token new`)')
         return _holder(known[0])
@@ -164,6 +161,12 @@ class _Rule:
 
     def fits(self, peer: Peer) -> bool:
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
+
+
+_OPERATOR = Caller(
+    f'token "{API_TOKEN}"', API_TOKEN, f"token:{API_TOKEN}", frozenset({"admin"}), ("*",), f"{API_TOKEN} is admin"
+)
+"""The holder of api.token."""
 
 
 def _holder(token: AccessToken) -> Caller:

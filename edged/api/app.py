@@ -34,6 +34,7 @@ from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
+from edged.api.turns import Turn
 from edged.config import AccessSettings, ApiSettings, LimitSettings
 from edged.config_access import Role
 from edged.observe.observer import Observer
@@ -43,6 +44,7 @@ warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _PROBES = ("/healthz", "/readyz")
 _ALWAYS = (*_PROBES, "/v1/status", "/metrics")
+_ELSEWHERE = ("cross-site", "same-site")
 _STREAMED = ("/v1/adapters/{name}/import",)
 
 ROLES: dict[str, Role | Literal["anybody"]] = {
@@ -62,7 +64,7 @@ ROLES: dict[str, Role | Literal["anybody"]] = {
     "POST /v1/quarantine/{pair}": "train",
     "GET /v1/status": "use",
     "GET /v1/events": "use",
-    "GET /metrics": "use",
+    "GET /metrics": "metrics",
     "GET /openapi.json": "anybody",
     "GET /": "anybody",
     "GET /page/{name}": "anybody",
@@ -85,6 +87,7 @@ def make_app(
     middlewares = [request_lines, errors_as_json, *checks, body_check]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
+    app[importing.TURN], app[data.TURN] = Turn("import"), Turn("backup")
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
@@ -144,7 +147,8 @@ def _browser_check(listen: str, access: Access) -> Middleware:
     """Without a token, web pages that this box's browser shows must not reach the TCP listener.
 
     Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
-    which must be loopback's or the name in `listen`.
+    which must be loopback's or the name in `listen`. What it embeds or links to has no `Origin`: there browsers say in
+    `Sec-Fetch-Site` where it comes from, and only a link to the page itself is followed.
     """
     own = _name_in(listen)
 
@@ -156,9 +160,17 @@ def _browser_check(listen: str, access: Access) -> Middleware:
                 raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
             if origin is not None and origin.lower() != f"http://{host.lower()}":
                 raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
+            if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
+                raise _forbidden("web pages of other sites may not use edged", "forbidden_site")
         return await handler(request)
 
     return check
+
+
+def _follows_link(request: web.Request) -> bool:
+    """Whether a browser goes to the page, in a tab of its own."""
+    mode, target = (request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
+    return request.method == "GET" and request.path == page.PAGE and (mode, target) == ("navigate", "document")
 
 
 def _name_in(host: str) -> str:

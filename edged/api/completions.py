@@ -33,7 +33,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """An answer to a conversation."""
     services, caller = services_of(request), caller_of(request)
     body = validate(ChatRequest, parse_json(await request.read()))
-    caller.demand_user(body.user, split_model(services, body.model)[1])
+    _demand(services, caller, body)
     messages = tuple(message.plain() for message in body.messages)
     chars = sum(len(message["content"]) for message in messages)
     prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """A continuation of a text."""
     services, caller = services_of(request), caller_of(request)
     body = validate(CompletionRequest, parse_json(await request.read()))
-    caller.demand_user(body.user, split_model(services, body.model)[1])
+    _demand(services, caller, body)
     if isinstance(body.prompt, str):
         prompt_ids = await _tokenize(services.codec.encode_prompt, body.prompt, len(body.prompt))
         ask = _ask(services, caller, body, prompt_ids, "cmpl-", prompt=body.prompt)
@@ -54,6 +54,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
         check_tokens(services, ids, "prompt")
         ask = _ask(services, caller, body, ids, "cmpl-")
     return await _answer(request, services, ask, body)
+
+
+def _demand(services: Services, caller: Caller, body: ChatRequest | CompletionRequest) -> None:
+    """What can be refused before the work of tokenizing. Raises ApiError, LimitReached."""
+    caller.demand_user(body.user, split_model(services, body.model)[1])
+    services.limits.demand(_tenant(services, caller, body), body.n or 1)
+
+
+def _tenant(services: Services, caller: Caller, body: ChatRequest | CompletionRequest) -> str:
+    """Whose share a request counts as."""
+    return body.user or split_model(services, body.model)[1] or caller.tenant
 
 
 async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
@@ -81,7 +92,7 @@ def _ask(
         sampling=_sampling(services, body, len(prompt_ids)),
         stops=_stops(services, body),
         choices=body.n or 1,
-        tenant=body.user or adapter or caller.tenant,
+        tenant=_tenant(services, caller, body),
         teaches=caller.may("train"),
         user=body.user,
         adapter=adapter or body.user,

@@ -16,9 +16,11 @@ from aiohttp import web
 from edged.api import wire
 from edged.api.errors import unavailable
 from edged.api.services import Services, services_of
+from edged.api.turns import Turn
 from edged.config_text import to_toml, without_secrets
 from edged.store.backup import BackupError, staged, stream, total_bytes
 
+TURN = web.AppKey("backup", Turn)
 log = logging.getLogger("edged.api")
 
 
@@ -47,6 +49,8 @@ async def backup(request: web.Request) -> web.StreamResponse:
 
     `X-Edged-Bytes` is about its size. Its last member is the manifest: without that it broke off.
     """
+    turn = request.app[TURN]
+    turn.take()
     parts = _Parts(services_of(request), request.query.get("versions") == "all")
     try:
         try:
@@ -67,7 +71,10 @@ async def backup(request: web.Request) -> web.StreamResponse:
             request.transport.close()
     finally:
         # Behind the thread that may still make the next part for a client that left.
-        asyncio.get_running_loop().run_in_executor(None, parts.close)
+        closed = asyncio.get_running_loop().run_in_executor(None, parts.close)
+        closed.add_done_callback(lambda _: turn.end())
+        # Whoever has read the whole answer may ask for the next backup.
+        await asyncio.shield(closed)
     return response
 
 

@@ -11,32 +11,31 @@ from functools import lru_cache
 from aiohttp import web
 
 from edged.api import wire
-from edged.api.access import caller_of
+from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
-from edged.api.feed import EVENTS, MOST_BACKLOG, Event, Reader
+from edged.api.feed import EVENTS, MOST_BACKLOG, Event, Feed, Reader
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
 
 _HEARTBEAT_S = 15.0
 _HEARTBEAT = b": still here\n\n"
 _MOST_READERS = 64
+_MOST_OF_ONE = 8
+"""Streams that one account or token may hold open: a few pages, and nobody has them all."""
 _RETRY = b"retry: 2000\n\n"
 """Milliseconds after which a browser that lost the stream comes back."""
 
 
 async def events(request: web.Request) -> web.StreamResponse:
     """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
-    feed = services_of(request).feed
+    feed, caller = services_of(request).feed, caller_of(request)
     wants, backlog = _wants(request), _backlog(request)
-    if feed.readers >= _MOST_READERS:
-        raise ApiError(
-            429, f"{_MOST_READERS} clients read events already", code="too_many_readers", kind="rate_limit_error"
-        )
+    _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    reader = Reader(wants, caller_of(request).speaks_for, lambda: _cut(request))
-    await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
+    reader = Reader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
     try:
+        await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
+        await response.prepare(request)
         await response.write(_RETRY)
         while data := await _next(reader):
             await response.write(data)
@@ -46,6 +45,17 @@ async def events(request: web.Request) -> web.StreamResponse:
     finally:
         feed.leave(reader)
     return response
+
+
+def _demand_room(feed: Feed, caller: Caller) -> None:
+    """Raises ApiError (429) when all streams are taken, or the caller's share of them."""
+    if feed.readers_of(caller.tenant) >= _MOST_OF_ONE:
+        full = f"{caller.label} reads {_MOST_OF_ONE} streams of events already: close one"
+    elif feed.readers >= _MOST_READERS:
+        full = f"{_MOST_READERS} clients read events already"
+    else:
+        return
+    raise ApiError(429, full, code="too_many_readers", kind="rate_limit_error")
 
 
 async def close_streams(app: web.Application) -> None:

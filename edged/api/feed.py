@@ -44,9 +44,11 @@ class Event:
 class Reader:
     """One open stream: which events it takes, and those that wait to be sent."""
 
-    def __init__(self, wants: Collection[str], sees: Callable[[str], bool], drop: Callable[[], None]) -> None:
-        """`sees` tells whether it may hear of an adapter; `drop` cuts its connection."""
-        self.wants, self.sees, self._drop = wants, sees, drop
+    def __init__(
+        self, wants: Collection[str], sees: Callable[[str], bool], drop: Callable[[], None], owner: str
+    ) -> None:
+        """`sees` tells whether it may hear of an adapter; `drop` cuts its connection; `owner` is whose stream it is."""
+        self.wants, self.sees, self.owner, self._drop = wants, sees, owner, drop
         self._waiting: asyncio.Queue[Event | None] = asyncio.Queue(_WAITING)
 
     async def next(self) -> Event | None:
@@ -92,8 +94,12 @@ class Feed:
         """Open streams."""
         return len(self._readers)
 
+    def readers_of(self, owner: str) -> int:
+        """Open streams of one owner."""
+        return sum(reader.owner == owner for reader in self._readers)
+
     async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
-        """Tell a reader the status at once, and everything from now on; `leave` ends it.
+        """Tell a reader the status at once, and everything from now on; `leave` ends it, also where this is cancelled.
 
         It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
         latest `backlog` ones; never with more than MOST_BACKLOG.

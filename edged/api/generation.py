@@ -6,23 +6,27 @@ Owns that life, from submission to the last token or the client's disappearance.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Literal
 
 from sqlite_utils import Database
 
 from edged.align.signals import note_next_turn
 from edged.api.errors import ApiError, unavailable
+from edged.api.limits import LimitReached
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
 from edged.engine.text import Codec, Detokenizer, StopMatcher
 from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
-from edged.store.completions import Choice, Completion, insert_completion
+from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
+from edged.store.footprint import StorageFull
 
 log = logging.getLogger("edged.api")
 
@@ -172,6 +176,8 @@ class Generation:
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self._unfinished: dict[str, Answer] = {}
         self._written: Future[tuple[int, ...]] | None = None
+        self._signalled = False
+        """Whether the record led to a signal about the answer before."""
 
     @property
     def version(self) -> int:
@@ -196,6 +202,7 @@ class Generation:
                 adapter=self.ask.adapter,
                 service=self.ask.service,
                 tenant=self.ask.tenant if self._services.settings.cache.share_across == "user" else "",
+                user=self.ask.user,
             )
             try:
                 self._services.engine.submit(request, asked_s)
@@ -222,7 +229,12 @@ class Generation:
                 yield list(touched.values())
 
     async def store(self) -> None:
-        """Make the completion known under its id. A store that fails is logged: the answer is good without it."""
+        """Make the completion known under its id. A store that fails is logged: the answer is good without it.
+
+        One that belongs to nobody is not kept: no feedback on it is possible, and nobody could have it erased.
+        """
+        if self.ask.adapter is None:
+            return
         try:
             await asyncio.shield(asyncio.wrap_future(self._write()))
         except StoreError as error:
@@ -231,7 +243,7 @@ class Generation:
     def abandon(self) -> None:
         """The client is gone or will get an error: free the engine at once, keep what the client has seen."""
         self._cancel()
-        if self._written is None and any(answer.text for answer in self.answers):
+        if self._written is None and self.ask.adapter is not None and any(answer.text for answer in self.answers):
             try:
                 self._write()
             except StoreError as error:
@@ -253,9 +265,29 @@ class Generation:
 
     def _write(self) -> Future[tuple[int, ...]]:
         """Queue the record; what follows from it is learned even if nobody waits for this any more."""
-        self._written = self._services.store.write(self._record)
+        taught = self._may_teach()
+        self._written = self._services.store.write(lambda db: self._record(db, taught))
         self._written.add_done_callback(self._services.teacher.learn_from)
+        if taught:
+            loop = asyncio.get_running_loop()
+            self._written.add_done_callback(lambda _: _tell(loop, self._settle_feedback))
         return self._written
+
+    def _may_teach(self) -> bool:
+        """Whether this may count against the answer before it; it counts as feedback until it turns out to be none."""
+        if not (self.ask.teaches and self.ask.messages):
+            return False
+        try:
+            self._services.limits.feedback(self.ask.tenant)
+        except LimitReached as error:
+            log.info("completion %s teaches nothing about the answer before: %s", self.ask.completion_id, error)
+            return False
+        return True
+
+    def _settle_feedback(self) -> None:
+        """The record is written: only a signal counts."""
+        if not self._signalled:
+            self._services.limits.no_feedback(self.ask.tenant)
 
     def _apply(self, event: Event, answer: Answer) -> None:
         if isinstance(event, TokenEvent):
@@ -280,8 +312,8 @@ class Generation:
             self._services.admission.leave(len(self._unfinished))
         self._unfinished.clear()
 
-    def _record(self, db: Database) -> tuple[int, ...]:
-        """Write the completion; returns the pairs that it leads to, as the turn after another answer."""
+    def _record(self, db: Database, taught: bool) -> tuple[int, ...]:
+        """Write the completion; returns the pairs that it leads to as the turn after another answer, if it may."""
         ask, now = self.ask, utc_now()
         completion = Completion(
             id=ask.completion_id,
@@ -297,14 +329,30 @@ class Generation:
             prompt=ask.prompt,
         )
         insert_completion(db, completion)
-        if ask.adapter is not None:
-            self._services.footprint.added(db, ask.adapter, completion.size)
-        taught = ask.teaches and completion.learner and ask.messages
-        result = note_next_turn(db, completion.id, now, self._services.settings.feedback) if taught else None
+        self._services.footprint.added(db, ask.adapter or "", completion.size)
+        return self._teach(db, completion, now) if taught else ()
+
+    def _teach(self, db: Database, completion: Completion, now: datetime) -> tuple[int, ...]:
+        """What a completion says about the answer before it, if there is room for that; the pairs it leads to."""
+        footprint = self._services.footprint
+        try:
+            for user in users_of_completion(db, completion.id):
+                footprint.demand_room(db, user)
+        except StorageFull as error:
+            log.info("completion %s teaches nothing about the answer before: %s", completion.id, error)
+            return ()
+        result = note_next_turn(db, completion.id, now, self._services.settings.feedback)
         if result is None or result.duplicate:
             return ()
-        self._services.footprint.learned(db, completion.learner or "", result.pair_ids)
+        self._signalled = True
+        footprint.learned(db, completion.learner or "", result.pair_ids)
         return result.pair_ids
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Have the event loop call something, from any thread; where it has ended, nobody counts any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def _nth(sampling: Sampling, index: int) -> Sampling:

@@ -11,16 +11,24 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
+import torch
 from aiohttp import web
 
+from edged.align.adapter import LoraSpec
 from edged.align.importing import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
 from edged.api import wire
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
-from edged.api.services import services_of
+from edged.api.services import Services, services_of
+from edged.api.turns import Turn
 from edged.config import USER_NAME
+from edged.store.folder import SCRATCH
 
+TURN = web.AppKey("importing", Turn)
 _TAR_OVERHEAD = 1 << 20
+_MOST_MEMBERS = 256
+_SLOWEST = 256 << 10
+"""Bytes a second: an upload that is slower on the whole is given up."""
 REASONS = ("imported", "rebuilt")
 """What a version that came this way may be called; `edged align rebuild` says the second."""
 
@@ -35,25 +43,45 @@ async def import_adapter(request: web.Request) -> web.Response:
     if reason not in REASONS:
         raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
     spec = services.engine.adapter_files.spec
-    most = most_bytes(spec) + _TAR_OVERHEAD
-    with tempfile.TemporaryDirectory(prefix="import-", dir=services.store.path.parent) as folder:
-        archive = Path(folder) / "upload.tar"
-        await _receive(request, archive, most, services.settings.limits.body_s)
-        files = Path(folder) / "files"
-        try:
-            await asyncio.to_thread(_unpack, archive, files, most)
-            weights = await asyncio.to_thread(read_adapter, files, spec)
-        except ImportRefused as error:
-            raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
+    turn = request.app[TURN]
+    turn.take()
+    try:
+        weights = await _uploaded(request, services, spec)
+    finally:
+        turn.end()
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
     return web.json_response({"adapter": name, "version": version, "reason": reason}, dumps=wire.dumps)
 
 
-async def _receive(request: web.Request, target: Path, most: int, pause_s: float) -> None:
-    """Write the body to a file. Raises ApiError for more than `most` bytes, or when nothing comes for `pause_s`."""
+async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:
+    """The weights that a request brings. Raises ApiError."""
+    most = most_bytes(spec) + _TAR_OVERHEAD
+    prefix = f"{SCRATCH}import-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:
+        archive, files = Path(name) / "upload.tar", Path(name) / "files"
+        body_s = services.settings.limits.body_s
+        size = min(most, request.content_length or most)
+        try:
+            async with asyncio.timeout(body_s + size / _SLOWEST):
+                await _receive(request, archive, most)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not come within limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes",
+                code="body_too_slow",
+            ) from None
+        try:
+            await asyncio.to_thread(_unpack, archive, files, most)
+            return await asyncio.to_thread(read_adapter, files, spec)
+        except ImportRefused as error:
+            raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
+
+
+async def _receive(request: web.Request, target: Path, most: int) -> None:
+    """Write the body to a file. Raises ApiError for more than `most` bytes."""
     size = 0
     with target.open("wb") as file:
-        while piece := await _piece(request, pause_s):
+        while piece := await request.content.read(1 << 18):
             size += len(piece)
             if size > most:
                 raise ApiError(
@@ -62,31 +90,21 @@ async def _receive(request: web.Request, target: Path, most: int, pause_s: float
             await asyncio.to_thread(file.write, piece)
 
 
-async def _piece(request: web.Request, pause_s: float) -> bytes:
-    try:
-        async with asyncio.timeout(pause_s):
-            return await request.content.read(1 << 18)
-    except TimeoutError:
-        raise ApiError(
-            408, f"nothing of the body came for limits.body_s = {pause_s:g} s", code="body_too_slow"
-        ) from None
-
-
 def _unpack(archive: Path, folder: Path, most: int) -> None:
     """Take the two files of an adapter out of an archive, and nothing else. Raises ImportRefused."""
     folder.mkdir()
     try:
         # "r:" and not "r": nothing is decompressed, so nothing can become larger than it was.
         with tarfile.open(archive, "r:") as tar:
-            for member in tar:
+            for number, member in enumerate(tar, 1):
+                if number > _MOST_MEMBERS:
+                    raise ImportRefused(f"the archive has more than {_MOST_MEMBERS} members: an adapter has two files")
                 _check_member(member, most)
+                # Members may lie one over the other: it is what they say together that is written.
+                most -= member.size
                 name = PurePosixPath(member.name).name
                 if name in (CONFIG, WEIGHTS):
-                    source = tar.extractfile(member)
-                    assert source is not None
-                    with source, (folder / name).open("wb") as target:
-                        while piece := source.read(1 << 20):
-                            target.write(piece)
+                    _extract(tar, member, folder / name)
                 elif name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
                     # Its name alone is kept, so that the refusal can tell it; of its bytes nothing is.
                     (folder / "adapter_model.bin").touch()
@@ -94,13 +112,26 @@ def _unpack(archive: Path, folder: Path, most: int) -> None:
         raise ImportRefused(f"the upload is not a tar archive ({error}): send one that is not compressed") from None
 
 
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Write a member to a file that is not there yet. Raises ImportRefused."""
+    source = tar.extractfile(member)
+    assert source is not None
+    try:
+        with source, path.open("xb") as target:
+            while piece := source.read(1 << 20):
+                target.write(piece)
+    except FileExistsError:
+        raise ImportRefused(f"{path.name} is in the archive twice: nobody can tell which one is meant") from None
+
+
 def _check_member(member: tarfile.TarInfo, most: int) -> None:
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         raise ImportRefused(f'"{member.name[:200]}" in the archive leads out of it')
-    if not (member.isfile() or member.isdir()):
+    # A sparse file is a few bytes here and any number where it is unpacked.
+    if member.issparse() or not (member.isfile() or member.isdir()):
         raise ImportRefused(f'"{member.name[:200]}" in the archive is neither a file nor a folder')
     if member.size > most:
         raise ImportRefused(
-            f'"{member.name[:200]}" has {member.size} bytes, an adapter of this model fewer than {most}'
+            f'with "{member.name[:200]}" the archive is {member.size - most} bytes too large for this model'
         )

@@ -90,8 +90,20 @@ class Limits:
         The tokens of the longest answers are taken at once, and `end` puts back what was not used: whoever has any left
         may ask for more than a minute holds, but not for several such at once.
         """
-        now, settings = self._clock(), self._settings
-        known = self._user(user, now)
+        now = self._clock()
+        known = self._room(user, choices, now)
+        known.open_choices += choices
+        for bucket, amount in ((known.requests, 1), (known.tokens, tokens)):
+            if bucket is not None:
+                bucket.take(amount, now)
+
+    def demand(self, user: str, choices: int) -> None:
+        """What `begin` would refuse now, before the work of finding out how many tokens it has. Raises LimitReached."""
+        self._room(user, choices, self._clock())
+
+    def _room(self, user: str, choices: int, now: float) -> _User:
+        """The user's counts, where one more request may begin. Raises LimitReached."""
+        settings, known = self._settings, self._user(user, now)
         most = settings.concurrent_requests
         if most and known.open_choices and known.open_choices + choices > most:
             raise LimitReached(user, "concurrent_requests", most, 1.0)
@@ -99,10 +111,7 @@ class Limits:
             raise LimitReached(user, "requests_per_minute", settings.requests_per_minute, wait_s)
         if known.tokens is not None and (wait_s := known.tokens.wait_s(1.0, now)):
             raise LimitReached(user, "tokens_per_minute", settings.tokens_per_minute, wait_s)
-        known.open_choices += choices
-        for bucket, amount in ((known.requests, 1), (known.tokens, tokens)):
-            if bucket is not None:
-                bucket.take(amount, now)
+        return known
 
     def end(self, user: str, choices: int, unused_tokens: int) -> None:
         """A request is over; `unused_tokens` of those that `begin` took were never made."""
@@ -121,6 +130,13 @@ class Limits:
         if wait_s := bucket.wait_s(1.0, now):
             raise LimitReached(user, "feedback_per_minute", self._settings.feedback_per_minute, wait_s)
         bucket.take(1, now)
+
+    def no_feedback(self, user: str) -> None:
+        """What `feedback` counted did not come about."""
+        now = self._clock()
+        bucket = self._user(user, now).feedback
+        if bucket is not None:
+            bucket.take(-1, now)
 
     def remaining(self, user: str) -> dict[str, Remaining]:
         """What is left of `requests` and `tokens`, where they are limited."""

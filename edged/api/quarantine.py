@@ -13,6 +13,7 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.api import wire
+from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.schemas import QuarantineRequest, parse_json, validate
 from edged.api.services import services_of
@@ -29,8 +30,8 @@ async def list_quarantined(request: web.Request) -> web.Response:
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
-    caller = request.get("caller")
-    if caller is not None and not caller.may("admin") and not (user and caller.speaks_for(user)):
+    caller = caller_of(request)
+    if not caller.may("admin") and not (user and caller.speaks_for(user)):
         raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own", kind="permission_error")
 
     def read(db: Database) -> dict[str, Any]:
@@ -46,11 +47,13 @@ async def decide(request: web.Request) -> web.Response:
     services, pair_id = services_of(request), _pair_id(request)
     body = validate(QuarantineRequest, parse_json(await request.read()))
     owner = await asyncio.to_thread(services.store.read, lambda db: quarantine.owner_of(db, pair_id))
-    caller = request.get("caller")
-    if owner is None or (caller is not None and not (caller.may("admin") or caller.speaks_for(owner[0]))):
+    caller = caller_of(request)
+    if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
         # Whether another user's pair is there is not for everybody to know.
         raise not_found(f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
     adapter, decision = owner[0], "released" if body.action == "release" else "dropped"
+    if decision == "released":
+        _demand_release(caller, adapter)
 
     def write(db: Database) -> tuple[bool, int]:
         decided = quarantine.decide(
@@ -69,6 +72,21 @@ async def decide(request: web.Request) -> web.Response:
         services.teacher.learn_soon((pair_id,))
     answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
     return web.json_response(answer, dumps=wire.dumps)
+
+
+def _demand_release(caller: Caller, adapter: str) -> None:
+    """Raises ApiError (403) unless the caller may have `adapter` learn what looks poisoned, which is then trusted.
+
+    Who may teach an adapter that others use could otherwise poison it and wave it through.
+    """
+    if not caller.may("admin") and caller.tenant != adapter:
+        raise ApiError(
+            403,
+            f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account; '
+            f"{caller.label} may drop it ({caller.rule})",
+            code="forbidden_role",
+            kind="permission_error",
+        )
 
 
 def _pair_id(request: web.Request) -> int:

@@ -70,9 +70,15 @@ class Lifecycle:
     opened_s: float = field(default_factory=time.monotonic)
 
     def configure(self, settings: Settings) -> None:
-        """Requests from now on are answered under other settings."""
+        """Requests from now on are answered under other settings.
+
+        Under other rules or tokens nobody goes on watching by the old ones: streams end, and who still may begins anew.
+        """
         if self.services is not None:
-            self.services = replace(self.services, settings=adopted(self.services.settings, settings))
+            before = self.services.settings
+            self.services = replace(self.services, settings=adopted(before, settings))
+            if settings.access != before.access:
+                self.services.feed.close()
 
     def ready(self, services: Services) -> None:
         """Requests are served from now on."""

@@ -58,8 +58,9 @@ def _quarantined(store: Store) -> tuple[int | None, str]:
 def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:
     """A status without the names of adapters that a caller may not hear of."""
     learning = body["finetune"]
-    seen = [name for name in learning["active_adapters"] if sees(name)]
-    return {**body, "finetune": {**learning, "active_adapters": seen}}
+    named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
+    forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
+    return {**body, "forgetting": forgetting, "finetune": {**learning, **named}}
 
 
 async def healthz(request: web.Request) -> web.Response:

@@ -106,16 +106,20 @@ class PagePool:
         """Pages from `first` on that somebody holds, in order; linear in their number."""
         return [page for page in range(first, self.capacity) if self._references[page]]
 
-    def move(self, pages: Iterable[int], below: int) -> dict[int, int]:
-        """Put free pages below `below` in the place of held `pages`: who held one holds the other, which is returned.
-
-        The holders must be told, and what the pages hold be copied. Raises OutOfPages, and moves none.
-        """
+    def places(self, pages: Iterable[int], below: int) -> dict[int, int]:
+        """Free pages below `below` for what held `pages` hold, to be copied there before `move`. Raises OutOfPages."""
         moving = list(pages)
         free = sorted(page for page in self._free if page < below)
         if len(moving) > len(free):
             raise OutOfPages(len(moving), len(free))
-        moved = dict(zip(moving, free, strict=False))
+        return dict(zip(moving, free, strict=False))
+
+    def move(self, pages: Iterable[int], below: int) -> dict[int, int]:
+        """Put free pages below `below` in the place of held `pages`: who held one holds the other, which is returned.
+
+        They are those that `places` gives. The holders must be told. Raises OutOfPages, and moves none.
+        """
+        moved = self.places(pages, below)
         for old, new in moved.items():
             self._references[new], self._references[old] = self._references[old], 0
             self._adopted[new], self._adopted[old] = self._adopted[old], 0

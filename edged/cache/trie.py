@@ -190,9 +190,12 @@ class PrefixTrie:
         for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
             self.expire(key)
 
-    def expire_all(self, name: str | None) -> None:
-        """Forget everything that the adapter `name` (None: the base) computed, and all that the tenant `name` has."""
-        for key in [key for key in self._roots if key.adapter == name or (name is not None and key.tenant == name)]:
+    def expire_all(self, name: str) -> None:
+        """Forget what a user may have said, or an adapter of that name computed.
+
+        Where all share, nobody knows whose a prefix is: all of those go, of the base and of every adapter.
+        """
+        for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
     def check(self) -> None:

@@ -115,6 +115,8 @@ def _chunks(
         lock = FolderLock(folder)
     except (ConfigError, FolderTaken) as error:
         raise DaemonError(str(error)) from None
+    except OSError as error:
+        raise DaemonError(f'data folder "{folder}" cannot be used: {error.strerror}') from None
     try:
         with staged(folder, to_toml(without_secrets(settings)), lambda: None, all_versions) as stage:
             yield total_bytes(stage), stream(stage, folder)

@@ -94,7 +94,10 @@ class _UnixConnection(http.client.HTTPConnection):
                 self.sock.connect(str(path))
             except PermissionError:
                 self.close()
-                raise DaemonError(f"no permission for {path}: join the group that owns it (ls -l {path})") from None
+                raise DaemonError(
+                    f"no permission for {path}: whoever runs edged lets accounts in by the socket's mode and group "
+                    "(api.socket_mode; under systemd SocketMode= and SocketGroup= of edged.socket)"
+                ) from None
             except OSError as error:
                 self.close()
                 last = error

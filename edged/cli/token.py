@@ -26,7 +26,9 @@ def token() -> None:
 
 @token.command()
 @click.argument("name")
-@click.option("--roles", default="use,train", show_default=True, metavar="LIST", help="Of use, train and admin.")
+@click.option(
+    "--roles", default="use,train", show_default=True, metavar="LIST", help="Of use, train, metrics and admin."
+)
 @click.option("--users", default="", metavar="LIST", help='For whom it speaks: names, beginnings with "*", or "*".')
 @json_option
 def new(name: str, roles: str, users: str, as_json: bool) -> None:

@@ -166,13 +166,23 @@ class Engine:
         return self._ask(lambda: self._learning.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
-        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter."""
+        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter.
+
+        Nobody waits for the disk, and what the adapter learns from now on is new.
+        """
+        gone: Future[None] = Future()
 
         def forget() -> None:
-            self._serving.forget(adapter)
-            self._learning.forget(adapter, pair_ids)
+            try:
+                self._serving.forget(adapter)
+                removal = self._learning.forget(adapter, pair_ids)
+            except Exception as error:
+                gone.set_exception(error)
+            else:
+                removal.add_done_callback(lambda _: _follow(gone, removal))
 
-        return self._ask(forget)
+        self._post(forget)
+        return gone
 
     def recall(self, pasts: dict[str, Past]) -> None:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
@@ -446,3 +456,12 @@ class Engine:
             self._serving.cancel_all(time.monotonic())
             return True
         return not self._inbox and not self._serving.busy
+
+
+def _follow(future: Future[None], done: Future[None]) -> None:
+    """Have a future end as one that is done."""
+    error = done.exception()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

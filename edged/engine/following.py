@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from edged.cache import Key, Pending
 from edged.engine.parts import EngineParts
+from edged.engine.request import Request
 from edged.engine.sequence import Sequence
 
 
@@ -68,16 +69,16 @@ class Following:
 
     def renew(self, adapter: str) -> None:
         """An adapter has a new version: its prompts that have not begun will be computed, and shared, under that."""
-        held = self._withdraw(adapter)
+        held = self._withdraw(lambda request: request.adapter == adapter)
         for sequence in self._running.values():
             if sequence.request.adapter == adapter and not sequence.admitted:
                 self.lead(sequence)
         for sequence in held:
             self.enter(sequence)
 
-    def forget(self, adapter: str) -> None:
-        """What an adapter's running sequences compute is nobody else's, so nobody waits for it."""
-        for sequence in self._withdraw(adapter):
+    def forget(self, name: str) -> None:
+        """What running sequences of a user or an adapter compute is nobody else's, so nobody waits for it."""
+        for sequence in self._withdraw(lambda request: request.is_of(name)):
             self._schedule(sequence)
 
     def _key(self, sequence: Sequence) -> Key:
@@ -90,14 +91,14 @@ class Following:
         for task_id in task_ids:
             self._schedule(self._held.pop(task_id))
 
-    def _withdraw(self, adapter: str) -> list[Sequence]:
-        """Nothing of an adapter is pending any more. Returns its sequences that were held back."""
+    def _withdraw(self, chosen: Callable[[Request], bool]) -> list[Sequence]:
+        """Nothing of the chosen requests is pending any more. Returns their sequences that were held back."""
         if self._pending is None:
             return []
-        held = [sequence for sequence in self._held.values() if sequence.request.adapter == adapter]
+        held = [sequence for sequence in self._held.values() if chosen(sequence.request)]
         for sequence in held:
             del self._held[sequence.task.task_id]
-        running = [sequence for sequence in self._running.values() if sequence.request.adapter == adapter]
+        running = [sequence for sequence in self._running.values() if chosen(sequence.request)]
         for sequence in held + running:
             # Others can have waited for it: all untrained adapters answer as the base.
             self._go_on([task_id for task_id in self._pending.leave(sequence.task.task_id) if task_id in self._held])

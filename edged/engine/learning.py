@@ -62,8 +62,6 @@ class Learning:
         self.resumes_s = math.inf
         """After want of memory: when steps are opened again."""
         self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
-        self._graphs_fail = False
-        """Whether a step failed with its graph kept, as for want of memory."""
         self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
         """Whether pairs can ever be learnt here; where not, they stay in the store."""
         self._paused = False
@@ -179,7 +177,14 @@ class Learning:
                 slots[name] = slot
             return slot is not None
 
-        if not admit(adapter):
+        try:
+            if not admit(adapter):
+                return False
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
+            self._shrink(now)
             return False
         try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
@@ -209,7 +214,7 @@ class Learning:
         settings, model = self._settings, self._parts.model
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if not settings.align.keep_graph or self._graphs_fail or (serving and model.device.type == "cuda"):
+        if not settings.align.keep_graph or self._trainer.size.graphs_fail or (serving and model.device.type == "cuda"):
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free_bytes(model.device)[0]
@@ -318,7 +323,7 @@ class Learning:
             self.starved({task_id}, reason, now)
         elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
-            self._graphs_fail = True
+            self._trainer.size.distrust_graphs()
             self._drop(task_id)
             self._trainer.abandon(job.step.adapters[0])
         else:
@@ -339,7 +344,6 @@ class Learning:
             self._shrink(now)
 
     def _shrink(self, now: float) -> None:
-        self._graphs_fail = True
         self._trainer.size.shrink()
         self._pause_for_memory(now)
 
@@ -401,21 +405,23 @@ class Learning:
         self._abandon(adapter)
         return self._trainer.import_adapter(adapter, weights, reason)
 
-    def forget(self, adapter: str, pair_ids: Collection[int]) -> None:
-        """Remove an adapter, its files, and the pairs of these ids from all adapters. Raises UnknownAdapter."""
+    def forget(self, adapter: str, pair_ids: Collection[int]) -> Future[None]:
+        """Remove an adapter, and the pairs of these ids from all adapters; the future resolves when its files are gone.
+
+        Raises UnknownAdapter.
+        """
         self._fetching.pop(adapter, None)
         for name in self._trainer.learners_of(pair_ids):
             self._abandon(name)
         self._trainer.drop_pairs(pair_ids)
         self._abandon(adapter)
         if self._parts.executor.trie is not None:
-            # The base's prefixes, too: what a user says before there is a version stands among them.
-            for owner in (adapter, None):
-                self._parts.executor.trie.expire_all(owner)
-        self._saver.submit(lambda: None).result()
+            self._parts.executor.trie.expire_all(adapter)
         self._trainer.forget(adapter)
         self._parts.slots.forget(adapter)
         self.versions = self._trainer.versions()
+        # Behind those that are being written, and before any that follow.
+        return self._saver.submit(self._trainer.shelf.files.forget, adapter)
 
     # -- the record --------------------------------------------------------------------------------------------------
 
@@ -440,10 +446,15 @@ class Learning:
                 totals.guard_rollbacks += record.reason.startswith("guard")
 
     def _save(self, snapshot: Snapshot, recorded: Future[None] | None) -> None:
-        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice."""
+        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
+
+        Nothing of an adapter that was forgotten meanwhile.
+        """
         try:
             if recorded is not None:
                 recorded.result()
+            if self._trainer.shelf.files.hidden(snapshot.adapter):
+                return
             path, removed = self._trainer.shelf.files.save(snapshot)
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.

@@ -9,6 +9,7 @@ import logging
 
 import torch
 
+from edged.align.memory import out_of_memory
 from edged.engine.learning import Learning
 from edged.engine.memory import has_own_memory
 from edged.engine.parts import EngineParts
@@ -37,6 +38,8 @@ class Limiter:
         self.limits = Limits()
         self._full = False
         """The system had no memory for the pages that may be taken: not asked again before there are new limits."""
+        self._starved = False
+        """The latest `settle` found no memory."""
 
     def use(self) -> Use:
         """What the engine holds and has done."""
@@ -107,8 +110,20 @@ class Limiter:
     def settle(self) -> bool:
         """Between two iterations: give back pages and what is idle, or take pages again.
 
-        True when pages changed: what was planned with the earlier ones is void.
+        True when pages changed: what was planned with the earlier ones is void. Want of memory is told and tried again.
         """
+        self._starved = False
+        try:
+            return self._settle()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("pages stay where they are for now: there was no memory to move them (%s)", error)
+            self._starved = True
+            self._return_heap()
+            return True
+
+    def _settle(self) -> bool:
         if self.limits.release and self._learning.release(self._serving.adapters):
             self._return_heap()
         wanted = self._usable_pages() + 1
@@ -120,8 +135,8 @@ class Limiter:
 
     @property
     def unsettled(self) -> bool:
-        """Whether `settle` has more to give back."""
-        return max(self._usable_pages() + 1, self._live_pages) < self._pool.capacity
+        """Whether `settle` has more to give back, and is not to wait for memory."""
+        return not self._starved and max(self._usable_pages() + 1, self._live_pages) < self._pool.capacity
 
     def _grow(self, capacity: int) -> bool:
         try:
@@ -166,11 +181,12 @@ class Limiter:
 
     def _move(self, held: list[int], below: int) -> None:
         """Move pages below a number, and tell their holders."""
-        moved = self._pool.move(held, below)
         if self._executor.spill is not None:
             self._executor.spill.settle()
+        # The copy needs memory: where there is none, everything is as it was.
         with torch.inference_mode():
-            self._kv.move_pages(moved)
+            self._kv.move_pages(self._pool.places(held, below))
+        moved = self._pool.move(held, below)
         if self._executor.trie is not None:
             self._executor.trie.move(moved)
         self._serving.move(moved)

@@ -53,7 +53,8 @@ class Sampling:
 class Request:
     """One completion asked for. `adapter` None is the base model.
 
-    Its K/V is shared with requests of the same `tenant` alone, "" being one that all may be.
+    Its K/V is shared with requests of the same `tenant` alone, "" being one that all may be. `user` is who asks, where
+    that is known, whatever the adapter.
     """
 
     request_id: str
@@ -62,6 +63,11 @@ class Request:
     adapter: str | None = None
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
+    user: str | None = None
+
+    def is_of(self, name: str) -> bool:
+        """Whether it goes when this user or adapter is forgotten."""
+        return name in (self.adapter, self.user, self.tenant)
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class Sequence:
     pinned: bool = False
     """It finishes on the version it started with, whatever becomes of its pages."""
     forgotten: bool = False
-    """Its adapter was forgotten: what it computes is nobody else's."""
+    """Its user or adapter was forgotten: what it computes is nobody else's."""
     admitted: bool = False
     decoding: bool = False
     cached_tokens: int = 0

@@ -306,12 +306,12 @@ class Serving:
             self._executor.trie.expire_version(state.name, previous)
         self._following.renew(state.name)
 
-    def forget(self, adapter: str) -> None:
-        """Nothing that running answers of a forgotten adapter computed is shared: its versions begin anew."""
-        for sequence in self.running.values():
-            if sequence.request.adapter == adapter:
+    def forget(self, name: str) -> None:
+        """Nothing is shared that answers under way compute of a forgotten user, or with the adapter of that name."""
+        for sequence in self._by_request.values():
+            if sequence.request.is_of(name):
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
-        self._following.forget(adapter)
+        self._following.forget(name)
 
     def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:

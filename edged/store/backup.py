@@ -4,7 +4,8 @@ Owns how the parts are copied while the daemon goes on, so that they agree, and 
 the tables mean, nor sockets.
 
 The adapters are taken before the database: what a version had learned is then in the database too, and what the
-database has beyond it is learned again after a restore, as after a crash. Versions are never changed in place, so that
+database has beyond it is learned again after a restore, as after a crash. What the database does not name any more was
+forgotten meanwhile, and is left out. Versions are never changed in place, so that
 hard links are copies. The manifest is the tar's last member: a file that breaks off has none.
 """
 
@@ -19,12 +20,12 @@ import sqlite3
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, sync
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -35,7 +36,6 @@ VERSION_MANIFEST = "edged.json"
 CHUNK_BYTES = 1 << 20
 _COPY_PAGES = 1024
 """Pages of the database that are copied at a time."""
-_STAGE = ".backup-"
 
 
 class BackupError(RuntimeError):
@@ -59,13 +59,14 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
             "make room on the disk"
         )
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_STAGE, dir=data_dir))
+        folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}backup-", dir=data_dir))
     except OSError as error:
         raise BackupError(f'data folder "{data_dir}" cannot be written: {error.strerror}') from None
     try:
         _link_adapters(data_dir / ADAPTERS_FOLDER, folder / ADAPTERS_FOLDER, all_versions)
         settle()
         copy_database(database, folder / DATABASE_FILE)
+        _drop_unnamed(folder)
         if (data_dir / PROFILES_FOLDER).is_dir():
             shutil.copytree(data_dir / PROFILES_FOLDER, folder / PROFILES_FOLDER)
         (folder / CONFIG_FILE).write_text(config)
@@ -73,12 +74,6 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
     except (OSError, sqlite3.Error) as error:
         raise BackupError(f'data folder "{data_dir}" cannot be copied: {error}') from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def clear_leftovers(data_dir: Path) -> None:
-    """Remove what backups left that were ended by force. For who holds the folder's lock."""
-    for folder in data_dir.glob(f"{_STAGE}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -112,6 +107,24 @@ def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
                 shutil.rmtree(copy, ignore_errors=True)
             elif not all_versions:
                 break
+
+
+def _drop_unnamed(folder: Path) -> None:
+    """Leave out the versions that the copied database does not name: somebody was forgotten since they were taken."""
+    with closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+        if not {"served_base", "shelved_versions"} <= tables:
+            # An older edged made it, and is not running: nobody was forgotten.
+            return
+        named = set(
+            connection.execute(
+                """SELECT fingerprint, adapter, version FROM adapter_versions, served_base
+                   UNION SELECT base, adapter, version FROM shelved_versions"""
+            )
+        )
+    for version in (folder / ADAPTERS_FOLDER).glob("*/*/v*"):
+        if (version.parent.parent.name, version.parent.name, int(version.name[1:])) not in named:
+            shutil.rmtree(version)
 
 
 def _link(source: str, target: str) -> None:

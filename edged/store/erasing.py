@@ -16,6 +16,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.adapters import forget_adapter
+from edged.store.upkeep import checkpoint
 
 _MOST_TEXTS = 32
 _LEAST_CHARS = 24
@@ -73,9 +74,11 @@ def erase_bytes(db: Database) -> None:
 
 
 def empty_log(db: Database) -> None:
-    """Write the log into the database and cut it to nothing. Raises RuntimeError when somebody reads all the while."""
-    (busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    if busy:
+    """Write the log into the database and cut it to nothing. Raises RuntimeError when somebody reads all the while.
+
+    Writes wait for it, so that it does not wait long for readers (see `edged.store.upkeep.checkpoint`).
+    """
+    if not checkpoint(db):
         raise RuntimeError("another program reads the database: its write-ahead log could not be emptied")
 
 

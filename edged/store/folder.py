@@ -1,16 +1,20 @@
 """Where the data folder is, what its parts are called, and what makes a file in it last.
 
-Owns those names. Must not know what the parts hold, nor anything slow to import.
+Owns those names, and removing what requests left that were ended by force. Must not know what the parts hold, nor
+anything slow to import.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
+SCRATCH = ".scratch-"
+"""How the folders are called that hold a request's files: what is left of them is removed at the next start."""
 
 
 def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
@@ -29,3 +33,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def clear_leftovers(data_dir: Path) -> None:
+    """Remove what requests left that were ended by force. For who holds the folder's lock."""
+    for folder in data_dir.glob(f"{SCRATCH}*"):
+        shutil.rmtree(folder, ignore_errors=True)

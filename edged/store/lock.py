@@ -5,6 +5,7 @@ Owns `edged.lock`. Must not know SQLite.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -23,8 +24,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / LOCK_FILE
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Raises FolderTaken, or OSError where the file cannot be opened or is a link."""
+        self._descriptor = _opened(folder / LOCK_FILE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -40,3 +41,13 @@ class FolderLock:
     def release(self) -> None:
         """Let another process have the folder."""
         os.close(self._descriptor)
+
+
+def _opened(path: Path) -> int:
+    """The file, made if need be. A link is not followed: root would empty whatever it leads to."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, f'"{path}" is a symbolic link: remove it') from None

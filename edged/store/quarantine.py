@@ -23,10 +23,11 @@ LATEST = 64
 
 
 def insert_quarantined(db: Database, pair_id: int, created_at: str, adapter: str, reason: str) -> None:
-    """Take a pair in; one that was forgotten meanwhile is passed over."""
+    """Take a pair in; one that was forgotten meanwhile is passed over, a released one waits for another decision."""
     db.execute(
-        """INSERT OR IGNORE INTO quarantine (pair_id, created_at, adapter, reason)
-           SELECT id, ?, ?, ? FROM pairs WHERE id = ?""",
+        """INSERT INTO quarantine (pair_id, created_at, adapter, reason) SELECT id, ?, ?, ? FROM pairs WHERE id = ?
+           ON CONFLICT (pair_id) DO UPDATE SET created_at = excluded.created_at, reason = excluded.reason,
+               decision = NULL, decided_at = NULL""",
         [created_at, adapter, reason, pair_id],
     )
 

@@ -100,16 +100,6 @@ class Upkeep:
 
         Readers never wait. Writes do, until those who read an older state have ended, but no longer than LOG_WAIT_MS.
         """
-
-        def checkpoint(db: Database) -> bool:
-            patience = db.execute("PRAGMA busy_timeout").fetchone()[0]
-            db.execute(f"PRAGMA busy_timeout = {LOG_WAIT_MS}").fetchall()
-            try:
-                busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            finally:
-                db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
-            return not busy
-
         return self._store.write_alone(checkpoint).result()
 
     def report(self, fresh: bool = False) -> dict[str, Any]:
@@ -206,6 +196,17 @@ class Upkeep:
 
     def _log_bytes(self) -> int:
         return _size(self._store.path.with_name(self._store.path.name + "-wal"))
+
+
+def checkpoint(db: Database) -> bool:
+    """Empty the write-ahead log, outside of transactions; False when somebody read all of LOG_WAIT_MS."""
+    patience = db.execute("PRAGMA busy_timeout").fetchone()[0]
+    db.execute(f"PRAGMA busy_timeout = {LOG_WAIT_MS}").fetchall()
+    try:
+        busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    finally:
+        db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
+    return not busy
 
 
 def _optimize(db: Database) -> None:

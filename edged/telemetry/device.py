@@ -76,6 +76,9 @@ class DeviceMonitor:
                 self.latest = self._sample()
                 for hear in self._subscribers:
                     hear(self.latest)
+            except OSError as error:
+                # As when no file descriptor is free: the next second may have one.
+                log.warning("no reading could be taken: %s", error)
             except Exception:
                 log.exception("a reading could not be taken or passed on")
 

@@ -135,6 +135,48 @@ def test_a_write_that_fails_altogether_is_logged(store, caplog):
     assert caplog.records[-1].levelno == logging.ERROR
 
 
+def test_a_write_that_follows_a_failed_one_carries_it_along(store):
+    (number,) = queue_pairs(store, 1)
+    journal, release = Journal(store, "base"), threading.Event()
+    store.write(lambda db: release.wait(10))
+    store.write(lambda db: db.execute("ALTER TABLE adapter_versions RENAME TO away"))
+    first = journal.append([PairRetired(number, "ada", "queued", 1, 1), published(1)])
+    store.write(lambda db: db.execute("ALTER TABLE away RENAME TO adapter_versions"))
+    second = journal.append([trained(number, 2, epochs=2), published(2), VersionSaved("ada", 1, "/data/ada/1")])
+    release.set()
+    assert "no such table" in str(first.exception())
+    second.result()
+    found = rows(store, "adapter_versions")
+    assert [(row["version"], row["on_disk"]) for row in found] == [(1, 1), (2, 0)], "what was waited for is on disk"
+    journal.retry()
+    store.write(lambda db: None).result()
+    (pair,) = store.read(lambda db: get_pairs(db, [number]))
+    assert (pair.state, pair.epochs_done, pair.trained_version) == ("trained", 2, 2)
+    assert rows(store, "adapter_versions") == found
+
+
+def test_what_a_commit_lost_is_written_in_its_order(store):
+    (number,) = queue_pairs(store, 1)
+    journal, release = Journal(store, "base"), threading.Event()
+
+    def spoil(db):
+        db.execute("PRAGMA defer_foreign_keys = ON")
+        db.execute("INSERT INTO quarantine (pair_id, created_at, adapter, reason) VALUES (99, '', 'ada', '')")
+
+    store.write(lambda db: release.wait(10))
+    journal.append([PairRetired(number, "ada", "queued", 1, 1)])
+    store.write(lambda db: db.execute("ALTER TABLE adapter_versions RENAME TO away"))
+    last = journal.append([trained(number, 2, epochs=2), published(2)])
+    spoiled = store.write(spoil)
+    release.set()
+    assert last.exception()
+    assert "FOREIGN KEY" in str(spoiled.exception())
+    journal.append([]).result()
+    (pair,) = store.read(lambda db: get_pairs(db, [number]))
+    assert (pair.state, pair.epochs_done) == ("trained", 2)
+    assert [row["version"] for row in rows(store, "adapter_versions")] == [2]
+
+
 def test_iteration_samples_are_written_together(store):
     journal = Journal(store, "base")
     for _ in range(FLUSH_SAMPLES - 1):

@@ -27,6 +27,8 @@ from tests.models import save_tiny
 from tests.test_daemon import tcp_port
 
 pytestmark = root_only
+SCRAPER = "bin"
+"""One more account that every Linux has."""
 PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 
 
@@ -155,7 +157,8 @@ async def test_a_route_without_a_role_is_for_admins() -> None:
         return web.Response(text="secret")
 
     app.router.add_get("/v1/new", secret)
-    lifecycle.phase, lifecycle.services = "ready", cast(Services, SimpleNamespace(engine=SimpleNamespace(error=None)))
+    parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=SimpleNamespace(close=lambda: None))
+    lifecycle.phase, lifecycle.services = "ready", cast(Services, parts)
     runner = web.AppRunner(app)
     await runner.setup()
     with open_folder() as folder:
@@ -219,10 +222,11 @@ def unowned(port: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ruled() -> Iterator[LiveDaemon]:
-    """One where account `nobody` is an application that speaks for all ann's, and `daemon` may only ask."""
+    """One where account `nobody` is an application that speaks for all ann's, `daemon` may only ask, `bin` scrapes."""
     rules = [
         {"peers": [f"user:{ANN}"], "roles": ["use", "train"], "users": ["ann*", "bo"]},
         {"peers": ["gid:1"], "roles": ["use"]},
+        {"peers": [f"user:{SCRAPER}"], "roles": ["metrics"]},
     ]
     with open_folder() as folder:
         save_tiny(folder / "tiny", max_position_embeddings=512)
@@ -254,6 +258,20 @@ def test_a_peer_without_the_role_is_told_which_it_needs(ruled: LiveDaemon) -> No
     ):
         assert (answer.status, answer.code) == (403, "forbidden_role")
         assert 'needs the role "train"' in answer.json["error"]["message"]
+
+
+def test_who_scrapes_metrics_reads_them_and_nothing_else(ruled: LiveDaemon) -> None:
+    scraper = Client(SCRAPER, ruled.socket)
+    answer = scraper.get("/metrics")
+    assert answer.status == 200
+    assert b"edged_ready 1" in answer.data
+    for name in {*ROLES, "GET /v1/backup", "POST /v1/reload"}:
+        if ROLES.get(name) not in ("anybody", "metrics"):
+            method, path = name.split()
+            refused = scraper.call(method, path.replace("{name}", SCRAPER).replace("{", "").replace("}", ""), {})
+            assert (refused.status, refused.code) == (403, "forbidden_role"), name
+    for other in (ANN, BOB):
+        assert Client(other, ruled.socket).get("/metrics").code == "forbidden_role"
 
 
 def test_who_may_not_train_teaches_nothing_by_the_next_turn(ruled: LiveDaemon) -> None:

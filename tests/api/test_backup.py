@@ -73,7 +73,7 @@ def test_a_backup_under_load_restores_to_a_daemon_that_has_everything(tmp_path: 
         assert back_up(daemon, tmp_path / "all.tar.gz") > 0
         load.stop()
         assert load.refused == []
-        assert list(daemon.data.glob(".backup-*")) == []
+        assert list(daemon.data.glob(".scratch-*")) == []
     contents = verify(tmp_path / "all.tar.gz")
     assert {"adapter": "olga", "version": version} in [
         {key: item[key] for key in ("adapter", "version")} for item in contents.manifest["adapters"]
@@ -102,9 +102,26 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(daemon: LiveDa
         assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
     daemon.send(b"GET /v1/backup HTTP/1.1\r\nHost: edged\r\n\r\n", wait_for=b"edged.db")
     deadline = time.monotonic() + 10
-    while list(daemon.data.glob(".backup-*")):
+    while list(daemon.data.glob(".scratch-*")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    http.delete("/v1/adapters/big")
+
+
+def test_one_backup_at_a_time(daemon: LiveDaemon, http: httpx2.Client) -> None:
+    body = {"user": "big", "prompt": "x" * 100_000, "chosen": "y" * 100_000, "rejected": "z"}
+    for i in range(20):
+        assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
+    with http.stream("GET", "/v1/backup") as first:
+        assert int(first.headers["X-Edged-Bytes"]) > 2 << 20, first.headers
+        chunks = first.iter_raw(1024)
+        next(chunks)
+        with daemon.http() as other:
+            refused = other.get("/v1/backup")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "backup_busy")
+        for _ in chunks:
+            pass
+    assert http.get("/v1/backup").status_code == 200
     http.delete("/v1/adapters/big")
 
 

@@ -14,8 +14,10 @@ from edged.api.services import Lifecycle
 from edged.config import ApiSettings
 
 
-async def answer(headers: dict[str, str], token: str = "", unix: Path | None = None) -> tuple[int, str | None]:
-    """Status and error code of the status probe's answer to a request with these headers."""
+async def answer(
+    headers: dict[str, str], token: str = "", unix: Path | None = None, path: str = "/v1/status"
+) -> tuple[int, str | None]:
+    """Status and error code of the answer to a request with these headers."""
     runner = web.AppRunner(make_app(ApiSettings(token=token), Lifecycle()))
     await runner.setup()
     port = unused_port()
@@ -24,10 +26,10 @@ async def answer(headers: dict[str, str], token: str = "", unix: Path | None = N
     connector = aiohttp.UnixConnector(str(unix)) if unix else aiohttp.TCPConnector()
     try:
         async with aiohttp.ClientSession(connector=connector) as client:
-            url = f"http://127.0.0.1:{port}/v1/status"
+            url = f"http://127.0.0.1:{port}{path}"
             headers = {name: value.replace("PORT", str(port)) for name, value in headers.items()}
             async with client.get(url, headers=headers) as response:
-                body = await response.json()
+                body = await response.json() if response.content_type == "application/json" else {}
                 return response.status, body.get("error", {}).get("code")
     finally:
         await runner.cleanup()
@@ -62,6 +64,25 @@ async def test_programs_and_the_listeners_own_pages_are_served(headers: dict[str
 )
 async def test_other_sites_pages_are_refused(headers: dict[str, str], code: str) -> None:
     assert await answer(headers) == (403, code)
+
+
+NAVIGATED = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/backup", "/", "/page/main.js"])
+async def test_other_sites_pages_embed_nothing(site: str, path: str) -> None:
+    embedded = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+    assert await answer(embedded, path=path) == (403, "forbidden_site")
+    framed = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+    assert await answer(framed, path=path) == (403, "forbidden_site")
+
+
+async def test_a_link_leads_to_the_page_and_nowhere_else() -> None:
+    assert (await answer({"Sec-Fetch-Site": "cross-site", **NAVIGATED}, path="/"))[0] == 200
+    assert await answer({"Sec-Fetch-Site": "cross-site", **NAVIGATED}, path="/v1/backup") == (403, "forbidden_site")
+    for site in ("none", "same-origin"):
+        assert (await answer({"Sec-Fetch-Site": site, **NAVIGATED}))[0] == 503, "the model is being loaded"
 
 
 async def test_a_token_or_the_unix_socket_is_proof_enough(tmp_path: Path) -> None:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
+import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from edged.align.pair import PairScored, VersionPublished
 from edged.api import feed as feeds
+from edged.api.app import make_app
 from edged.api.feed import Event, Feed, Reader
+from edged.api.services import Lifecycle, Services
+from edged.config import ApiSettings
+from tests.api.accounts import open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 
@@ -161,7 +170,9 @@ async def test_a_pair_and_the_version_that_it_makes_are_told(client: Client) -> 
     async with client.stream("?events=pair,version") as stream:
         pair_id = await client.teach("ada")
         pair, version = await stream.next(), await stream.next()
-    row = (await client.get("/v1/adapters/ada"))["series"][0]
+    while not (rows := (await client.get("/v1/adapters/ada"))["series"]):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)  # it is told at once, and on disk a moment later
+    (row,) = rows
     assert pair["event"] == "pair"
     assert (pair["adapter"], pair["pair_id"], pair["version"]) == ("ada", pair_id, 0)
     assert pair["delta_nats"] == pytest.approx(row["logp_difference"])
@@ -207,19 +218,65 @@ async def test_streams_end_when_the_daemon_stops(tmp_path: Path) -> None:
         assert await asyncio.to_thread(daemon.wait) == 0, daemon.log
 
 
-async def test_clients_beyond_the_bound_are_turned_away(live: LiveDaemon) -> None:
+async def test_one_caller_has_a_share_of_the_streams_and_no_more(live: LiveDaemon) -> None:
     connector = aiohttp.UnixConnector(str(live.socket), limit=0)
     async with aiohttp.ClientSession("http://edged", connector=connector) as session:
         client = Client(session)
-        streams = [client.stream("?events=version") for _ in range(64)]
+        streams = [client.stream("?events=version") for _ in range(8)]
         for stream in streams:
             await stream.__aenter__()
         answer = await client.get("/v1/events")
         assert (answer["status"], answer["error"]["code"]) == (429, "too_many_readers")
+        assert "reads 8 streams of events already" in answer["error"]["message"]
         for stream in streams:
             await stream.__aexit__(None, None, None)
         while (await client.get("/v1/events?events=none"))["status"] != 400:
             pass
+
+
+async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> None:
+    lets_go = threading.Event()
+    feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)})
+    lifecycle = Lifecycle(phase="ready")
+    lifecycle.services = cast(Services, SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed))
+    runner = web.AppRunner(make_app(ApiSettings(), lifecycle), handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(tmp_path / "s")).start()
+        async with asyncio.timeout(10):
+            _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+            writer.write(b"GET /v1/events HTTP/1.1\r\nHost: edged\r\n\r\n")
+            while feed.readers == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            writer.close()
+            while feed.readers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        lets_go.set()
+        await runner.cleanup()
+
+
+@root_only
+def test_clients_beyond_the_bound_are_turned_away() -> None:
+    with open_folder() as folder:
+        model = save_tiny(folder / "tiny")
+        with running(folder / "run", model, api__socket_mode="0666") as daemon, ExitStack() as stack:
+            for i in range(64):
+                assert b" 200 OK" in first_line(stack, daemon, uid=40_000 + i // 8)
+            assert b" 429 " in first_line(stack, daemon, uid=50_000)
+
+
+def first_line(stack: ExitStack, daemon: LiveDaemon, uid: int) -> bytes:
+    """Of the answer to an account that opens a stream and keeps it."""
+    raw = stack.enter_context(socket.socket(socket.AF_UNIX))
+    raw.settimeout(30)
+    os.seteuid(uid)
+    try:
+        raw.connect(str(daemon.socket))
+    finally:
+        os.seteuid(0)
+    raw.sendall(b"GET /v1/events?events=version HTTP/1.1\r\nHost: edged\r\n\r\n")
+    return raw.recv(4096).partition(b"\r\n")[0]
 
 
 # -- the feed alone ----------------------------------------------------------------------------------------------------
@@ -232,7 +289,7 @@ def scored(adapter: str, split: Any = "prequential") -> PairScored:
 async def told_to(sees: str) -> list[str]:
     """Adapters of whom a reader hears that may hear of `sees` alone."""
     feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
-    reader = Reader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None)
+    reader = Reader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None, "")
     await feed.join(reader)
     feed.tell([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
     await asyncio.sleep(0)
@@ -252,7 +309,7 @@ async def test_of_other_users_nothing_is_told() -> None:
 
 async def test_a_reader_that_does_not_read_is_dropped() -> None:
     dropped = asyncio.Event()
-    reader = Reader({"status"}, lambda adapter: True, dropped.set)
+    reader = Reader({"status"}, lambda adapter: True, dropped.set, "")
     for _ in range(feeds._WAITING):
         reader.offer(Event("status", {}))
     assert not dropped.is_set()
@@ -271,7 +328,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
         return []
 
     feed = Feed(asyncio.get_running_loop(), iterations, dict)
-    reader = Reader({"status"}, lambda adapter: True, lambda: None)
+    reader = Reader({"status"}, lambda adapter: True, lambda: None, "")
     await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
     feed.leave(reader)

@@ -39,7 +39,8 @@ async def test_an_export_that_fails_midway_ends_without_a_second_response(
     store = Store(tmp_path / "edged.db")
     for i in range(3):
         store.write(lambda db, i=i: record_pair(db, "ann", f"good {i}", "bad", utc_now(), prompt="q")).result()
-    services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None))
+    feed = SimpleNamespace(close=lambda: None)
+    services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed)
     runner = web.AppRunner(make_app(ApiSettings(), Lifecycle("ready", cast(Services, services))))
     await runner.setup()
     path = str(tmp_path / "s")

@@ -223,6 +223,17 @@ def test_feedback_on_what_is_not_there_is_refused(client: openai.OpenAI, http: h
     assert "completion_id" in error(http, nothing=1)["message"]
 
 
-def test_an_answer_of_the_base_model_teaches_nobody(client: openai.OpenAI, http: httpx2.Client) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=2)
-    assert "send `user`" in error(http, completion_id=answer.id, signal="up")["message"]
+def test_an_answer_of_the_base_model_teaches_nobody_and_is_not_kept(
+    client: openai.OpenAI, http: httpx2.Client, daemon: LiveDaemon
+) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    answer = client.chat.completions.create(**asked)
+    refused = error(http, 404, completion_id=answer.id, signal="up")
+    assert refused["code"] == "unknown_completion"
+    assert "send `user`" in refused["message"]
+    with client.chat.completions.create(**{**asked, "max_tokens": 400}, stream=True) as stream:
+        next(chunk for chunk in stream if chunk.choices[0].delta.content)
+    assert daemon.idle()
+    ask(client, "mia")
+    assert rows(daemon, "SELECT count(*) FROM completions WHERE user = 'mia'") == [(1,)]
+    assert rows(daemon, "SELECT id FROM completions WHERE user IS NULL AND adapter IS NULL") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import socket
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,9 @@ WEIGHTS = "adapter_model.safetensors"
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     root = tmp_path_factory.mktemp("import")
     model = save_tiny(root / "tiny", max_position_embeddings=512)
-    with running(root / "run", model, align__rank=4, align__alpha=8.0, store__save_every_s=0.1) as live:
+    with running(
+        root / "run", model, align__rank=4, align__alpha=8.0, store__save_every_s=0.1, limits__body_s=1
+    ) as live:
         yield live
 
 
@@ -152,4 +155,76 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         too_large = send(http, packed((WEIGHTS, bytes(12 << 20))))
         assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
         assert http.get("/v1/adapters/eve").status_code == 404
-    assert not list(daemon.data.glob("import-*")), "nothing of an upload stays"
+    assert not list(daemon.data.glob(".scratch-*")), "nothing of an upload stays"
+
+
+def sparse(name: str, size: int) -> bytes:
+    """A member of GNU's old sparse format: 512 bytes here, `size` zeros where it is unpacked."""
+    info = tarfile.TarInfo(name)
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:398] = header[398:410] = b"00000000000\0"
+    header[483:495] = b"%011o\0" % size
+    header[148:156] = b"        "
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def test_a_small_archive_does_not_unpack_to_a_large_one(daemon: LiveDaemon) -> None:
+    bomb = sparse(WEIGHTS, 8 << 20)
+    with daemon.http() as http:
+        assert "neither a file nor a folder" in refusal(http, bomb + bytes(1024))
+        twice = packed((f"a/{WEIGHTS}", b"one"), (f"b/{WEIGHTS}", b"two"))
+        assert f"{WEIGHTS} is in the archive twice" in refusal(http, twice)
+        many = packed(*((f"{i}", b"") for i in range(300)))
+        assert "more than 256 members" in refusal(http, many)
+
+
+def connected(daemon: LiveDaemon, length: int) -> socket.socket:
+    """A connection that has sent the header of an import with a body of `length` bytes."""
+    raw = socket.socket(socket.AF_UNIX)
+    raw.settimeout(0.1)
+    raw.connect(str(daemon.socket))
+    raw.sendall(f"POST /v1/adapters/ann/import HTTP/1.1\r\nHost: edged\r\nContent-Length: {length}\r\n\r\n".encode())
+    return raw
+
+
+def trickled(raw: socket.socket, pieces: int) -> bytes:
+    """What is answered to a byte every tenth of a second."""
+    for _ in range(pieces):
+        raw.sendall(b"x")
+        try:
+            return raw.recv(4096)
+        except TimeoutError:
+            pass
+    return b""
+
+
+def test_a_byte_now_and_then_does_not_hold_an_import_open(daemon: LiveDaemon) -> None:
+    with connected(daemon, 1000) as raw:
+        answer = trickled(raw, 100)
+    assert b" 408 " in answer
+    assert b"body_too_slow" in answer
+
+
+def test_one_import_at_a_time(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        with connected(daemon, 1000) as raw:
+            until(lambda: list(daemon.data.glob(".scratch-*")))
+            refused = send(http, packed((WEIGHTS, b"x")))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "import_busy")
+            assert int(refused.headers["Retry-After"]) > 0
+            raw.close()
+        until(lambda: send(http, packed((WEIGHTS, b"x"))).status_code == 400)
+
+
+def test_what_an_import_left_that_was_killed_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
+    with running(tmp_path / "run", model) as live, connected(live, 1000) as raw:
+        raw.sendall(b"half")
+        until(lambda: [path for path in live.data.rglob("upload.tar")])
+        live.process.kill()
+        live.process.join()
+        assert list(live.data.rglob("upload.tar"))
+    with running(tmp_path / "run", model) as live:
+        assert not list(live.data.rglob("upload.tar"))

@@ -74,11 +74,38 @@ def test_a_refused_request_counts_for_nothing(clock: Clock) -> None:
     limits.begin("ann", 2, 0)
 
 
+def test_asking_whether_a_request_may_begin_counts_nothing(clock: Clock) -> None:
+    limits = make(clock, requests_per_minute=2, concurrent_requests=2, tokens_per_minute=10)
+    for _ in range(5):
+        limits.demand("ann", 1)
+    limits.begin("ann", 2, 1)
+    with pytest.raises(LimitReached, match="concurrent_requests"):
+        limits.demand("ann", 1)
+    limits.end("ann", 2, 0)
+    limits.demand("ann", 1)
+    limits.begin("ann", 1, 100)
+    with pytest.raises(LimitReached, match="requests_per_minute"):
+        limits.demand("ann", 1)
+    clock.now += 60
+    with pytest.raises(LimitReached, match="tokens_per_minute"):
+        limits.demand("ann", 1)
+
+
 def test_feedback_has_its_own_count(clock: Clock) -> None:
     limits = make(clock, feedback_per_minute=1, requests_per_minute=1)
     limits.begin("ann", 1, 1)
     limits.feedback("ann")
     with pytest.raises(LimitReached, match="feedback_per_minute"):
+        limits.feedback("ann")
+
+
+def test_feedback_that_did_not_come_about_is_given_back(clock: Clock) -> None:
+    limits = make(clock, feedback_per_minute=1)
+    limits.feedback("ann")
+    limits.no_feedback("ann")
+    limits.no_feedback("ann")
+    limits.feedback("ann")
+    with pytest.raises(LimitReached):
         limits.feedback("ann")
 
 

@@ -56,12 +56,12 @@ def held(http: httpx2.Client, user: str = "ann") -> list[dict[str, Any]]:
     return http.get("/v1/quarantine", params={"user": user}).json()["pairs"]
 
 
-def attack(http: httpx2.Client) -> tuple[list[int], list[int]]:
+def attack(http: httpx2.Client, user: str = "ann") -> tuple[list[int], list[int]]:
     """Ids of 8 good pairs, which are learned, and of the same 8 swapped, of which none that is held is."""
-    good = tell(http, range(8))
-    until(lambda: adapter(http)["pairs_trained"] == 8)
-    bad = tell(http, range(8), swapped=True)
-    until(lambda: (seen := adapter(http))["pairs_queued"] == 0 and seen["pairs_quarantined"] > 0)
+    good = tell(http, range(8), user)
+    until(lambda: adapter(http, user)["pairs_trained"] == 8)
+    bad = tell(http, range(8), user, swapped=True)
+    until(lambda: (seen := adapter(http, user))["pairs_queued"] == 0 and seen["pairs_quarantined"] > 0)
     return good, bad
 
 

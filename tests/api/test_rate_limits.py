@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_requests_beyond_the_limit_are_refused_and_others_are_served(limited: Li
         assert ask(http, user="bob").status_code == 200
 
 
+def test_a_refusal_comes_before_the_prompt_is_looked_at(limited: LiveDaemon) -> None:
+    too_long = "word " * 2000
+    with limited.http() as http:
+        assert ask(http, user="jo", prompt=too_long).json()["error"]["code"] == "context_length_exceeded"
+        for _ in range(3):
+            assert ask(http, user="jo").status_code == 200
+        refused(ask(http, user="jo", prompt=too_long), "requests_per_minute")
+        chat = {"messages": [{"role": "user", "content": too_long}], "user": "jo"}
+        refused(http.post("/v1/chat/completions", json=chat), "requests_per_minute")
+
+
 def test_tokens_of_long_answers_count(limited: LiveDaemon) -> None:
     with limited.http() as http:
         assert ask(http, user="cy", max_tokens=480, n=8).status_code == 200
@@ -78,6 +90,61 @@ def test_feedback_beyond_the_limit_is_refused(limited: LiveDaemon) -> None:
             assert http.post("/v1/feedback", json=pair).status_code == 200
         pair = {"user": "ann", "prompt": "q", "chosen": "good", "rejected": "bad"}
         assert 1 <= refused(http.post("/v1/feedback", json=pair), "feedback_per_minute") <= 30
+
+
+def next_turn(http: httpx2.Client, user: str, number: int, **fields: Any) -> str:
+    """Ask, take the answer back with the next message, and return the answer's id."""
+    talk = [{"role": "user", "content": f"Name city {number}, please"}]
+    asked = {"user": user, "max_tokens": 8, **fields}
+    first = http.post("/v1/chat/completions", json={"messages": talk, **asked}).json()
+    answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    again = [*talk, answer, {"role": "user", "content": "No, I meant a small city"}]
+    response = http.post("/v1/chat/completions", json={"messages": again, **asked})
+    assert response.status_code == 200, response.text
+    return str(first["id"])
+
+
+def signals_about(live: LiveDaemon, *completions: str) -> list[int]:
+    with sqlite3.connect(f"file:{live.data}/edged.db?mode=ro", uri=True) as db:
+        count = "SELECT count(*) FROM signals WHERE completion_id = ?"
+        return [int(db.execute(count, [name]).fetchone()[0]) for name in completions]
+
+
+@pytest.fixture(scope="module")
+def sparing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    """One that takes two signals a minute and keeps a megabyte of a user."""
+    root = tmp_path_factory.mktemp("sparing")
+    save_tiny(root / "tiny", max_position_embeddings=512)
+    limits = {"limits__feedback_per_minute": 2, "limits__stored_mb": 1, "api__max_body_kb": 4096}
+    with running(root / "run", root / "tiny", **limits, align__enabled="false") as live:
+        yield live
+
+
+def test_next_turns_count_as_feedback_and_stop_at_its_limit(sparing: LiveDaemon) -> None:
+    with sparing.http() as http:
+        for _ in range(5):
+            assert ask(http, user="fay").status_code == 200
+        asked = [next_turn(http, "fay", number) for number in range(4)]
+        assert signals_about(sparing, *asked) == [1, 1, 0, 0]
+        pair = {"user": "fay", "prompt": "q", "chosen": "good", "rejected": "bad"}
+        refused(http.post("/v1/feedback", json=pair), "feedback_per_minute")
+
+
+def test_a_turn_that_says_nothing_about_the_answer_before_counts_for_nothing(sparing: LiveDaemon) -> None:
+    with sparing.http() as http:
+        for number in range(6):
+            chat = {"messages": [{"role": "user", "content": f"talk {number}"}], "user": "gus", "max_tokens": 4}
+            assert http.post("/v1/chat/completions", json=chat).status_code == 200
+        assert signals_about(sparing, *[next_turn(http, "gus", number) for number in range(2)]) == [1, 1]
+
+
+def test_a_next_turn_teaches_nothing_where_no_more_of_a_user_may_be_kept(sparing: LiveDaemon) -> None:
+    with sparing.http() as http:
+        pair = {"user": "hal", "prompt": "q" * 1_100_000, "chosen": "good", "rejected": "bad"}
+        assert http.post("/v1/feedback", json=pair).status_code == 200
+        shared = {"model": "tiny:recipes"}
+        told = [next_turn(http, user, 1, **shared) for user in ("hal", "ida")]
+        assert signals_about(sparing, *told) == [0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 
-QUICK = {"limits__header_s": 1, "limits__body_s": 1, "limits__idle_s": 1, "limits__stalled_s": 1}
+QUICK = {"limits__header_s": 1, "limits__body_s": 1, "limits__idle_s": 3, "limits__stalled_s": 1}
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,18 @@ def test_tenants_find_nothing_of_each_other() -> None:
     assert trie.covered(Key(None, 0, "bob"), tokens) == 4
 
 
+def test_where_all_share_a_forgotten_users_prefixes_go_whatever_adapter_computed_them() -> None:
+    pool, trie = make(20)
+    keys = [Key(None, 0), Key("ann", 1), Key("recipes", 3), Key(None, 0, "ann"), Key("recipes", 3, "ann")]
+    for key in keys:
+        cached(trie, pool, key, [1, 2, 3, 4])
+    cached(trie, pool, Key("recipes", 3, "bob"), [1, 2, 3, 4])
+    trie.expire_all("ann")
+    assert [trie.covered(key, [1, 2, 3, 4, 5]) for key in keys] == [0] * len(keys)
+    assert trie.covered(Key("recipes", 3, "bob"), [1, 2, 3, 4, 5]) == 4
+    trie.check()
+
+
 def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
     pool, trie = make()
     pages = cached(trie, pool, BASE, [1, 2, 3, 4, 5])

@@ -219,7 +219,7 @@ def test_folders_that_cannot_be_written_are_found_even_by_root(tmp_path: Path) -
     assert existing.state == "fail"
 
 
-def test_folders_and_sockets_that_everybody_may_use_are_found(tmp_path: Path) -> None:
+def test_a_folder_that_everybody_may_use_is_found_and_a_socket_is_guarded_by_access(tmp_path: Path) -> None:
     it = examination(tmp_path)
     it.data_dir.mkdir(mode=0o750)
     assert [finding.state for finding in storage.folders(it)] == ["ok", "ok"]
@@ -228,10 +228,26 @@ def test_folders_and_sockets_that_everybody_may_use_are_found(tmp_path: Path) ->
         listener.bind(str(it.sockets[0]))
         it.sockets[0].chmod(0o666)
         data, found = storage.folders(it)
-        assert (data.state, found.state) == ("warn", "warn")
+        assert (data.state, found.state) == ("warn", "ok")
         assert "chmod o=" in data.way_out
+        assert "each account for itself" in found.seen
         it.sockets[0].chmod(0o660)
         assert [finding.state for finding in storage.folders(it)] == ["warn", "ok"]
+
+
+def test_who_may_not_use_the_socket_is_not_sent_into_the_admins_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = examination(tmp_path)
+    it.data_dir.mkdir(mode=0o750)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(it.sockets[0]))
+        # Root may use every socket.
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        _, found = storage.folders(it)
+    assert found.state == "warn"
+    assert "usermod" not in found.way_out
+    assert "SocketMode=0666" in found.way_out
 
 
 def filled(folder: Path) -> Path:

@@ -51,6 +51,11 @@ def test_list_shows_names_roles_and_users(tmp_path: Path) -> None:
     assert "edged token new" in run("list", "-c", str(path))
 
 
+def test_a_token_for_prometheus_reads_metrics_alone() -> None:
+    made = json.loads(run("new", "prometheus", "--roles", "metrics", "--json"))
+    assert (made["roles"], "users" in made) == (["metrics"], False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from peft import PeftModel
 
 from edged.align.pair import PairRetired, PairScored, VersionPublished, VersionSaved
+from edged.align.trainer import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, RequestRefused
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
@@ -209,6 +212,46 @@ def test_a_forgotten_user_who_comes_back_is_not_served_what_was_computed_before(
         engine.submit(request("new", prompt, 10, adapter="ann"))
         client.wait(lambda: "new" in client.finished)
         assert client.finished["new"].cached_tokens == 0
+
+
+def test_what_a_forgotten_user_said_to_a_shared_adapter_is_not_found_by_others(tmp_path: Path) -> None:
+    done, under_way = random_ids(40, 1), random_ids(40, 2)
+    with running_engine(tmp_path, guard__held_out_share=0.0, align__learning_rate=0.05) as (engine, client):
+        learnt(engine, client, "recipes", 1, pairs=4)
+        engine.submit(replace(request("done", done, 4, adapter="recipes"), user="ann"))
+        client.wait(lambda: "done" in client.finished)
+        engine.submit(replace(request("old", under_way, 200, adapter="recipes"), user="ann"))
+        client.wait(lambda: client.tokens["old"])
+        with pytest.raises(UnknownAdapter):
+            engine.forget("ann").result(10)
+        client.wait(lambda: "old" in client.finished)
+        for name, prompt in (("bob", done), ("cy", under_way)):
+            engine.submit(replace(request(name, prompt, 4, adapter="recipes"), user=name))
+        client.wait(lambda: {"bob", "cy"} <= set(client.finished))
+        assert [client.finished[name].cached_tokens for name in ("bob", "cy")] == [0, 0]
+
+
+def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "store__save_every_s": 0.05}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        assert learnt(engine, client, "ann", 1, pairs=4) == 1
+        client.wait(lambda: client.of(VersionSaved))
+        written: Future[None] = Future()
+        journal, engine._learning._journal = engine._learning._journal, lambda records: (journal(records), written)[1]
+        assert learnt(engine, client, "ann", 5, pairs=4) == 2
+        while engine._learning.next_due_s() is not None:
+            time.sleep(0.01)
+        gone = engine.forget("ann")
+        try:
+            engine.submit(request("other", random_ids(40, 1), 10))
+            client.wait(lambda: "other" in client.finished, 20)
+            assert not gone.done()
+            assert engine.adapter_files.path("ann", 1).is_dir(), "its files wait for the disk, and are nobody's"
+            assert learnt(engine, client, "ann", 9, pairs=4) == 1
+        finally:
+            written.set_result(None)
+        gone.result(20)
+    assert engine.adapter_files.versions("ann") == [1]
 
 
 def test_page_pressure_preempts_and_recomputes_without_changing_an_answer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,6 +168,8 @@ def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str,
                 hit.append(job.step.adapters)
                 command()
                 engine._take_inbox()
+                # As in the engine's loop, steps that are due are opened before the plan is made.
+                engine._learning.feed(time.monotonic(), False)
         return plan_of()
 
     engine._plan = plan  # type: ignore[method-assign]

@@ -81,6 +81,32 @@ def test_running_answers_move_and_go_on(tmp_path: Path) -> None:
         assert client.ids("b") == alone[0]
 
 
+def test_pages_that_find_no_memory_to_be_moved_with_stay_and_are_moved_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_engine(tmp_path, **BIG) as (engine, client):
+        (alone,) = answer(engine, client, request("a", random_ids(60, 1), 200))
+        move, left = engine._executor.kv.move_pages, [3]
+
+        def move_pages(moved: dict[int, int]) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+            move(moved)
+
+        monkeypatch.setattr(engine._executor.kv, "move_pages", move_pages)
+        # What is cached lies below what comes now.
+        answer(engine, client, *(request(f"x{n}", random_ids(200, 100 + n)) for n in range(8)))
+        engine.submit(request("b", [3, *random_ids(60, 1)[1:]], 200))
+        engine.submit(request("c", random_ids(60, 1), 200))
+        client.wait(lambda: len(client.tokens["c"]) > 20)
+        engine.limit(Limits(pages=60))
+        client.wait(lambda: {"b", "c"} <= client.finished.keys())
+        until(lambda: pages(engine)["total"] - pages(engine)["retired"] <= 60, "pages were not given back")
+        assert left[0] < 0
+        assert client.ids("c") == alone
+
+
 def test_a_request_larger_than_the_limit_is_answered_all_the_same(tmp_path: Path) -> None:
     with running_engine(tmp_path, **BIG) as (engine, client):
         prompt = random_ids(300, 1)

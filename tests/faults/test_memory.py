@@ -175,6 +175,27 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
         assert "out of memory, also alone" in client.of(StepSkipped)[0].reason
 
 
+def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine._parts.trainer.size.first_pause_s = 0.01
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        load, left = engine._parts.slots._lora.load, [2]
+
+        def starved(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise MemoryError
+            load(*arguments)
+
+        monkeypatch.setattr(engine._parts.slots._lora, "load", starved)
+        engine.submit_pairs(random_pairs(4, seed=1, first_id=5))
+        client.wait(lambda: len(client.of(PairRetired)) == 8, 20)
+        assert left[0] < 0
+        assert {record.state for record in client.of(PairRetired)} == {"trained"}
+        assert answers(engine, client, "after", [random_ids(30, 1)], adapter="ann")
+
+
 def test_steps_shrink_pause_longer_and_grow_again() -> None:
     size = StepSize(AlignSettings(micro_batch_pairs=4))
     pauses = []
@@ -187,6 +208,32 @@ def test_steps_shrink_pause_longer_and_grow_again() -> None:
         size.grow()
     assert size.align.micro_batch_pairs == 4
     assert not size.exhausted
+
+
+def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
+    size = StepSize(AlignSettings(micro_batch_pairs=4, replay_share=0.5))
+    size.configure(AlignSettings(micro_batch_pairs=8, replay_share=0.0))
+    assert (size.align.micro_batch_pairs, size.align.replay_share) == (8, 0.0)
+    size.shrink()
+    size.configure(AlignSettings(micro_batch_pairs=16))
+    assert size.align.micro_batch_pairs == 4
+    size.configure(AlignSettings(micro_batch_pairs=2))
+    assert size.align.micro_batch_pairs == 2
+
+
+def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
+    align = AlignSettings(micro_batch_pairs=4)
+    size = StepSize(align)
+    for fails in (size.shrink, size.distrust_graphs):
+        fails()
+        assert size.graphs_fail
+        for _ in range(8):
+            assert size.graphs_fail
+            size.grow()
+        assert (size.pairs, size.graphs_fail) == (4, False)
+    size.shrink()
+    size.configure(align)
+    assert not size.graphs_fail
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from edged.store import Store
-from edged.store.adapters import Version, insert_version, set_version_saved
-from edged.store.backup import BackupError, clear_leftovers, staged, stream, write_file
+from edged.store.adapters import Version, forget_files, insert_version, set_version_saved
+from edged.store.backup import BackupError, staged, stream, write_file
 from edged.store.bases import serve_base
 from edged.store.completions import insert_completion
+from edged.store.erasing import begin_forgetting
+from edged.store.folder import clear_leftovers
 from edged.store.restore import restore, verify
 from tests.store.rows import MOMENT, completion
 
@@ -85,7 +87,7 @@ def test_everything_comes_back(store, data, tmp_path, name):
     assert (target / "config.toml").read_text() == "[model]\n"
     assert target.stat().st_mode & 0o777 == 0o750
     Store(target / "edged.db").close()
-    assert [path.name for path in data.glob(".backup-*")] == []
+    assert [path.name for path in data.glob(".scratch-*")] == []
 
 
 def test_the_newest_whole_version_of_each_adapter_is_taken_and_the_database_says_so(store, data, tmp_path):
@@ -116,6 +118,20 @@ def test_the_database_knows_all_that_the_adapters_had_learned(store, data, tmp_p
     assert [item["version"] for item in contents.manifest["adapters"]] == [1]
     found = rows(tmp_path / "new" / "edged.db", "SELECT version, on_disk FROM adapter_versions ORDER BY 1")
     assert found == [(1, 1), (2, 0)]
+
+
+def test_who_is_forgotten_while_a_backup_is_made_is_not_in_it(store, data, tmp_path):
+    for adapter in ("ada", "bob"):
+        for number in (1, 2):
+            add_version(store, number, adapter)
+    store.write(lambda db: serve_base(db, "other")).result()
+
+    def forget():
+        store.write(lambda db: begin_forgetting(db, "ada", MOMENT)).result()
+        forget_files(data / "adapters", "ada", None)
+
+    contents = verify(back_up(data, tmp_path / "x.tar", settle=forget, all_versions=True))
+    assert [(item["adapter"], item["version"]) for item in contents.manifest["adapters"]] == [("bob", 1), ("bob", 2)]
 
 
 def test_writes_go_on_while_the_database_is_copied_and_what_was_acknowledged_before_is_in_it(
@@ -158,9 +174,9 @@ def test_a_backup_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path):
 
 
 def test_what_an_ended_backup_left_is_cleared(store, data):
-    (data / ".backup-x").mkdir()
+    (data / ".scratch-x").mkdir()
     clear_leftovers(data)
-    assert not (data / ".backup-x").exists()
+    assert not (data / ".scratch-x").exists()
 
 
 # -- what is no backup -------------------------------------------------------------------------------------------------

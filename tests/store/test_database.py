@@ -369,3 +369,13 @@ def test_a_file_from_before_the_quarantine_keeps_its_pairs_and_what_refers_to_th
         assert store.read(lambda db: db.execute("SELECT count(*) FROM shelved_progress").fetchone()) == (0,)
     finally:
         store.close()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "edged.lock").symlink_to(victim)
+    with pytest.raises(StoreError, match="is a symbolic link"):
+        Store(tmp_path / "data" / "edged.db")
+    assert victim.read_text() == "precious"

@@ -15,6 +15,7 @@ from edged.config import StoreSettings
 from edged.store import Store, database, retention, upkeep
 from edged.store.adapters import Version, insert_version, set_version_saved
 from edged.store.completions import insert_completion
+from edged.store.erasing import empty_log
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
 from edged.store.samples import insert_sample
 from edged.store.timestamps import utc_text
@@ -263,6 +264,19 @@ def test_a_reader_who_stays_makes_the_log_wait_and_not_the_writes(store, monkeyp
     assert store.read(read) is False
     assert ids(store) == ["a", "b", "c"]
     assert Upkeep(store, StoreSettings()).empty_log()
+
+
+def test_erasing_waits_no_longer_for_a_reader(store):
+    add(store, "a")
+
+    def read(db):
+        db.execute("SELECT count(*) FROM completions").fetchone()
+        add(store, "b")
+        with pytest.raises(RuntimeError, match="another program reads the database"):
+            store.write_alone(empty_log).result(10)
+
+    store.read(read)
+    store.write_alone(empty_log).result()
 
 
 def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_small_else_when_told(

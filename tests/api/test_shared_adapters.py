@@ -1,0 +1,74 @@
+"""An adapter that several accounts share: who decides about its quarantine, and who hears of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from edged.api.status import visible
+from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
+from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import SETTINGS, attack, held
+from tests.models import save_tiny
+
+pytestmark = root_only
+SHARED = "recipes"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[LiveDaemon]:
+    """Account `nobody` teaches `recipes` as well; pairs of both wait in quarantine."""
+    rules = [{"peers": [f"user:{ANN}"], "roles": ["use", "train"], "users": ["@self", SHARED]}]
+    with open_folder() as folder:
+        model = save_tiny(folder / "tiny", max_position_embeddings=512)
+        settings = {**SETTINGS, "api__socket_mode": "0666", "access__rules": json.dumps(rules)}
+        with running(folder / "run", model, **settings) as live, live.http() as http:
+            for user in (SHARED, ANN):
+                attack(http, user)
+            yield live
+
+
+def decided(client: Client, pair: int, action: str) -> tuple[int, str | None]:
+    answer = client.post(f"/v1/quarantine/{pair}", {"action": action})
+    return answer.status, answer.code
+
+
+def test_alarms_name_an_adapter_to_those_who_may_speak_for_it(daemon: LiveDaemon) -> None:
+    def alarms(name: str) -> list[str]:
+        return list(Client(name, daemon.socket).get("/v1/status").json["finetune"]["alarms"])
+
+    assert sorted(alarms("root")) == sorted(alarms(ANN)) == sorted([SHARED, ANN])
+    assert alarms(BOB) == []
+
+
+def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
+    body = {
+        "forgetting": {"ann": "vacuuming", "bob": "vacuuming"},
+        "finetune": {"active_adapters": ["ann", "bob"], "alarms": ["ann", "bob"], "steps": 3},
+    }
+    assert visible(body, lambda name: name == "bob") == {
+        "forgetting": {"bob": "vacuuming"},
+        "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "steps": 3},
+    }
+    assert visible(body, lambda name: True) == body
+
+
+def test_who_teaches_a_shared_adapter_may_drop_its_pairs_and_not_release_them(daemon: LiveDaemon) -> None:
+    ann = Client(ANN, daemon.socket)
+    with daemon.http() as http:
+        first, second = [pair["pair_id"] for pair in held(http, SHARED)][:2]
+    refused = ann.post(f"/v1/quarantine/{first}", {"action": "release"})
+    assert (refused.status, refused.code) == (403, "forbidden_role")
+    assert f'releasing what "{SHARED}" was taught needs the role "admin"' in refused.json["error"]["message"]
+    assert decided(ann, second, "drop") == (200, None)
+    assert decided(Client(BOB, daemon.socket), first, "drop") == (404, "unknown_pair")
+    assert decided(Client("root", daemon.socket), first, "release") == (200, None)
+
+
+def test_people_release_their_own_pairs(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        pair = held(http, ANN)[0]["pair_id"]
+    assert decided(Client(BOB, daemon.socket), pair, "release") == (404, "unknown_pair")
+    assert decided(Client(ANN, daemon.socket), pair, "release") == (200, None)
