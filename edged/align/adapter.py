@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from edged.config import AlignSettings
+from edged.store.folder import sync
 
 _PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
@@ -219,8 +220,8 @@ class AdapterFiles:
             # A full disk has no room for half a version.
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        _fsync(folder)
-        _fsync(self.root)
+        sync(folder)
+        sync(self.root)
         return final, self._retire(snapshot.adapter)
 
     def _write(self, draft: Path, snapshot: Snapshot) -> None:
@@ -237,8 +238,8 @@ class AdapterFiles:
         }
         (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in draft.iterdir():
-            _fsync(path)
-        _fsync(draft)
+            sync(path)
+        sync(draft)
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
         old = self.versions(adapter)[: -self.keep]
@@ -357,11 +358,3 @@ def _leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

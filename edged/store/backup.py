@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -218,12 +218,3 @@ def write_file(chunks: Iterable[bytes], path: Path) -> int:
         raise
     sync(path.parent)
     return path.stat().st_size
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder itself survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,10 @@ from typing import Any, Literal
 from sqlite_utils import Database
 
 Message = Mapping[str, Any]
+UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
+    AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = completions.id)
+    AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = completions.id)"""
+"""SQL's condition on a row of `completions`: no feedback refers to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import sqlite3
 import threading
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
+from edged.store.folder import sync
 from edged.store.lock import FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, migrate
 
@@ -163,7 +163,7 @@ class Store:
         except sqlite3.Error as error:
             raise self._explained(error) from error
         if created:
-            _sync_folder(self.path.parent)
+            sync(self.path.parent)
         return db
 
     def _check(self, db: Database) -> None:
@@ -280,12 +280,3 @@ def vacuum(db: Database) -> None:
     """Rewrite the whole file without free pages, so that it can give back later ones; outside of transactions."""
     db.execute("PRAGMA auto_vacuum = INCREMENTAL")
     db.execute("VACUUM")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name itself survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where the data folder is, and what its parts are called.
+"""Where the data folder is, what its parts are called, and what makes a file in it last.
 
 Owns those names, and removing what requests left that were ended by force. Must not know what the parts hold, nor
 anything slow to import.
@@ -6,6 +6,7 @@ anything slow to import.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,15 @@ def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
     if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
         return Path(state)
     return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder itself survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def clear_leftovers(data_dir: Path) -> None:

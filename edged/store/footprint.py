@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 from sqlite_utils import Database
 
+from edged.store.completions import UNUSED
+
 _RECOUNT_S = 10.0
 """A user who is over the limit is counted again at most that often: it reads all of the user's rows."""
 _TRIM_TO = 0.9
@@ -22,9 +24,6 @@ _COMPLETION = """length(prompt_ids) + length(coalesce(messages, '')) + length(co
     + (SELECT coalesce(sum(length(text) + length(token_ids)), 0) FROM choices WHERE completion_id = completions.id)"""
 _PAIR = """length(coalesce(messages, '')) + length(coalesce(prompt, '')) + length(chosen) + length(rejected)
     + length(coalesce(prompt_ids, '')) + length(coalesce(chosen_ids, '')) + length(coalesce(rejected_ids, ''))"""
-_UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
-    AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = completions.id)
-    AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = completions.id)"""
 
 
 class StorageFull(ValueError):
@@ -101,7 +100,7 @@ def trim_completions(db: Database, user: str, excess_bytes: int) -> int:
         f"""DELETE FROM completions WHERE rowid IN (
                 SELECT rowid FROM (
                     SELECT rowid, sum({_COMPLETION}) OVER (ORDER BY rowid) - ({_COMPLETION}) AS before
-                    FROM completions WHERE ({_MINE}) AND {_UNUSED})
+                    FROM completions WHERE ({_MINE}) AND {UNUSED})
                 WHERE before < :excess)""",
         {"user": user, "excess": excess_bytes},
     ).rowcount

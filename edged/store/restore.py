@@ -29,9 +29,8 @@ from edged.store.backup import (
     MANIFEST,
     PROFILES_FOLDER,
     BackupError,
-    sync,
 )
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
 from edged.store.timestamps import utc_now

@@ -17,6 +17,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.config import StoreSettings
+from edged.store.completions import UNUSED
 from edged.store.feedback import REPLAY_PAIRS
 from edged.store.timestamps import utc_text
 
@@ -25,9 +26,6 @@ SLICE_ROWS = 64
 NEWEST = 1000
 """Completions and samples that neither age nor size takes."""
 
-_UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
-    AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = completions.id)
-    AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = completions.id)"""
 _DONE = """pairs.created_at < :feedback_cutoff AND pairs.state IN ('trained', 'learnt', 'skipped')
     AND pairs.id < (SELECT value FROM json_each(:replayed_from) WHERE key = pairs.adapter)"""
 
@@ -43,7 +41,7 @@ class Rule:
 BY_AGE_AND_NUMBER = (
     Rule(
         "completions",
-        f"(rowid <= :completions_over OR (rowid <= :completions_old AND created_at < :cutoff)) AND {_UNUSED}",
+        f"(rowid <= :completions_over OR (rowid <= :completions_old AND created_at < :cutoff)) AND {UNUSED}",
     ),
     Rule("iteration_samples", "id <= :samples_over OR (id <= :samples_old AND created_at < :cutoff)"),
     Rule(
@@ -72,7 +70,7 @@ BY_AGE_AND_NUMBER = (
     ),
 )
 BY_SIZE = (
-    Rule("completions", f"rowid <= :completions_old AND {_UNUSED}"),
+    Rule("completions", f"rowid <= :completions_old AND {UNUSED}"),
     Rule("iteration_samples", "id <= :samples_old"),
 )
 """What goes, the oldest first, while the file is larger than it may be."""

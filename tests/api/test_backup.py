@@ -133,7 +133,7 @@ def test_the_token_is_not_in_a_backup(tmp_path: Path) -> None:
 
 
 def test_the_store_is_reported_pruned_and_rewritten_while_it_serves(daemon: LiveDaemon, http: httpx2.Client) -> None:
-    assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+    assert http.post("/v1/completions", json={"user": "ada", "prompt": "x", "max_tokens": 2}).status_code == 200
     report = http.get("/v1/store").json()
     assert report["rows"]["completions"] >= 1
     assert report["used_bytes"] > 0
