@@ -129,12 +129,12 @@ class Engine:
                 self._stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
         self._requests_waiting += 1
-        submitted = time.monotonic() if asked_s is None else asked_s
+        submitted = time.monotonic()
 
         def take() -> None:
             self._requests_waiting -= 1
             try:
-                self._serving.add(request, submitted)
+                self._serving.add(request, submitted, asked_s)
             except Exception as error:
                 log.exception("request %s could not be queued", request.request_id)
                 self._serving.cancel(request.request_id, "error", time.monotonic(), str(error))

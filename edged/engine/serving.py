@@ -51,23 +51,25 @@ class Serving:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, submitted_s: float) -> None:
-        """Take a request in; one whose prompt begins like another that is being computed waits for that."""
-        task = Task(
-            next(self._task_ids), Kind.PREFILL, submitted_s, tokens=len(request.prompt_ids), service=request.service
-        )
+    def add(self, request: Request, now: float, asked_s: float | None = None) -> None:
+        """Take a request in; one whose prompt begins like another that is being computed waits for that.
+
+        Its turn counts from now on, its latency from `asked_s`: who waited for a turn among users does not overtake
+        those who had theirs before.
+        """
+        task = Task(next(self._task_ids), Kind.PREFILL, now, tokens=len(request.prompt_ids), service=request.service)
         most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(
             request=request,
             task=task,
             seed=self._random.getrandbits(63) if seed is None else seed,
-            submitted_s=submitted_s,
+            submitted_s=now if asked_s is None else asked_s,
             tokens=list(request.prompt_ids),
             table=np.zeros(-(-most // self._page_size), np.int64),
         )
         # Known before it is scheduled: who waits for whom depends on who is due first.
-        task.deadline_s = submitted_s + self._scheduler.targets.ttft_s(task.service, task.tokens)
+        task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = sequence
         self._stats.totals.requests += 1
         self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
@@ -111,8 +113,9 @@ class Serving:
 
     def _schedule(self, sequence: Sequence) -> None:
         self.running[sequence.task.task_id] = sequence
-        self._scheduler.add(sequence.task, sequence.submitted_s)
-        sequence.ttft_due_s = sequence.task.deadline_s
+        task = sequence.task
+        self._scheduler.add(task, task.arrival_s)
+        sequence.ttft_due_s = task.deadline_s - task.arrival_s + sequence.submitted_s
 
     def admit(self, plan: Plan, now: float) -> None:
         """Give newly granted sequences their adapter and the pages of a shared prefix; drop grants that must wait."""

@@ -40,6 +40,7 @@ def test_a_simulated_run_has_a_device_and_no_pairs(workload_files: Path) -> None
     assert not {"--pairs", "--format", "--rate"} & set(simulated)
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_kept_with_its_error_and_tried_again_until_it_is_there(
     workload_files: Path, tmp_path: Path
 ) -> None:

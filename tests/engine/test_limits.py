@@ -32,7 +32,7 @@ def answer(engine: Engine, client: Client, *requests: Any) -> list[list[int]]:
 
 
 def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

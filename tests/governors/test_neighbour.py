@@ -176,6 +176,7 @@ def teach(daemon: LiveDaemon, first: int, count: int) -> None:
             assert http.post("/v1/feedback", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_neighbour_gets_memory_and_gives_it_back_while_everyone_is_answered(daemon: LiveDaemon, group: Group) -> None:
     load, neighbour = Load(daemon), Neighbour()
     try:

@@ -165,6 +165,7 @@ def test_another_base_model_is_refused(stopped: tuple[Path, Path, int], tmp_path
         Rebuild(load_settings(environ={}, overrides=OVERRIDES), other, "other", stopped[1], "ada")
 
 
+@pytest.mark.slow
 def test_the_command_compares_and_changes_nothing_unless_told(stopped: tuple[Path, Path, int], tmp_path: Path) -> None:
     model, data, _ = stopped
     common = ("align", "rebuild", "ada", "--model", str(model), "--data-dir", str(data))
