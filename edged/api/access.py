@@ -55,16 +55,14 @@ class Caller:
         """Raises ApiError (403) unless the caller has the role."""
         if not self.may(role):
             has = ", ".join(sorted(self.roles)) or "no role"
-            raise _forbidden(
-                f'this needs the role "{role}", and {self.label} has {has} ({self.rule})', "forbidden_role"
-            )
+            raise forbidden(f'this needs the role "{role}", and {self.label} has {has} ({self.rule})', "forbidden_role")
 
     def demand_user(self, *users: str | None) -> None:
         """Raises ApiError (403) for the first user that the caller may not speak for, whether it exists or not."""
         for user in users:
             if user is not None and not self.speaks_for(user):
                 known = ", ".join(self.users) or "nobody"
-                raise _forbidden(
+                raise forbidden(
                     f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})', "forbidden_user"
                 )
 
@@ -201,7 +199,8 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def _forbidden(message: str, code: str) -> ApiError:
+def forbidden(message: str, code: str) -> ApiError:
+    """The refusal of a caller who may not."""
     return ApiError(403, message, code=code, kind="permission_error")
 
 

@@ -29,7 +29,7 @@ from edged.api import (
     status,
     trace,
 )
-from edged.api.access import CALLER, Access, is_loopback, over_tcp
+from edged.api.access import CALLER, Access, forbidden, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.request_log import add_request_id, request_lines
@@ -182,7 +182,7 @@ def _name_in(host: str) -> str:
 
 
 def _forbidden(message: str, code: str) -> ApiError:
-    return ApiError(403, f"{message}; or set api.token", code=code, kind="permission_error")
+    return forbidden(f"{message}; or set api.token", code)
 
 
 @web.middleware

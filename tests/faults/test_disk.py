@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from edged.bench.soak.faults import fill
 from edged.cli.doctor import service
 from edged.cli.doctor.finding import Examination
 from edged.config import Settings
@@ -91,16 +92,10 @@ def integrity(database: Path) -> str:
         return str(connection.execute("PRAGMA integrity_check").fetchone()[0])
 
 
-def fill(disk: Path) -> Path:
+def full(disk: Path) -> Path:
     """A file that takes all the room there is."""
     filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                pass
+    fill(filler)
     return filler
 
 
@@ -111,7 +106,7 @@ def test_a_full_disk_stops_no_answer_loses_no_acknowledged_feedback_and_teaches_
     with small_disk(tmp_path / "data"), running(tmp_path, model, **settings) as daemon, daemon.http() as http:
         wanted = greedy(http)
         acknowledged = {n for n in range(4) if teach(http, n).status_code == 200}
-        filler = fill(daemon.data)
+        filler = full(daemon.data)
         for n in range(4, 400):
             refused = teach(http, n)
             if refused.status_code != 200:

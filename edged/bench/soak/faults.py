@@ -95,7 +95,7 @@ class Faults:
     async def _full_disk(self) -> None:
         self._traffic.expected.add("disk")
         filler = self._subject.data / "filler"
-        await asyncio.to_thread(_fill, filler)
+        await asyncio.to_thread(fill, filler)
         await asyncio.sleep(_DISK_FULL_S)
         filler.unlink()
         await asyncio.sleep(_SETTLE_S)
@@ -147,8 +147,8 @@ def _stream(tokens: int) -> bytes:
     return (head + body).encode()
 
 
-def _fill(filler: Path) -> None:
-    """Take all the room of a disk."""
+def fill(filler: Path) -> None:
+    """Take all the room of the disk that this file is on."""
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
             try:
