@@ -10,7 +10,7 @@ const REDRAW_MS = 500;
 const REFRESH_MS = [600, 6500];
 
 let adapter = "";
-/** The adapter to show as soon as there is one of that name. */
+/** The adapter that the reader asked for, which is shown as soon as there is one of that name. */
 let wanted = "";
 let rows = [];
 let versions = [];
@@ -25,29 +25,33 @@ export function startLearning() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(rows, versions));
 }
 
-/** The adapters to choose from, as the API lists them; the chosen one is read again. */
+/** The adapters to choose from, as the API lists them; the one to show is read again. */
 export async function showList(adapters, preferred) {
-  const names = adapters.map((item) => item.adapter).sort();
-  offer(...names);
+  offer(...adapters.map((item) => item.adapter));
+  wanted ||= preferred;
   const latest = adapters.toSorted((a, b) => (b.updated_at ?? "").localeCompare(a.updated_at ?? ""))[0]?.adapter;
-  const shown = adapter || (names.includes(preferred) ? preferred : latest) || "";
-  await showAdapter(shown);
-  if (shown !== preferred) wanted = preferred;
+  await show([wanted, adapter, latest].find(isKnown));
 }
 
 /** Show an adapter, at once or when it has its first pair. */
 export async function showAdapter(name) {
   wanted = name;
-  if (!name || !Array.from(byId("adapter").options).some((option) => option.value === name)) return;
+  await show(name);
+}
+
+async function show(name) {
+  if (!isKnown(name)) return;
   adapter = name;
   byId("adapter").value = name;
   await refresh();
 }
 
+const isKnown = (name) => Array.from(byId("adapter").options).some((option) => option.value === name);
+
 /** A pair was scored. */
 export function addPair(pair) {
   offer(pair.adapter);
-  if (!adapter || (pair.adapter === wanted && adapter !== wanted)) return showAdapter(pair.adapter);
+  if (!adapter || (pair.adapter === wanted && adapter !== wanted)) return show(pair.adapter);
   if (pair.adapter !== adapter || rows.some((row) => row.pair_id === pair.pair_id)) return;
   rows.push({ pair: (rows.at(-1)?.pair ?? 0) + 1, pair_id: pair.pair_id, version: pair.version, win: Number(pair.win),
     logp_difference: pair.delta_nats, reward_correct: Number(pair.reward_margin > 0) });
@@ -61,7 +65,7 @@ export function addPair(pair) {
 /** An adapter has a new version. */
 export function addVersion(version) {
   offer(version.adapter);
-  if (!adapter) return showAdapter(version.adapter);
+  if (!adapter) return show(version.adapter);
   if (version.adapter !== adapter) return;
   current = version.version;
   if (!versions.some((each) => each.version === version.version)) versions.unshift({ ...version, created_at: new Date(version.at_s * 1e3).toISOString() });

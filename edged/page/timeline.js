@@ -6,6 +6,7 @@ const KINDS = ["prefill", "decode", "finetune"];
 const KEPT_S = 65;
 const REDRAW_MS = 200;
 const LEAST_BAR = 3;
+const LEAST_STRIPE = 2;
 const GAP = 1;
 const IDLE = 12;
 const OUTLIER = 3;
@@ -199,13 +200,16 @@ function drawAxes(area) {
   }
 }
 
+/** In whole pixels, and what there was at all is seen, however short it was. */
 function drawBar(bar, area) {
-  const width = Math.max(1, bar.to - bar.from - GAP);
-  let y = area.bottom;
+  const from = Math.round(bar.from);
+  const width = Math.max(1, Math.round(bar.to - GAP) - from);
+  let y = Math.round(area.bottom);
   for (const kind of KINDS) {
-    const height = heightOf(bar[kind], area);
+    if (!bar[kind]) continue;
+    const height = Math.max(LEAST_STRIPE, Math.round(heightOf(bar[kind], area)));
     pen.fillStyle = colours[kind];
-    pen.fillRect(bar.from, y - height, width, height);
+    pen.fillRect(from, y - height, width, height);
     y -= height;
   }
 }

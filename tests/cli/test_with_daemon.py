@@ -68,7 +68,7 @@ def test_ask_passes_the_daemon_s_refusal_on(daemon: Daemon) -> None:
 
 
 def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> None:
-    text = daemon.run("status").stdout
+    text = daemon.run("status", COLUMNS="300").stdout
     for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "tokens saved", "spilled", "GiB"):
         assert word in text
     assert "for neighbours" in text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from edged.models import demo_model_dir
 from tests.api.live import LiveDaemon, running
@@ -16,6 +16,7 @@ from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, 
 
 RICE = "How do I cook rice?"
 LAKE = "How far is it to the lake?"
+PAIR = {"prompt": RICE, "chosen": "Boil it.", "rejected": "I do not know."}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,24 @@ def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: L
         assert http.get("/v1/feedback?user=editor").json()["chosen"] == "Boil it."
 
 
+def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaemon) -> None:
+    def teach(user: str) -> None:
+        with daemon.http() as http:
+            http.post("/v1/feedback", json={"user": user, **PAIR}).raise_for_status()
+
+    teach("early")
+    held: list[Route] = []
+    page.route("**/v1/adapters/*", lambda route: route.continue_() if held else held.append(route))
+    page.reload()
+    while not held:
+        page.wait_for_timeout(20)
+    Person(page).is_called("late")
+    held[0].continue_()
+    expect(page.locator("#progress")).to_contain_text("version", timeout=PATIENT_MS)
+    teach("late")
+    expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
+
+
 def test_thumbs_and_asking_again_make_a_pair_of_two_answers(page: Page) -> None:
     person = Person(page).is_called("rater").wants_one_answer()
     person.asks(RICE)
@@ -153,6 +172,7 @@ def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
     learnt(page, 1)
+    person.asks(LAKE)
     expect(page.locator("#summary")).to_contain_text(re.compile("[1-9]\\d* a second"))
     page.get_by_role("button", name="Pause").click()
     assert colours(page) == {"prefill", "decode", "finetune"}
