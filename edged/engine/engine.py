@@ -32,6 +32,7 @@ from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason
 from edged.engine.rest import Rest
 from edged.engine.scarcity import Scarcity
 from edged.engine.serving import Serving
+from edged.engine.steps import Steps
 from edged.engine.threads import apart, beside
 from edged.governors.limits import Limits, Use
 from edged.scheduler.foresight import Foresight
@@ -61,10 +62,13 @@ class Engine:
         self._foreseeing_s = 0.0
         """What the plan that comes has cost already."""
         self._serving = Serving(parts)
-        self._learning = Learning(parts, self._serving.on_publish, self._serving.on_fetched, self._post, journal)
-        self._serving.on_missing(self._learning.fetch)
-        self._limiter = Limiter(parts, self._serving, self._learning)
-        self._scarcity = Scarcity(parts, self._serving, self._learning)
+        self._steps = Steps(parts)
+        self._learning = Learning(
+            parts, self._steps, self._serving.on_publish, self._serving.on_fetched, self._post, journal
+        )
+        self._serving.on_missing(self._learning.fetcher.fetch)
+        self._limiter = Limiter(parts, self._serving, self._learning, self._steps)
+        self._scarcity = Scarcity(parts, self._serving, self._steps)
         self._inbox: deque[Callable[[], None]] = deque()
         self._requests_waiting = 0
         self._wake = threading.Condition()
@@ -303,7 +307,7 @@ class Engine:
                     self._iterate(plan)
                 self._flush()
                 if not busy:
-                    self._wait(min(plan.resume_s, self._learning.resumes_s))
+                    self._wait(min(plan.resume_s, self._steps.resumes_s))
                 elif self._scarcity.pause_s:
                     self._wait(time.monotonic() + self._scarcity.pause_s)
         except Exception as error:
@@ -343,12 +347,12 @@ class Engine:
             work = self._executor.run(
                 plan,
                 self._serving.running,
-                self._learning.jobs,
+                self._steps.jobs,
                 interrupted=lambda: bool(self._inbox),
                 meanwhile=lambda: self._foresee(plan, started),
             )
             ran, now = True, time.monotonic()
-            outcomes = self._serving.after(work, now) + self._learning.after(plan, work)
+            outcomes = self._serving.after(work, now) + self._steps.after(plan, work)
             result = Result(outcomes, work.forward_s, work.units)
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
@@ -368,7 +372,7 @@ class Engine:
             now = time.monotonic()
             ids = {grant.task.task_id for grant in plan.grants}
             hit = self._serving.fail(ids, f"the iteration failed: {error}", now)
-            self._learning.fail(ids, str(error))
+            self._steps.fail(ids, str(error))
             name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
             logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
 
@@ -386,7 +390,7 @@ class Engine:
             log.exception("the next iteration could not be planned ahead")
 
     def _preempt(self, task_id: int, now: float) -> None:
-        if not self._learning.preempt(task_id, now):
+        if not self._steps.preempt(task_id, now):
             self._serving.preempt(task_id, now)
             self._stats.totals.preemptions += 1
 

@@ -162,7 +162,7 @@ def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str,
     plan_of = engine._plan
 
     def plan() -> Plan:
-        for job in list(engine._learning.jobs.values()):
+        for job in list(engine._steps.jobs.values()):
             kinds = [kind for kind, _ in job.step.units_left()]
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)

@@ -105,7 +105,7 @@ def take_pages_of_steps(engine: Engine, times: int) -> list[int]:
 
     def plan() -> Plan:
         made = plan_of()
-        for task_id, task in engine._learning._tasks.items():
+        for task_id, task in engine._steps._tasks.items():
             if task.held_pages and len(hit) < times and rng.random() < 0.5:
                 hit.append(task_id)
                 made.grants[:] = [grant for grant in made.grants if grant.task is not task]
@@ -258,6 +258,6 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
             engine.submit_pairs(random_pairs(2, "ann") + random_pairs(2, "bob", first_id=3))
             client.wait(lambda: len(client.of(PairRetired)) == 2)
             assert engine._ask(lambda: list(trainer.ready())).result(10) == []
-        engine._ask(lambda: engine._learning.fetch("ann")).result(10)
+        engine._ask(lambda: engine._learning.fetcher.fetch("ann")).result(10)
         client.wait(lambda: len(client.of(PairRetired)) == 4)
     assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]
