@@ -38,7 +38,8 @@ start = Engine.start
 
 def start_and_hang(engine):
     start(engine)
-    threading.Thread(target=lambda: (sys.stdin.read(), engine._post(lambda: time.sleep(3600))), daemon=True).start()
+    hang = lambda: engine._inbox.post(lambda: time.sleep(3600))
+    threading.Thread(target=lambda: (sys.stdin.read(), hang()), daemon=True).start()
 
 Engine.start = start_and_hang
 sys.exit(daemon.run_daemon(load_settings()))

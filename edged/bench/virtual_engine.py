@@ -186,7 +186,7 @@ class VirtualEngine:
         return cast(EngineParts, parts)
 
     def _may_keep_graph(self) -> bool:
-        """Not where the weights are read for serving anyway: see the engine's `Learning`."""
+        """Not where the weights are read for serving anyway: see the engine's `Steps`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         return self._keeps_graph and not (serving and self.device.cuda)
@@ -265,7 +265,7 @@ class VirtualEngine:
     # -- one iteration -----------------------------------------------------------------------------------------------
 
     def _iterate(self, plan: Plan) -> None:
-        """What `Engine._iterate` does; the clock moves on by what the device takes."""
+        """What `Loop._iterate` does; the clock moves on by what the device takes."""
         started_s = self.now
         for task in plan.preempt:
             if not self.learning.preempt(task.task_id, started_s):

@@ -206,9 +206,7 @@ def screen(report: dict[str, Any]) -> RenderableType:
     """The report as one table of what was measured."""
     from rich.table import Table
 
-    load, slo, finetune = report["load"], report["slo"], report["finetune"]
-    alignment, prefix, requests = report["alignment"], report["prefix"], report["requests"]
-    model = report["model"]
+    load, model = report["load"], report["model"]
     title = (
         f"{load['trace']} on {model['name']} ({model['device']}, {model['dtype']}), policy {report['policy']}: "
         f"{load['rate_per_s']:.2f} requests/s for {load['seconds']:.0f} s, prompts of {load['mean_prompt_tokens']:.0f} "
@@ -217,6 +215,15 @@ def screen(report: dict[str, Any]) -> RenderableType:
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
+    for label, value in _rows(report):
+        table.add_row(label, value)
+    return table
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was measured: a label and its values."""
+    slo, finetune, throughput = report["slo"], report["finetune"], report["throughput"]
+    alignment, prefix, scheduler = report["alignment"], report["prefix"], report["scheduler"]
 
     def latency(name: str) -> str:
         values = report[name]
@@ -226,9 +233,8 @@ def screen(report: dict[str, Any]) -> RenderableType:
         recent = alignment[f"{name}_recent"]
         return f"{number(alignment[name], 3, unit)} (last 50 pairs {number(recent, 3, unit)})"
 
-    throughput = report["throughput"]
-    for label, value in (
-        ("requests", ", ".join(f"{count} {name}" for name, count in requests.items())),
+    return [
+        ("requests", ", ".join(f"{count} {name}" for name, count in report["requests"].items())),
         ("TTFT", latency("ttft_ms")),
         ("TBT", latency("tbt_ms")),
         (
@@ -254,14 +260,12 @@ def screen(report: dict[str, Any]) -> RenderableType:
         ("prefix hits", f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"),
         (
             "scheduler",
-            f"{report['scheduler']['iterations']} iterations, decision "
-            f"{number(report['scheduler']['decision_ms_p50'], 3, 'ms')}, cost model off by "
-            f"{number(report['scheduler']['cost_model_mape_percent'], 0)} %, "
-            f"{report['scheduler']['preemptions']} preemptions",
+            f"{scheduler['iterations']} iterations, decision "
+            f"{number(scheduler['decision_ms_p50'], 3, 'ms')}, cost model off by "
+            f"{number(scheduler['cost_model_mape_percent'], 0)} %, "
+            f"{scheduler['preemptions']} preemptions",
         ),
-    ):
-        table.add_row(label, value)
-    return table
+    ]
 
 
 bench.add_command(compare)

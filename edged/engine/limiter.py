@@ -15,6 +15,7 @@ from edged.engine.memory import has_own_memory
 from edged.engine.parts import EngineParts
 from edged.engine.process import give_back_memory
 from edged.engine.serving import Serving
+from edged.engine.steps import Steps
 from edged.governors.limits import Limits, Use
 from edged.scheduler.task import Resources
 
@@ -26,8 +27,8 @@ _MOST_MOVED = 64 << 20
 class Limiter:
     """Used by the engine thread alone, but for `use`, which only reads numbers."""
 
-    def __init__(self, parts: EngineParts, serving: Serving, learning: Learning) -> None:
-        self._parts, self._serving, self._learning = parts, serving, learning
+    def __init__(self, parts: EngineParts, serving: Serving, learning: Learning, steps: Steps) -> None:
+        self._parts, self._serving, self._learning, self._steps = parts, serving, learning, steps
         self._executor, self._pool, self._kv = parts.executor, parts.executor.pool, parts.executor.kv
         page_size = self._pool.page_size
         self._page_bytes = parts.model.page_bytes(page_size)
@@ -154,7 +155,7 @@ class Limiter:
         wanted = max(wanted, self._live_pages)
         if executor.trie is not None:
             executor.trie.evict(before - pool.free_pages - wanted)
-        self._learning.restart_above(wanted)
+        self._steps.restart_above(wanted)
         held = pool.held_from(wanted)
         if len(held) > self._most_moved:
             held = held[-self._most_moved :]

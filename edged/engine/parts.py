@@ -150,28 +150,16 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         log.info("weights are not packed: %s", reason)
     pages = page_count(model, settings)
     kv = model.new_kv(pages, settings.cache.page_size)
-    pool = PagePool(pages, settings.cache.page_size)
-    # Page tables are padded with page 0: nobody may own it.
-    pool.allocate(1)
     usable = pages - 1
-    policy = POLICIES[settings.scheduler.policy]
     temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
     folder = Path(temporary.name) if temporary else Path(data_dir or "")
-    shares = settings.cache.prefix_sharing and policy.shares_prefixes
-    spill = pick_spill(kv, settings.cache, folder) if shares else None
-    trie = PrefixTrie(pool, spill) if shares else None
-    assert model.lora is not None
-    pick_lora_kernel(model.lora, settings.model)
-    paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
-    executor = Executor(model, kv, pool, trie, paths)
-    executor.spill = spill
-    executor.graphs = _graphs(model, kv, paths, settings)
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, usable * settings.cache.page_size)
-    executor.pruner = _pruner(executor, policy, settings, max_context)
+    executor = _build_executor(model, kv, pages, settings, folder, max_context)
     end_ids = model.end_ids()
     executor.set_end_ids(end_ids)
     name = settings.model.name or Path(model_dir).name
+    assert model.lora is not None
     shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
     spec = lora_spec(shapes, name, model.fingerprint, settings.align)
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
@@ -193,7 +181,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
             settings.guard,
             executor.decoder,
             executor.release,
-            usable * pool.page_size,
+            usable * kv.page_size,
             settings.feedback,
         ),
         stats=Stats(),
@@ -204,6 +192,27 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         task_ids=itertools.count(1),
         temporary=temporary,
     )
+
+
+def _build_executor(
+    model: ServedModel, kv: KvStore, pages: int, settings: Settings, folder: Path, max_context: int
+) -> Executor:
+    """What runs plans over `pages` of K/V, as settings, policy and device have it; `folder` is for evicted prefixes."""
+    policy = POLICIES[settings.scheduler.policy]
+    pool = PagePool(pages, settings.cache.page_size)
+    # Page tables are padded with page 0: nobody may own it.
+    pool.allocate(1)
+    shares = settings.cache.prefix_sharing and policy.shares_prefixes
+    spill = pick_spill(kv, settings.cache, folder) if shares else None
+    trie = PrefixTrie(pool, spill) if shares else None
+    assert model.lora is not None
+    pick_lora_kernel(model.lora, settings.model)
+    paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
+    executor = Executor(model, kv, pool, trie, paths)
+    executor.spill = spill
+    executor.graphs = _graphs(model, kv, paths, settings)
+    executor.pruner = _pruner(executor, policy, settings, max_context)
+    return executor
 
 
 def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -> DecodeGraphs | None:

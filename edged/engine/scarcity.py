@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 
 from edged import logs
-from edged.engine.learning import Learning
 from edged.engine.parts import EngineParts
 from edged.engine.process import give_back_memory
 from edged.engine.serving import Serving
+from edged.engine.steps import Steps
 from edged.scheduler.task import Plan, Resources, Task
 
 log = logging.getLogger("edged.engine")
@@ -32,8 +32,8 @@ _EASES_AFTER = 64
 class Scarcity:
     """Fine-tuning gives way first, then chunks shrink, then sequences are preempted; last, one request fails."""
 
-    def __init__(self, parts: EngineParts, serving: Serving, learning: Learning) -> None:
-        self._parts, self._serving, self._learning = parts, serving, learning
+    def __init__(self, parts: EngineParts, serving: Serving, steps: Steps) -> None:
+        self._parts, self._serving, self._steps = parts, serving, steps
         self._tokens: float = math.inf
         self._sequences: float = math.inf
         self._strikes = 0
@@ -68,10 +68,10 @@ class Scarcity:
         self._went_well = 0
         self._free()
         self._drop_torn(plan, now)
-        tuning = {grant.task.task_id for grant in plan.grants} & self._learning.jobs.keys()
+        tuning = {grant.task.task_id for grant in plan.grants} & self._steps.jobs.keys()
         if tuning:
             _tell("memory ran out beside fine-tuning, which waits", error)
-            self._learning.starved(tuning, _first_line(error), now)
+            self._steps.starved(tuning, _first_line(error), now)
             # What was computed of sequences in this iteration does not count; they are as they were.
             return
         serving = [grant for grant in plan.grants if grant.task.task_id in self._serving.running]

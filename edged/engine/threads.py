@@ -75,6 +75,13 @@ def apart(work: Callable[[], T]) -> T:
         return pool.submit(work).result()
 
 
+def one_beside(name: str) -> ThreadPoolExecutor:
+    """A pool of one thread `beside` the one that computes; it is there at once, so that nothing is set later."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=beside)
+    pool.submit(lambda: None).result()
+    return pool
+
+
 def _used_and_idle_s(cores: list[int]) -> tuple[float, float]:
     """Seconds that this process computed, and that `cores` did nothing, since some moment of the past."""
     times = os.times()

@@ -55,7 +55,7 @@ def train(
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOTrainer
 
     class ServedTokens(DPOTrainer):
         """Takes pairs in tokens: rendered anew, they might be others than the ones that were answered."""
@@ -68,36 +68,15 @@ def train(
             if logs and "loss" in logs:
                 progress(state.global_step, state.max_steps, float(logs["loss"]))
 
-    on_cpu = base.device.type == "cpu"
     rows = [
         {"prompt_ids": list(pair.prompt), "chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)}
         for pair in pairs
     ]
     with tempfile.TemporaryDirectory(prefix="edged-") as folder:
-        config = DPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=min(align.micro_batch_pairs, len(pairs)),
-            num_train_epochs=recipe.epochs,
-            learning_rate=recipe.learning_rate,
-            lr_scheduler_type="constant",
-            weight_decay=align.weight_decay,
-            max_grad_norm=align.max_grad_norm,
-            beta=align.beta,
-            loss_type=[align.loss],
-            max_length=None,
-            bf16=base.dtype == torch.bfloat16,
-            use_cpu=on_cpu,
-            seed=recipe.seed,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
         lora = LoraConfig(r=align.rank, lora_alpha=align.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
         trainer = ServedTokens(
             model=base,
-            args=config,
+            args=_config(align, recipe, len(pairs), folder, base),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             peft_config=lora,
@@ -107,6 +86,32 @@ def train(
         trainer.remove_callback(_printer())
         trainer.train()
         return trainer.model.eval()
+
+
+def _config(align: AlignSettings, recipe: Recipe, pairs: int, folder: str, base: Any) -> Any:
+    """TRL's DPOConfig for so many pairs: edged's step, and nothing written but to the folder."""
+    from trl import DPOConfig
+
+    return DPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=min(align.micro_batch_pairs, pairs),
+        num_train_epochs=recipe.epochs,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=align.weight_decay,
+        max_grad_norm=align.max_grad_norm,
+        beta=align.beta,
+        loss_type=[align.loss],
+        max_length=None,
+        bf16=base.dtype == torch.bfloat16,
+        use_cpu=base.device.type == "cpu",
+        seed=recipe.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 def _printer() -> Any:

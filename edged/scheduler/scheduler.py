@@ -52,8 +52,11 @@ class Scheduler:
         self.targets = Targets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Decide by other settings from the next plan on; the policy stays. What was owed and spent still is."""
-        self.restore()
+        """Decide by other settings from the next plan on; the policy stays, and is asked again after it failed.
+
+        What was owed and spent still is.
+        """
+        self.degraded = ""
         self.policy = type(self.policy)(settings, self.cost)
         self.targets = Targets(settings, self.cost)
         self._queues.arrears.configure(settings)
@@ -128,10 +131,6 @@ class Scheduler:
         self._set_due(decoded, queues.decodes, end_s)
         ahead = self._decide(queues, end_s, resources)
         return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
-
-    def restore(self) -> None:
-        """Ask the policy again, after it failed."""
-        self.degraded = ""
 
     def _decide(self, queues: Queues, now: float, resources: Resources) -> Plan:
         """The policy's plan; first come, first served from the moment that the policy fails."""

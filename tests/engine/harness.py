@@ -64,7 +64,7 @@ def check_pages_after_every_iteration(engine: Engine) -> None:
         try:
             executor.pool.check() if executor.trie is None else executor.trie.check()
         except AssertionError as error:
-            engine.error = f"pages: {error}"
+            engine._loop.error = f"pages: {error}"
         return work
 
     executor.run = checked  # type: ignore[method-assign]

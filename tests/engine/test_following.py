@@ -24,7 +24,7 @@ PAGE = 8
 def held_still(engine: Engine) -> Iterator[None]:
     """What is submitted inside is in the engine's inbox together."""
     gate = threading.Event()
-    engine._post(lambda: gate.wait(30) and None)
+    engine._inbox.post(lambda: gate.wait(30) and None)
     try:
         yield
     finally:
@@ -87,7 +87,7 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
             engine,
             "long",
             4 * PAGE,
-            lambda sequence: engine._inbox.append(lambda: held.append(engine._serving._following.waiting)),
+            lambda sequence: engine._inbox.post(lambda: held.append(engine._serving._following.waiting)),
         )
         with held_still(engine):
             engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -106,7 +106,7 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
             engine._serving.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
             held.append(engine._serving._following.waiting)
 
-        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._inbox.append(come))
+        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._inbox.post(come))
         engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
         client.wait(lambda: len(client.finished) == 2)
         assert held == [0]
@@ -133,7 +133,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
         ends = {
             "cancelled": lambda sequence: serving.cancel("r0", "cancelled", time.monotonic()),
             "failed": lambda sequence: serving.fail([sequence.task.task_id], "made to fail", time.monotonic()),
-            "preempted": lambda sequence: engine._preempt(sequence.task.task_id, time.monotonic()),
+            "preempted": lambda sequence: engine._loop._preempt(sequence.task.task_id, time.monotonic()),
         }
 
         held: list[int] = []
@@ -144,7 +144,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
 
         def end(sequence: Any) -> None:
             # After the iteration, as the engine itself would.
-            engine._inbox.appendleft(lambda: end_now(sequence))
+            engine._inbox._commands.appendleft(lambda: end_now(sequence))
 
         at_a_chunk(engine, "r0", 8 * PAGE, end)
         with held_still(engine):
@@ -190,7 +190,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine._inbox.appendleft(lambda: engine._learning.rollback("ann", 1))
+            engine._inbox._commands.appendleft(lambda: engine._learning.rollback("ann", 1))
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):

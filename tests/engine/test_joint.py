@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.units: list[Unit] = []
-        trainer, run, plan = engine._parts.trainer, engine._executor.run, engine._plan
+        trainer, run, plan = engine._parts.trainer, engine._parts.executor.run, engine._loop._plan
 
         def watched(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
@@ -43,7 +43,7 @@ class Watch:
             assert trainer.pairs_queued == sum(x.pairs for x in learners)
             return plan()
 
-        engine._executor.run, engine._plan = watched, checked  # type: ignore[method-assign]
+        engine._parts.executor.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
@@ -145,7 +145,7 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
             weights = engine._parts.trainer.state("bob").weights
             next(iter(weights.values()))[1].data[0] = float("nan")
 
-        engine._ask(spoil).result(10)
+        engine._inbox.ask(spoil).result(10)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert watch.steps() == [3]
@@ -159,20 +159,20 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
 def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str, ...]]:
     """Give the engine a command while a shared step is in its backward pass; returns whose it was, once it is done."""
     hit: list[tuple[str, ...]] = []
-    plan_of = engine._plan
+    plan_of = engine._loop._plan
 
     def plan() -> Plan:
-        for job in list(engine._learning.jobs.values()):
+        for job in list(engine._loop._steps.jobs.values()):
             kinds = [kind for kind, _ in job.step.units_left()]
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)
                 command()
-                engine._take_inbox()
+                engine._inbox.take()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
                 engine._learning.feed(time.monotonic(), False)
         return plan_of()
 
-    engine._plan = plan  # type: ignore[method-assign]
+    engine._loop._plan = plan  # type: ignore[method-assign]
     return hit
 
 

@@ -101,18 +101,18 @@ def take_pages_of_steps(engine: Engine, times: int) -> list[int]:
     """Preempt the step under way in some iterations, as a scheduler short of pages would; returns whom it hit."""
     hit: list[int] = []
     rng = np.random.default_rng(0)
-    plan_of = engine._plan
+    plan_of = engine._loop._plan
 
     def plan() -> Plan:
         made = plan_of()
-        for task_id, task in engine._learning._tasks.items():
+        for task_id, task in engine._loop._steps._tasks.items():
             if task.held_pages and len(hit) < times and rng.random() < 0.5:
                 hit.append(task_id)
                 made.grants[:] = [grant for grant in made.grants if grant.task is not task]
                 made.preempt.append(task)
         return made
 
-    engine._plan = plan  # type: ignore[method-assign]
+    engine._loop._plan = plan  # type: ignore[method-assign]
     return hit
 
 
@@ -143,7 +143,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
 def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, keep_graph: bool) -> None:
     settings = {"guard__held_out_share": 0.0, "align__keep_graph": keep_graph, "align__window_tokens": 60}
     with running_engine(tmp_path, **settings) as (engine, client):
-        run = engine._executor.run
+        run = engine._parts.executor.run
         pieces: list[tuple[int, int]] = []
 
         def interrupted(*arguments: Any, **named: Any) -> Work:
@@ -152,7 +152,7 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
             pieces.append((len(work.finetuned), len(work.units)))
             return work
 
-        engine._executor.run = interrupted  # type: ignore[method-assign]
+        engine._parts.executor.run = interrupted  # type: ignore[method-assign]
         engine.submit_pairs(random_pairs(4, "ann") + random_pairs(4, "bob", seed=1, first_id=5))
         client.wait(lambda: len(client.of(PairRetired)) == 8)
     assert {record.state for record in client.of(PairRetired)} == {"trained"}
@@ -257,7 +257,7 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
             patch.setattr(trainer.shelf, "load", damaged)
             engine.submit_pairs(random_pairs(2, "ann") + random_pairs(2, "bob", first_id=3))
             client.wait(lambda: len(client.of(PairRetired)) == 2)
-            assert engine._ask(lambda: list(trainer.ready())).result(10) == []
-        engine._ask(lambda: engine._learning.fetch("ann")).result(10)
+            assert engine._inbox.ask(lambda: list(trainer.ready())).result(10) == []
+        engine._inbox.ask(lambda: engine._learning.fetcher.fetch("ann")).result(10)
         client.wait(lambda: len(client.of(PairRetired)) == 4)
     assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]

@@ -119,14 +119,14 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
             return left[0] >= 0
 
         if where == "pages":
-            allocate = engine._executor.allocate
+            allocate = engine._parts.executor.allocate
 
             def starved(pages: int) -> list[int]:
                 if twice():
                     raise MemoryError
                 return allocate(pages)
 
-            monkeypatch.setattr(engine._executor, "allocate", starved)
+            monkeypatch.setattr(engine._parts.executor, "allocate", starved)
             assert answers(engine, client, "short", prompts, tokens=20) == wanted
         else:
             head = engine._parts.model.model.get_output_embeddings()

@@ -40,7 +40,7 @@ def test_the_answer_ends_with_the_reason_and_others_are_as_before(tmp_path: Path
         wanted = answers(engine, client, "before", prompts)
         finite = answers(engine, client, "finite", [bad])
         engine.forget("nobody")
-        engine._post(lambda: engine._executor.trie.expire((None, 0)))
+        engine._inbox.post(lambda: engine._parts.executor.trie.expire((None, 0)))
         with not_a_number(engine):
             engine.submit(request("bad", bad))
             assert answers(engine, client, "beside", prompts) == wanted
@@ -71,7 +71,7 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
             state.version = state.newest_number = spoilt + 1
             trainer._publish(trainer._learner("ann"), spoilt, "trained")
 
-        engine._ask(spoil).result()
+        engine._inbox.ask(spoil).result()
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))
         assert answers(engine, client, "ben-beside", [prompt], adapter="ben") == wanted["ben"]
         client.wait(lambda: "ann-spoilt" in client.finished)

@@ -54,7 +54,7 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
         pages = status["pages"]
         assert pages["free"] + pages["cached"] == pages["total"], "a step kept its pages"
         monkeypatch.setattr(type(policy), "plan", whole)
-        engine.restore_policy()
+        engine.configure(engine.settings).result(10)
         wait_idle(engine)
         assert engine.status()["degraded"] == []
         assert engine.status()["finetune"]["pairs_trained"] > 0

@@ -42,7 +42,7 @@ class Injector:
         parts = engine._parts
         parts.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
         parts.model.model.get_input_embeddings().register_forward_hook(self._spoil)
-        policy = parts.scheduler.policy
+        policy = type(parts.scheduler.policy)
         plan = policy.plan
 
         def failing(*arguments: Any) -> Any:
@@ -61,7 +61,8 @@ class Injector:
                 self._policy_fails = True
             case "restore" if self._engine is not None:
                 self._policy_fails = False
-                self._engine.restore_policy()
+                # As a reload does, which has the policy asked again.
+                self._engine.configure(self._engine.settings)
             case "clock":
                 self._behind_s += order["seconds"]
                 time.time = self._late
