@@ -1,6 +1,6 @@
-"""The daemon: builds the parts from the settings, runs them, and stops them in order.
+"""The daemon: takes its addresses, has its parts built, runs them, and stops them in order.
 
-Owns composition, signals and the exit code. Must not know algorithms.
+Owns that order, signals and the exit code. Must not know what the parts are made of (`edged.assembly`), nor algorithms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,34 +25,22 @@ from transformers.utils import logging as transformers_logging
 import edged
 from edged import logs
 from edged.align.journal import Journal
-from edged.align.pair import Record
-from edged.align.told import Told
 from edged.api.access import Access, AccessError
-from edged.api.admission import Admission
 from edged.api.app import make_app
 from edged.api.connections import Site
-from edged.api.feed import Feed
-from edged.api.forgetting import finish_forgetting
 from edged.api.hub import Hub
-from edged.api.limits import Limits
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
-from edged.api.status import report
-from edged.api.teacher import Teacher
-from edged.config import ConfigError, ModelSettings, Settings
-from edged.engine.engine import Engine
+from edged.assembly import assemble, connect
+from edged.config import ConfigError, Settings
 from edged.engine.model import ModelRefused
 from edged.engine.process import allow_files
-from edged.engine.text import Codec, CodecError
-from edged.governors.governors import Governors
-from edged.models import demo_model_dir
-from edged.reload import Reloaded, Reloader, adopted
+from edged.engine.text import CodecError
+from edged.models.source import ModelMissing
+from edged.reload import Reloaded, Reloader
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
 from edged.store.folder import DATABASE_FILE, clear_leftovers, data_folder
-from edged.store.footprint import Footprint
-from edged.store.upkeep import Upkeep
-from edged.telemetry.device import DeviceMonitor
 
 T = TypeVar("T")
 log = logging.getLogger("edged")
@@ -61,10 +48,6 @@ log = logging.getLogger("edged")
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
-
-
-class ModelMissing(RuntimeError):
-    """The model that the settings name cannot be found; the message says where it was looked for."""
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
@@ -95,33 +78,6 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
 
 def _set_up_logs(settings: Settings) -> None:
     logs.set_up(settings.log, logs.secrets_of(settings, os.environ), os.environ, sys.stderr)
-
-
-def find_model(settings: ModelSettings) -> tuple[Path, str]:
-    """(directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
-    if settings.path == "demo":
-        try:
-            return demo_model_dir(), settings.name or "demo"
-        except FileNotFoundError as error:
-            raise ModelMissing(str(error)) from None
-    path = Path(settings.path).expanduser()
-    if path.is_dir():
-        return path, settings.name or path.resolve().name
-    if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
-        raise ModelMissing(
-            f'model "{settings.path}" is not a directory: give one that save_pretrained wrote, a hub name, or "demo"'
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        patterns += ["*.py"] if settings.trust_remote_code else []
-        return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
-    except Exception as error:  # network, names and permissions, each with its own exception
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelMissing(
-            f'model "{settings.path}" is not a directory here and could not be downloaded ({reason})'
-        ) from error
 
 
 class Daemon:
@@ -191,89 +147,22 @@ class Daemon:
             await runner.cleanup()
 
     def _load(self, store: Store, hub: Hub, folder: Path) -> Services:
-        """Build what takes time: download, tokenizer, model, cache. Raises ModelMissing, CodecError or ModelRefused."""
-        model_dir, name = find_model(self._settings.model)
-        model = self._settings.model.model_copy(update={"name": name})
-        settings = self._settings.model_copy(update={"model": model})
-        if model.trust_remote_code:
-            log.warning(
-                "model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir
-            )
-        codec = Codec.load(model_dir, model.trust_remote_code)
-        finish_forgetting(store, folder / "adapters")
-        told = Told()
-
-        def take(records: list[Record]) -> Future[None] | None:
-            recorded = journal.append(records)
-            told.tell(records)
-            feed.tell(records)
-            return recorded
-
-        engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
-        facts = engine.status()["model"]
-        journal = Journal(store, facts["fingerprint"])
-        self._journal = journal
-        feed = Feed(hub.loop, engine.iterations, lambda: report(self._lifecycle, services))
-        teacher = Teacher(store, codec, engine, settings)
-        monitor = DeviceMonitor(facts["device"])
-        governors = Governors(settings.governor, engine.use, engine.limit)
-        monitor.subscribe(governors.hear)
-        governors.hear(monitor.latest)
-        upkeep = Upkeep(store, settings.store)
-        upkeep.report(fresh=True)
-        services = Services(
-            settings=settings,
-            model=name,
-            vocab_size=facts["vocab_size"],
-            engine=engine,
-            store=store,
-            codec=codec,
-            hub=hub,
-            feed=feed,
-            teacher=teacher,
-            monitor=monitor,
-            admission=Admission.for_engine(settings.serving),
-            limits=Limits(settings.limits),
-            footprint=Footprint(settings.limits.stored_mb * 2**20),
-            governors=governors,
-            upkeep=upkeep,
-            started_at_s=time.time(),
-            reload=self._reload,
-        )
-        self._connect(services)
-        if resumed := teacher.resume(facts["fingerprint"]):
-            log.info("%d pairs were open and go on", resumed)
+        """Build the parts. Raises ModelMissing, CodecError or ModelRefused."""
+        services, self._journal = assemble(self._settings, store, folder, hub, self._lifecycle, self._reload)
+        self._reloader.on_change(_set_up_logs)
+        connect(services, self._lifecycle, self._reloader)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
         # 0.2 to 0.5 s. They stay for good: it need not.
         gc.collect()
         gc.freeze()
         return services
 
-    def _connect(self, services: Services) -> None:
-        """Say who takes over settings that change at run time, in the order in which they do."""
-        engine = services.engine
-
-        async def configure_engine(settings: Settings) -> None:
-            await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
-
-        for apply in (
-            _set_up_logs,
-            configure_engine,
-            self._lifecycle.configure,
-            lambda settings: services.admission.configure(settings.serving),
-            lambda settings: services.limits.configure(settings.limits),
-            lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
-            lambda settings: services.governors.configure(settings.governor),
-            services.teacher.configure,
-            lambda settings: services.upkeep.configure(settings.store),
-        ):
-            self._reloader.on_change(apply)
-
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
-        services.upkeep.start()
         self._lifecycle.ready(services)
+        # It counts all rows first, which takes long in a large database.
+        services.upkeep.start()
         self._loaded.set()
         self._manager.ready(_status(services))
         self._tell_ready(services)

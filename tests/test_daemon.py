@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from edged.config import ModelSettings, Settings
-from edged.daemon import ModelMissing, find_model, run_daemon
+from edged.daemon import run_daemon
+from edged.models.source import ModelMissing, find_model
 from edged.store.folder import data_folder
 from tests.api.live import LiveDaemon, running, started
 from tests.models import save_tiny

@@ -12,7 +12,7 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
-from edged.align.trainer import UnknownAdapter, UnknownVersion
+from edged.align.versions import UnknownAdapter, UnknownVersion
 from edged.api import wire
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found

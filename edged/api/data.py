@@ -6,7 +6,6 @@ Owns these routes. Must not know what may be deleted, nor how a backup is laid o
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +15,12 @@ from aiohttp import web
 from edged.api import wire
 from edged.api.errors import unavailable
 from edged.api.services import Services, services_of
+from edged.api.streams import begun
 from edged.api.turns import Turn
 from edged.config_text import to_toml, without_secrets
 from edged.store.backup import BackupError, staged, stream, total_bytes
 
 TURN = web.AppKey("backup", Turn)
-log = logging.getLogger("edged.api")
 
 
 async def store_report(request: web.Request) -> web.Response:
@@ -60,15 +59,9 @@ async def backup(request: web.Request) -> web.StreamResponse:
         headers = {"Content-Type": "application/x-tar", "X-Edged-Bytes": str(total)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        while (chunk := await asyncio.to_thread(parts.next)) is not None:
-            await response.write(chunk)
-    except ConnectionResetError:
-        log.info("a client left in the middle of a backup")
-    except BackupError:
-        # The answer has begun: only its missing end can tell the client.
-        log.exception("a backup broke off")
-        if request.transport is not None:
-            request.transport.close()
+        with begun(request, "a backup"):
+            while (chunk := await asyncio.to_thread(parts.next)) is not None:
+                await response.write(chunk)
     finally:
         # Behind the thread that may still make the next part for a client that left.
         closed = asyncio.get_running_loop().run_in_executor(None, parts.close)

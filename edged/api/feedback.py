@@ -6,7 +6,6 @@ Owns taking preferences in, durably, and giving them out. Must not know how pair
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
@@ -22,13 +21,12 @@ from edged.api.errors import bad_request
 from edged.api.models import check_tokens
 from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
+from edged.api.streams import begun
 from edged.config import USER_NAME, FeedbackSettings
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
 from edged.store.footprint import Footprint
-
-log = logging.getLogger("edged.api")
 
 _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
@@ -71,16 +69,9 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
     await response.prepare(request)
-    try:
+    with begun(request, "an export"):
         for first in range(0, len(ids), _EXPORT_ROWS):
             await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
-    except ConnectionResetError:
-        log.debug("a client left in the middle of an export")
-    except Exception:
-        # The answer has begun: only its missing end can tell the client.
-        log.exception("an export broke off")
-        if request.transport is not None:
-            request.transport.close()
     return response
 
 

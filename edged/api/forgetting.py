@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edged.align.trainer import UnknownAdapter
+from edged.align.versions import UnknownAdapter
 from edged.api.services import Services
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning

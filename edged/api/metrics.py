@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 import edged
 from edged.align.recent import recent_adapters
 from edged.api.services import LIFECYCLE, Lifecycle, Services
+from edged.api.status import look_at_store
 from edged.observe import readings
 from edged.observe.catalogue import Samples
 from edged.observe.observer import DRAIN_EVERY_S, Observer
@@ -65,19 +66,21 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     samples.put("edged_queue_limit_requests", settings.serving.max_queue)
     observer.put(services.engine, samples)
     readings.put_status(status, samples)
-    readings.put_degraded(status["degraded"], services.store.problem, samples)
     readings.put_device(services.monitor.read(), samples)
-    _put_adapters(services, status["finetune"]["pairs_queued"], samples)
+    unread = _put_adapters(services, status["finetune"]["pairs_queued"], samples)
+    readings.put_degraded(status["degraded"], look_at_store(services.store)[1] or unread, samples)
     # Last, for it tells of errors of the reading before.
     readings.put_store(services.store.path, services.store.errors, samples)
     return samples
 
 
-def _put_adapters(services: Services, pairs_pending: int, samples: Samples) -> None:
+def _put_adapters(services: Services, pairs_pending: int, samples: Samples) -> str:
+    """Returns why there are none of single adapters, or ""."""
     versions, most = services.engine.adapters(), services.settings.metrics.adapters
     try:
         shown = services.store.read(lambda db: recent_adapters(db, versions.keys(), pairs_pending, most))
     except StoreError as error:
         log.error("no metrics of adapters: %s", error)
-        return
+        return str(error)
     readings.put_adapters(versions, shown, samples)
+    return ""

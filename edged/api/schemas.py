@@ -180,11 +180,6 @@ class _Generation(_Body):
         """The longest answer that is wanted."""
         return self.max_tokens
 
-    @property
-    def top_alternatives(self) -> int | None:
-        """How many alternatives to report beside each token's log-probability; None reports nothing."""
-        raise NotImplementedError
-
 
 class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
@@ -207,7 +202,7 @@ class ChatRequest(_Generation):
 
     @property
     def top_alternatives(self) -> int | None:
-        """See the base class."""
+        """How many alternatives to report beside each token's log-probability; None reports nothing."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -237,7 +232,7 @@ class CompletionRequest(_Generation):
 
     @property
     def top_alternatives(self) -> int | None:
-        """See the base class."""
+        """How many alternatives to report beside each token's log-probability; None reports nothing."""
         return self.logprobs
 
 

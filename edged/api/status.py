@@ -28,14 +28,13 @@ async def status(request: web.Request) -> web.Response:
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
     engine = services.engine.status()
-    quarantined, unread = _quarantined(services.store)
-    stored = [services.store.problem or unread] if services.store.problem or unread else []
+    quarantined, problem = look_at_store(services.store)
     body = {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **engine,
-        "degraded": engine["degraded"] + stored,
+        "degraded": engine["degraded"] + ([problem] if problem else []),
         "quarantine": {"pairs": quarantined},
         "forgetting": dict(services.forgetting_stages),
         "open_requests": services.hub.open_requests,
@@ -47,12 +46,12 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     return body
 
 
-def _quarantined(store: Store) -> tuple[int | None, str]:
-    """(pairs that wait for a decision, ""); (None, why) where the database cannot be read."""
+def look_at_store(store: Store) -> tuple[int | None, str]:
+    """(pairs that wait for a decision, None where they cannot be read; what is wrong with the database, or "")."""
     try:
-        return store.read(count_quarantined), ""
+        return store.read(count_quarantined), store.problem
     except StoreError as error:
-        return None, str(error)
+        return None, store.problem or str(error)
 
 
 def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:

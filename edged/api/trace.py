@@ -17,6 +17,7 @@ from aiohttp import web
 import edged
 from edged.api.errors import bad_request
 from edged.api.services import services_of
+from edged.api.streams import begun
 from edged.observe.trace import Event, Tracer
 
 MOST_SECONDS = 600.0
@@ -36,13 +37,14 @@ async def get_trace(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1]
-    await response.write(f'{head}, "traceEvents": [\n'.encode())
-    separator = ""
-    while events := await asyncio.to_thread(_next_piece, pieces):
-        await response.write((separator + ",\n".join(events)).encode())
-        separator = ",\n"
-    await response.write(b"\n]}\n")
-    await response.write_eof()
+    with begun(request, "a trace"):
+        await response.write(f'{head}, "traceEvents": [\n'.encode())
+        separator = ""
+        while events := await asyncio.to_thread(_next_piece, pieces):
+            await response.write((separator + ",\n".join(events)).encode())
+            separator = ",\n"
+        await response.write(b"\n]}\n")
+        await response.write_eof()
     return response
 
 

@@ -96,9 +96,9 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
         settings = load_settings(config, overrides={"model.path": model, "store.data_dir": data_dir})
     except ConfigError as error:
         raise DaemonError(str(error)) from None
-    from edged.daemon import ModelMissing, find_model
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
+    from edged.models.source import ModelMissing, find_model
     from edged.rebuild.stored import RebuildError
     from edged.rebuild.training import check_trl
     from edged.store.folder import data_folder

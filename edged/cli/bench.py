@@ -79,9 +79,9 @@ def replay(
     from edged.bench.replay import replay as run
     from edged.bench.traces import TraceError
     from edged.config import ConfigError, load_settings
-    from edged.daemon import ModelMissing, find_model
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
+    from edged.models.source import ModelMissing, find_model
 
     transformers_logging.disable_progress_bar()
     try:

@@ -48,8 +48,8 @@ def profile(
     from transformers.utils import logging as transformers_logging
 
     from edged.bench.device_profile import ProfilingFailed, profile_device
-    from edged.daemon import ModelMissing, find_model
     from edged.engine.model import ModelRefused
+    from edged.models.source import ModelMissing, find_model
     from edged.store.folder import data_folder
 
     transformers_logging.disable_progress_bar()

@@ -52,7 +52,7 @@ def put_status(status: Mapping[str, Any], samples: Samples) -> None:
 
 
 def put_degraded(engine: Sequence[str], store: str, samples: Samples) -> None:
-    """How many sentences there are for what is not as it should be: the engine's, and the store's if it has one."""
+    """How many things are not as they should be: each of the engine's, and the database if it has a problem."""
     samples.put("edged_degraded", len(engine) + bool(store))
 
 

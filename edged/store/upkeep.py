@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class Upkeep:
         self._sweeping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
         self._deleted: dict[str, int] = {}
-        self._facts: dict[str, Any] = {}
+        self._rows: dict[str, int | None] = dict.fromkeys(_TABLES)
+        """By table, when they were last counted, which takes long in a large one: None before the first time."""
+        self._facts = self._store.read(_facts_of)
         self._full_told = False
 
     def configure(self, settings: StoreSettings) -> None:
@@ -61,7 +64,7 @@ class Upkeep:
         self._settings = settings
 
     def start(self) -> None:
-        """Begin; the first sweep comes a while later."""
+        """Begin: rows are counted at once, the first sweep comes a while later."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -105,9 +108,10 @@ class Upkeep:
     def report(self, fresh: bool = False) -> dict[str, Any]:
         """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
 
-        Sizes are of now; the rest is of the last sweep, unless `fresh`, which reads the tables. Raises StoreError.
+        Sizes are of now; the rest is of the last sweep, unless `fresh`, which reads the tables. Rows that were not
+        counted yet are None. Raises StoreError.
         """
-        if fresh or not self._facts:
+        if fresh:
             self._look()
         return {
             "path": str(self._store.path),
@@ -115,6 +119,7 @@ class Upkeep:
             "log_bytes": self._log_bytes(),
             "max_bytes": self._settings.max_database_mb << 20,
             **self._facts,
+            "rows": dict(self._rows),
             "deleted": dict(self._deleted),
         }
 
@@ -123,20 +128,27 @@ class Upkeep:
     def _run(self) -> None:
         sweep_s = time.monotonic() + FIRST_SWEEP_S
         optimize_s = sweep_s
+        self._try(self._look)
         while not self._stopping.wait(CHECK_LOG_EVERY_S):
             now = time.monotonic()
-            try:
-                if self._log_bytes() > LONG_LOG_BYTES:
-                    self.empty_log()
-                if now >= sweep_s:
-                    sweep_s = now + SWEEP_EVERY_S
-                    self.sweep()
-                if now >= optimize_s:
-                    optimize_s = now + OPTIMIZE_EVERY_S
-                    self._store.write_alone(_optimize).result()
-            except Exception as error:
-                # A full or failing disk may be well again the next time; nothing else depends on this.
-                log.error("the database was not kept in order this time: %s", error)
+            self._try(self._shorten_log)
+            if now >= sweep_s:
+                sweep_s = now + SWEEP_EVERY_S
+                self._try(self.sweep)
+            if now >= optimize_s:
+                optimize_s = now + OPTIMIZE_EVERY_S
+                self._try(lambda: self._store.write_alone(_optimize).result())
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            # A full or failing disk may be well again the next time; nothing else depends on this.
+            log.error("the database was not kept in order this time: %s", error)
+
+    def _shorten_log(self) -> None:
+        if self._log_bytes() > LONG_LOG_BYTES:
+            self.empty_log()
 
     def _apply(
         self, rule: Rule, values: dict[str, Any], deleted: dict[str, int], only_while_large: bool = False
@@ -171,17 +183,13 @@ class Upkeep:
             self._stopping.wait(PAUSE_S)
 
     def _look(self) -> None:
-        def look(db: Database) -> dict[str, Any]:
-            oldest = db.execute("SELECT created_at FROM completions ORDER BY rowid LIMIT 1").fetchone()
-            return {
-                "used_bytes": retention.used_bytes(db),
-                "gives_pages_back": frees_pages(db),
-                "rows": {table: db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in _TABLES},
-                "oldest_completion": oldest[0] if oldest else None,
-                "looked_at": utc_text(utc_now()),
-            }
-
-        self._facts = self._store.read(look)
+        """Count the rows, unless it is to stop meanwhile, and take the rest of the facts."""
+        rows: dict[str, int | None] = {}
+        for table in _TABLES:
+            if self._stopping.is_set():
+                return
+            rows[table] = self._store.read(partial(_count, table=table))
+        self._rows, self._facts = rows, self._store.read(_facts_of)
 
     def _tell_full(self) -> None:
         """Once, when nothing is left that may go by itself."""
@@ -212,6 +220,21 @@ def checkpoint(db: Database) -> bool:
 def _optimize(db: Database) -> None:
     db.execute("PRAGMA analysis_limit = 400").fetchall()
     db.execute("PRAGMA optimize").fetchall()
+
+
+def _count(db: Database, table: str) -> int:
+    return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def _facts_of(db: Database) -> dict[str, Any]:
+    """What is known without reading tables."""
+    oldest = db.execute("SELECT created_at FROM completions ORDER BY rowid LIMIT 1").fetchone()
+    return {
+        "used_bytes": retention.used_bytes(db),
+        "gives_pages_back": frees_pages(db),
+        "oldest_completion": oldest[0] if oldest else None,
+        "looked_at": utc_text(utc_now()),
+    }
 
 
 def _size(path: Path) -> int:

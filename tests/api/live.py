@@ -35,13 +35,13 @@ def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
         os.dup2(file.fileno(), 2)
     import torch
 
-    from edged import daemon
+    from edged import assembly, daemon
     from edged.config import load_settings
 
     torch.set_num_threads(1)
     if download_s:
-        find_model = daemon.find_model
-        daemon.find_model = lambda model: (time.sleep(download_s), find_model(model))[1]
+        find_model = assembly.find_model
+        assembly.find_model = lambda model: (time.sleep(download_s), find_model(model))[1]
     load = functools.partial(load_settings, settings.get("EDGED_CONFIG"))
     sys.exit(daemon.run_daemon(load(), load))
 

@@ -248,9 +248,11 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
             writer.write(b"GET /v1/events HTTP/1.1\r\nHost: edged\r\n\r\n")
             while feed.readers == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+            assert feed.readers == 1
             writer.close()
             while feed.readers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert not lets_go.is_set(), "it was not waited for"
     finally:
         lets_go.set()
         await runner.cleanup()
@@ -351,4 +353,5 @@ async def test_a_client_that_stands_still_is_cut_off(live: LiveDaemon) -> None:
             with contextlib.suppress(ConnectionResetError):
                 while await reader.read(1 << 20):
                     pass
+        assert reader.at_eof() or isinstance(reader.exception(), ConnectionResetError)
         writer.close()

@@ -76,7 +76,8 @@ def test_an_answer_can_be_rated_as_soon_as_its_last_chunk_is_read(client: openai
     for _ in range(5):
         stream = client.chat.completions.create(model="tiny", messages=messages, user="cat", max_tokens=3, stream=True)
         chunk = next(chunk for chunk in stream if chunk.choices[0].finish_reason)
-        post(http, completion_id=chunk.id, signal="up")
+        taken = post(http, completion_id=chunk.id, signal="up")
+        assert not taken["duplicate"], "it is another answer than the one before"
 
 
 def test_opposite_ratings_of_the_same_prompt_make_a_pair(client: openai.OpenAI, http: httpx2.Client) -> None:

@@ -56,6 +56,7 @@ def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
     listener = UnixListener(path)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
+        assert client.getpeername() == str(path)
     listener.close()
 
 

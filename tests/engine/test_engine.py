@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 
 from edged.align.pair import PairRetired, PairScored, VersionPublished, VersionSaved
-from edged.align.trainer import UnknownAdapter
+from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, RequestRefused
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle

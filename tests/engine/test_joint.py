@@ -37,8 +37,8 @@ class Watch:
             return work
 
         def checked() -> Plan:
-            learners = trainer._learners.values()
-            due = {x.name for x in learners if x.step is None and (x.queue or trainer._test_due(x))}
+            learners = trainer._roster.learners.values()
+            due = {x.name for x in learners if x.step is None and (x.queue or trainer._roster.test_due(x))}
             assert set(trainer.ready()) == due
             assert trainer.pairs_queued == sum(x.pairs for x in learners)
             return plan()

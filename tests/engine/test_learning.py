@@ -69,6 +69,10 @@ def test_the_guard_rolls_back_a_version_that_strays_too_far(tmp_path: Path) -> N
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit_pairs(random_pairs(8))
         client.wait(lambda: any(v.reason.startswith("guard: KL") for v in client.of(VersionPublished)))
+    versions = client.of(VersionPublished)
+    taken_back = next(v for v in versions if v.reason.startswith("guard: KL"))
+    assert taken_back.parent in {v.version for v in versions if v.reason == "trained"}
+    assert taken_back.version > taken_back.parent
 
 
 def test_pairs_wait_while_fine_tuning_is_paused_and_two_users_learn_apart(tmp_path: Path) -> None:

@@ -223,6 +223,18 @@ def test_the_status_says_that_the_database_is_damaged(tmp_path: Path, model: Pat
         assert "the file is damaged" in finding.seen
 
 
+def test_a_table_that_cannot_be_read_counts_as_degraded(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path, model) as daemon, daemon.http() as http:
+        assert "\nedged_degraded 0.0\n" in http.get("/metrics").text
+        for table in ("quarantine", "alignment_metrics"):
+            with contextlib.closing(sqlite3.connect(daemon.data / "edged.db")) as db:
+                db.execute(f"ALTER TABLE {table} RENAME TO elsewhere")
+            assert "\nedged_degraded 1.0\n" in http.get("/metrics").text, table
+            with contextlib.closing(sqlite3.connect(daemon.data / "edged.db")) as db:
+                db.execute(f"ALTER TABLE elsewhere RENAME TO {table}")
+        assert "\nedged_degraded 0.0\n" in http.get("/metrics").text
+
+
 def ready(daemon: LiveDaemon) -> bool:
     try:
         with daemon.http() as http:

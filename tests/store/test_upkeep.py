@@ -301,6 +301,21 @@ def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_s
     large.close()
 
 
+def test_a_start_does_not_wait_until_all_rows_are_counted(store):
+    add(store, *numbered(3))
+    keeper = Upkeep(store, StoreSettings())
+    early = keeper.report()
+    assert set(early["rows"].values()) == {None}
+    assert early["used_bytes"] > 0
+    assert early["oldest_completion"] == utc_text(OLD)
+    keeper.start()
+    deadline = time.monotonic() + 30
+    while keeper.report()["rows"]["completions"] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    keeper.stop()
+    assert keeper.report()["rows"]["completions"] == 3
+
+
 def test_the_thread_sweeps_and_stops(store, monkeypatch):
     for name in ("CHECK_LOG_EVERY_S", "FIRST_SWEEP_S"):
         monkeypatch.setattr(upkeep, name, 0.01)

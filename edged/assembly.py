@@ -1,0 +1,117 @@
+"""The parts of a daemon, built from the settings and connected with each other.
+
+Owns composition, and which part takes over settings that change at run time. Must not know when parts start or stop,
+nor algorithms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from edged.align.journal import Journal
+from edged.align.pair import Record
+from edged.align.told import Told
+from edged.api.admission import Admission
+from edged.api.feed import Feed
+from edged.api.forgetting import finish_forgetting
+from edged.api.hub import Hub
+from edged.api.limits import Limits
+from edged.api.services import Lifecycle, Services
+from edged.api.status import report
+from edged.api.teacher import Teacher
+from edged.config import Settings
+from edged.engine.engine import Engine
+from edged.engine.text import Codec
+from edged.governors.governors import Governors
+from edged.models.source import find_model
+from edged.reload import Reloaded, Reloader, adopted
+from edged.store import Store
+from edged.store.footprint import Footprint
+from edged.store.upkeep import Upkeep
+from edged.telemetry.device import DeviceMonitor
+
+log = logging.getLogger("edged")
+
+
+def assemble(
+    settings: Settings,
+    store: Store,
+    folder: Path,
+    hub: Hub,
+    lifecycle: Lifecycle,
+    reload: Callable[[], Awaitable[Reloaded]],
+) -> tuple[Services, Journal]:
+    """Build what takes time: download, tokenizer, model, cache. Nothing is started.
+
+    `folder` has the adapters, `reload` reads the settings again. Raises ModelMissing, CodecError or ModelRefused.
+    """
+    model_dir, name = find_model(settings.model)
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
+    if settings.model.trust_remote_code:
+        log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
+    codec = Codec.load(model_dir, settings.model.trust_remote_code)
+    finish_forgetting(store, folder / "adapters")
+    told = Told()
+
+    def take(records: list[Record]) -> Future[None] | None:
+        recorded = journal.append(records)
+        told.tell(records)
+        feed.tell(records)
+        return recorded
+
+    engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
+    facts = engine.status()["model"]
+    journal = Journal(store, facts["fingerprint"])
+    feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
+    teacher = Teacher(store, codec, engine, settings)
+    monitor = DeviceMonitor(facts["device"])
+    governors = Governors(settings.governor, engine.use, engine.limit)
+    monitor.subscribe(governors.hear)
+    governors.hear(monitor.latest)
+    services = Services(
+        settings=settings,
+        model=name,
+        vocab_size=facts["vocab_size"],
+        engine=engine,
+        store=store,
+        codec=codec,
+        hub=hub,
+        feed=feed,
+        teacher=teacher,
+        monitor=monitor,
+        admission=Admission.for_engine(settings.serving),
+        limits=Limits(settings.limits),
+        footprint=Footprint(settings.limits.stored_mb * 2**20),
+        governors=governors,
+        upkeep=Upkeep(store, settings.store),
+        started_at_s=time.time(),
+        reload=reload,
+    )
+    if resumed := teacher.resume(facts["fingerprint"]):
+        log.info("%d pairs were open and go on", resumed)
+    return services, journal
+
+
+def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> None:
+    """Say who takes over settings that change at run time, in the order in which they do."""
+    engine = services.engine
+
+    async def configure_engine(settings: Settings) -> None:
+        await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
+
+    for apply in (
+        configure_engine,
+        lifecycle.configure,
+        lambda settings: services.admission.configure(settings.serving),
+        lambda settings: services.limits.configure(settings.limits),
+        lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
+        lambda settings: services.governors.configure(settings.governor),
+        services.teacher.configure,
+        lambda settings: services.upkeep.configure(settings.store),
+    ):
+        reloader.on_change(apply)

@@ -1,0 +1,42 @@
+"""The directory of the model that the settings name: one that is here, the embedded one, or one from the hub.
+
+Owns the search and the download. Must not know what is in the directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edged.config import ModelSettings
+from edged.models import demo_model_dir
+
+
+class ModelMissing(RuntimeError):
+    """The model that the settings name cannot be found; the message says where it was looked for."""
+
+
+def find_model(settings: ModelSettings) -> tuple[Path, str]:
+    """(directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+    if settings.path == "demo":
+        try:
+            return demo_model_dir(), settings.name or "demo"
+        except FileNotFoundError as error:
+            raise ModelMissing(str(error)) from None
+    path = Path(settings.path).expanduser()
+    if path.is_dir():
+        return path, settings.name or path.resolve().name
+    if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
+        raise ModelMissing(
+            f'model "{settings.path}" is not a directory: give one that save_pretrained wrote, a hub name, or "demo"'
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns += ["*.py"] if settings.trust_remote_code else []
+        return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
+    except Exception as error:  # network, names and permissions, each with its own exception
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelMissing(
+            f'model "{settings.path}" is not a directory here and could not be downloaded ({reason})'
+        ) from error
