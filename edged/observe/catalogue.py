@@ -72,7 +72,7 @@ CATALOGUE = (
     _gauge("edged_spill_pages", "Room for spilled prefixes, in pages", "state"),
     # Predictions
     _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
-    _gauge("edged_device_drift_ratio", "Times now over those that the prices were learned at; above 1: slower"),
+    _gauge("edged_device_drift_ratio", "Times now over the usual ones of the last hours of work; above 1: slower"),
     # Alignment
     _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, held back, or impossible"),
     _gauge("edged_pairs_pending", "Pairs that wait for training or are in a step"),

@@ -95,7 +95,7 @@ class CostModel:
     A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
     of a chunk's attention, per fine-tune token and per distinct adapter. A unit costs a constant and a price per
-    token, by kind. All of it times the device's present drift.
+    token, by kind. When the device turns slower or faster, all of these do at once.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
@@ -159,7 +159,7 @@ class CostModel:
 
     @property
     def drift(self) -> float:
-        """How many times longer work takes now than at the learned prices."""
+        """How many times longer work takes now than usual: in the profile, and in the last hours of work."""
         return self._drift.now
 
     def report(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class CostModel:
         """Predicted seconds of one fine-tune unit."""
         fit = self._units.get(unit.kind)
         once, token = fit.prices if fit is not None else self._unit_guess["layer"]
-        return (once + token * unit.tokens) * self._drift.now
+        return once + token * unit.tokens
 
     def observe(self, result: Result) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -231,8 +231,9 @@ class CostModel:
         tokens are predicted to have added.
         """
         parts: dict[Part, tuple[float, float]] = {}
-        finetune_s = known_s = known_measured_s = units_s = units_measured_s = 0.0
+        finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
         load = load_of(result)
+        features = load.features(self._knee)
         if result.forward_s > 0.0:
             forward_s = self.forward_s(load)
             if load.finetune_tokens and forward_s > 0.0:
@@ -241,32 +242,36 @@ class CostModel:
             chunks = load.prefill_tokens or load.finetune_tokens
             parts[Part.PREFILL if chunks else Part.DECODE] = forward_s, result.forward_s
             if self._fit.settled:
-                known_s, known_measured_s = forward_s, result.forward_s
+                known_s, usual_s, known_measured_s = forward_s, self._fit.usual_s(features), result.forward_s
         for unit, seconds in result.units:
             if seconds > 0.0:
                 finetune_s += seconds
                 predicted_s = self.unit_s(unit)
                 units_s, units_measured_s = units_s + predicted_s, units_measured_s + seconds
-                if self._unit_fit(unit.kind).settled:
+                fit = self._unit_fit(unit.kind)
+                if fit.settled:
                     known_s, known_measured_s = known_s + predicted_s, known_measured_s + seconds
+                    usual_s += fit.usual_s((1.0, float(unit.tokens)))
         if units_measured_s:
             parts[Part.UNITS] = units_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
-        if known_s:
-            self._drift.observe(known_s, known_measured_s)
-        self._learn(load, result)
+        if known_s and usual_s:
+            factor = self._drift.observe(known_s, usual_s, known_measured_s)
+            if factor != 1.0:
+                for fit in (self._fit, *self._units.values()):
+                    fit.rescale(factor, self._drift.now)
+        self._learn(features, result)
         return finetune_s
 
-    def _learn(self, load: Load, result: Result) -> None:
-        """Prices are those of a device at its own speed: what drift explains is not learned again."""
-        speed = self._drift.now
+    def _learn(self, features: tuple[float, ...], result: Result) -> None:
+        drift = self._drift.now
         if result.forward_s > 0.0:
-            self._fit.observe(load.features(self._knee), result.forward_s / speed)
+            self._fit.observe(features, result.forward_s, drift)
         for unit, seconds in result.units:
             if seconds > 0.0:
-                self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds / speed)
-        self._prices = tuple(price * speed for price in self._fit.prices)
+                self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds, drift)
+        self._prices = tuple(self._fit.prices)
 
     def _unit_fit(self, kind: str) -> Fit:
         fit = self._units.get(kind)

@@ -1,7 +1,7 @@
-"""How fast the device is now, against when its prices were learned.
+"""How fast the device is now: against a moment ago, and against what is usual.
 
-Owns that one factor. A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few
-iterations tell it of all kinds of work. Must not know what ran.
+Owns both factors. A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few
+iterations tell it of all kinds of work. Must not know what ran, nor how prices are fitted.
 """
 
 from __future__ import annotations
@@ -10,34 +10,44 @@ import math
 from collections import deque
 
 WITNESSES = 5
-"""Iterations in a row that must all have been slower (or faster) than predicted before the factor jumps."""
+"""Iterations in a row that must all have been slower (or faster) than predicted to show that the device is."""
 LEAST_CHANGE = 0.1
-"""What each of them must have been off by, in log ratios; smaller changes are crept after."""
-LARGEST_SURPRISE = 0.3
-"""Most that one iteration counts between jumps: a stall is not a throttled device."""
-CREEP = 0.05
-"""Share of each surprise that is taken over at once."""
+"""What each of them must have been off by, in log ratios; the fits follow smaller changes by themselves."""
+NOISES = 2.0
+"""And so many times what iterations are off by in the mean: chance gives five in a row once in millions."""
+_LATEST = 0.05
+"""Share of the latest iteration in `now`."""
+_LATEST_NOISE = 0.02
+_LARGEST_NOISE = 1.0
+"""A single stall counts as this, in log ratios."""
 
 
 class Drift:
-    """The factor `now`: predicted seconds at learned prices times it are the seconds to expect."""
+    """Tells jumps of the device's speed. `now`: how many times longer work takes than usual.
 
-    __slots__ = ("_latest", "_log", "now")
+    Nothing is summed up without end: `now` compares two predictions, and a jump is moved into the prices for good.
+    """
+
+    __slots__ = ("_latest", "_log", "_noise", "now")
 
     def __init__(self) -> None:
-        self._log = 0.0
+        self._log = self._noise = 0.0
         self._latest: deque[float] = deque(maxlen=WITNESSES)
         self.now = 1.0
 
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """An iteration that was predicted with the present factor; both above zero."""
+    def observe(self, predicted_s: float, usual_s: float, measured_s: float) -> float:
+        """An iteration, as it was predicted, as usual prices predict it, and as it was, all above zero.
+
+        Returns the factor by which all work takes longer from here on; mostly 1.
+        """
         surprise = math.log(measured_s / predicted_s)
-        latest = self._latest
+        latest, least = self._latest, max(LEAST_CHANGE, NOISES * self._noise)
         latest.append(surprise)
-        agreed = len(latest) == WITNESSES and (min(latest) > LEAST_CHANGE or max(latest) < -LEAST_CHANGE)
-        if agreed:
-            self._log += sorted(latest)[WITNESSES // 2]
+        self._noise += _LATEST_NOISE * (min(_LARGEST_NOISE, abs(surprise)) - self._noise)
+        jump = 0.0
+        if len(latest) == WITNESSES and (min(latest) > least or max(latest) < -least):
+            jump = sorted(latest)[WITNESSES // 2]
             latest.clear()
-        else:
-            self._log += CREEP * min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
+        self._log += jump + _LATEST * (math.log(predicted_s / usual_s) - self._log)
         self.now = math.exp(self._log)
+        return math.exp(jump)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 FORGETTING = 0.99
 """Weight of an observation against the next one: about the last hundred iterations count."""
 RIDGE = 0.005
-"""Pull of a price towards what it was, in observations that it alone explains."""
+"""Pull of a price towards what is usual, in observations that it alone explains."""
+USUAL_S = 4 * 3600.0
+"""Seconds of work over which prices become usual; sooner as long as few were seen."""
 PATIENCE = 8
 """First observations of a fit, all believed: the start values are guesses."""
 KNOWN_OBSERVATIONS = 20.0
@@ -20,6 +22,12 @@ _SWEEPS = 2000
 _REWEIGHTINGS = 5
 _CLOSE = 0.05
 """Relative error below which all measurements count the same."""
+_FAR = 0.5
+"""Relative error from which on a larger one pulls no harder."""
+_FURTHEST = 4.0
+"""What an observation is divided by lies within this factor of its seconds."""
+_FIRST, _FIRST_SHARE = 400, 4.0
+"""Of the first observations, the n-th makes 4 / n of what is usual."""
 _LEAST_SHARE = 0.01
 """A price that was found to be zero starts at this share of the time that its feature would take alone."""
 
@@ -75,23 +83,26 @@ def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float
 class Fit:
     """Prices fitted online to relative errors.
 
-    Each observation `(features, seconds)` enters exponentially forgotten normal equations, divided by its seconds so
-    that a short iteration counts as much as a long one and a stall counts little. Coordinate descent keeps every price
-    at or above zero. Prices that the latest data do not determine stay as they were; at first, near their start values
-    times the mean ratio of measured to guessed time.
+    Each observation `(features, seconds)` enters exponentially forgotten normal equations, divided by what it was
+    predicted to take so that a short iteration counts as much as a long one; the pull of one that is far off is
+    bounded, so that a stall counts little (Huber's weights). Coordinate descent keeps every price at or above zero.
+    Prices that the latest data do not determine are the usual ones, times how much slower than usual the device is; at
+    first, near their start values times the mean ratio of measured to guessed time.
     """
 
-    __slots__ = ("_gram", "_log_level", "_moment", "_scale", "_seen", "_start", "prices")
+    __slots__ = ("_gram", "_lately", "_log_level", "_moment", "_scale", "_seen", "_start", "_usual", "prices")
 
     def __init__(self, start: Sequence[float]) -> None:
         """`start`: guessed seconds per unit of each feature, all above zero."""
         size = len(start)
         self._start = list(start)
         self._scale = [1.0] * size
+        self._usual = [1.0] * size
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
         self._log_level = 0.0
         self._seen = 0
+        self._lately = False
         self.prices = list(start)
 
     @classmethod
@@ -110,13 +121,13 @@ class Fit:
         ]
         fit = cls([max(price, other) for price, other in zip(prices, least, strict=True)])
         fit._scale = [price / start for price, start in zip(prices, fit._start, strict=True)]
-        fit.prices = list(prices)
-        fit._seen = PATIENCE
+        fit.prices, fit._usual = list(prices), list(fit._scale)
+        fit._seen = _FIRST
         for row in rows:
             predicted_s = sum(map(float.__mul__, prices, row))
             if predicted_s > 0.0:
                 shares = [start * value / predicted_s for start, value in zip(fit._start, row, strict=True)]
-                fit._enter(shares, KNOWN_OBSERVATIONS / len(rows), 1.0)
+                fit._enter(shares, 1.0, KNOWN_OBSERVATIONS / len(rows), 1.0)
         return fit
 
     @property
@@ -124,23 +135,45 @@ class Fit:
         """Whether its prices are more than guesses."""
         return self._seen >= PATIENCE
 
-    def observe(self, features: Row, seconds: float) -> None:
-        """Learn from one measurement; `seconds` must be above zero."""
+    def usual_s(self, features: Row) -> float:
+        """Seconds at the usual prices."""
+        return sum(
+            price * usual * amount for price, usual, amount in zip(self._start, self._usual, features, strict=True)
+        )
+
+    def rescale(self, factor: float, drift: float) -> None:
+        """From here on all takes `factor` times as long as lately, which is `drift` times as long as usual.
+
+        What was not observed since the last time is set by `drift`: factors of many jumps would add up their errors.
+        """
+        if not self._lately and sum(self._scale) > 0.0:
+            factor = drift * sum(self._usual) / sum(self._scale) or factor
+        self._lately = False
+        self._gram = [[value / factor**2 for value in line] for line in self._gram]
+        self._moment = [value / factor for value in self._moment]
+        self._scale = [value * factor for value in self._scale]
+        self._log_level += math.log(factor)
+        self.prices = [price * factor for price in self.prices]
+
+    def observe(self, features: Row, seconds: float, drift: float = 1.0) -> None:
+        """Learn from one measurement of `seconds` above zero; `drift` tells how much slower than usual all is."""
         start, scale = self._start, self._scale
-        row = [price * feature / seconds for price, feature in zip(start, features, strict=True)]
-        guessed = sum(row)
-        if guessed <= 0.0:
+        row = [price * feature for price, feature in zip(start, features, strict=True)]
+        guessed_s = sum(row)
+        if guessed_s <= 0.0:
             return
         self._seen += 1
+        self._lately = True
         if self._seen <= PATIENCE:
-            weight, sweeps = 1.0, 8
-            self._log_level -= (math.log(guessed) + self._log_level) / self._seen
+            self._log_level += (math.log(seconds / guessed_s) - self._log_level) / self._seen
             centre = [math.exp(self._log_level)] * len(row)
+            scale_s, weight, sweeps = seconds, 1.0, 8
         else:
-            predicted = sum(map(float.__mul__, scale, row))
-            weight, sweeps = 0.5 / max(0.5, abs(predicted - 1.0)), 2
-            centre = scale.copy()
-        self._enter(row, weight, FORGETTING)
+            centre = [drift * usual for usual in self._usual]
+            predicted_s = sum(map(float.__mul__, scale, row))
+            scale_s = min(_FURTHEST * seconds, max(seconds / _FURTHEST, predicted_s))
+            weight, sweeps = _FAR / max(_FAR, abs(seconds - predicted_s) / scale_s), 2
+        self._enter([value / scale_s for value in row], seconds / scale_s, weight, FORGETTING)
         gram, moment = self._gram, self._moment
         for _ in range(sweeps):
             for i, line in enumerate(gram):
@@ -148,11 +181,14 @@ class Fit:
                 rest = moment[i] + RIDGE * centre[i] + line[i] * own - sum(map(float.__mul__, line, scale))
                 scale[i] = rest / (line[i] + RIDGE) if rest > 0.0 else 0.0
         self.prices = [price * factor for price, factor in zip(start, scale, strict=True)]
+        first = min(1.0, _FIRST_SHARE / self._seen) if self._seen <= _FIRST else 0.0
+        share = max(first, min(1.0, seconds / USUAL_S))
+        self._usual = [old + share * (new - old) for old, new in zip(self._usual, scale, strict=True)]
 
-    def _enter(self, row: Row, weight: float, forgetting: float) -> None:
-        """An observation of `row . scale = 1` into the normal equations."""
+    def _enter(self, row: Row, target: float, weight: float, forgetting: float) -> None:
+        """An observation of `row . scale = target` into the normal equations."""
         gram, moment = self._gram, self._moment
         for i, value in enumerate(row):
             share = weight * value
             gram[i] = [forgetting * old + share * other for old, other in zip(gram[i], row, strict=True)]
-            moment[i] = forgetting * moment[i] + share
+            moment[i] = forgetting * moment[i] + share * target

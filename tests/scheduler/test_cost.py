@@ -117,6 +117,39 @@ def test_a_device_that_becomes_twice_as_slow_and_fast_again_is_followed_within_t
         assert cost.report()["drift"] == pytest.approx(2.0 if device is slow else 1.0, rel=0.25)
 
 
+def noisy(device: Device, rng: random.Random, sigma: float) -> Result:
+    """An iteration with a factor of its own, and now and then a stall."""
+    result = iteration(device, rng)
+    factor = rng.lognormvariate(0.0, sigma) * (4.0 if rng.random() < 0.02 else 1.0)
+    result.forward_s *= factor
+    result.units = [(unit, seconds * factor) for unit, seconds in result.units]
+    return result
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.3])
+def test_a_device_whose_speed_is_constant_is_not_found_to_drift_however_noisy_it_is(sigma: float) -> None:
+    device, cost, rng = Device(), guessed(), random.Random(4)
+    for _ in range(6000):
+        cost.observe(noisy(device, rng, sigma))
+    assert cost.drift == pytest.approx(1.0, rel=0.2)
+    chunk = Load(prefill_tokens=300, decodes=8, context=8000)
+    assert cost.forward_s(chunk) == pytest.approx(device.forward_s(chunk), rel=0.25)
+
+
+def test_what_was_not_run_for_long_is_priced_as_it_was_at_the_speed_of_now() -> None:
+    device, rng = Device(), random.Random(6)
+    cost, unit = trained(device), Unit("layer", 128)
+    steady = Result([Outcome(Task(i, Kind.DECODE, 0.0, context=100), 1, 0, Kind.DECODE) for i in range(8)])
+    for slow in (1.0, 2.0):
+        for _ in range(4000):
+            steady.forward_s = slow * device.forward_s(load_of(steady)) * rng.lognormvariate(0.0, 0.2)
+            cost.observe(steady)
+        assert cost.drift == pytest.approx(slow, rel=0.2)
+        assert cost.unit_s(unit) == pytest.approx(slow * device.unit_s(unit), rel=0.3)
+        chunk = Load(prefill_tokens=300, decodes=8, context=800)
+        assert cost.forward_s(chunk) == pytest.approx(slow * device.forward_s(chunk), rel=0.3)
+
+
 def test_errors_are_told_by_kind_and_those_of_the_warm_up_are_left_out() -> None:
     cost = trained(Device(noise=0.1), 200)
     assert cost.report()["after_warm_up"]["all"] == {"iterations": 0, "mape_percent": None}
