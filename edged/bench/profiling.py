@@ -26,7 +26,8 @@ from edged.scheduler.profile import ForwardTime, UnitTime
 from edged.scheduler.task import Grant, Kind, Plan, Task
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (4, 16, 32, 64, 128, 256, 512, 1024)
+CHUNKS = (4, 12, 30, 70, 150, 300, 600, 1024)
+"""Tokens of prompts. Powers of two alone would flatter a device: see `edged.engine.linear.tiles`."""
 CONTEXTS = (16, 128, 512, 2048, 8192)
 MIXED_DECODES, MIXED_CHUNKS = (2, 8, 24), (16, 64, 256)
 ADAPTERS = (1, 4, 16)
