@@ -5,8 +5,6 @@ Owns the order of that and the file's place. Must not know the command line.
 
 from __future__ import annotations
 
-import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +14,15 @@ from typing import Any, Literal
 import torch
 
 import edged
+from edged.bench.engine_time import engine_time
 from edged.bench.peaks import measure_peaks
 from edged.bench.profiling import Progress, measure
 from edged.config import Settings
-from edged.engine.engine import Engine
-from edged.engine.executor import Work
 from edged.engine.loading import pick_device
 from edged.engine.memory import free_bytes, has_own_memory, total_bytes
 from edged.engine.parts import EngineParts, build_parts
-from edged.engine.request import Event, FinishEvent, Request, Sampling
 from edged.engine.threads import apart, beside
 from edged.scheduler.profile import FOLDER, DeviceMemory, MemoryPeak, Profile, file_name, fit_prices, held_out_error
-
-_OVERHEAD_REQUESTS, _OVERHEAD_TOKENS = 8, 48
-_LONGEST_WAIT_S = 300.0
 
 
 class ProfilingFailed(RuntimeError):
@@ -64,8 +57,7 @@ def profile_device(
         progress(0, 1, "memory")
         memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
         forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
-        progress(1, 1, "the engine's overhead")
-        overhead_s = _overhead_s(parts)
+        added = engine_time(parts, quick, progress)
     except RuntimeError as error:
         raise ProfilingFailed(str(error)) from error
     profile = Profile(
@@ -73,7 +65,8 @@ def profile_device(
         created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         edged_version=edged.__version__,
         prices=fit_prices(forwards, units),
-        overhead_s=overhead_s,
+        overhead_s=added.overhead_s,
+        rest_s=added.rest_s,
         error_percent=held_out_error(forwards, units),
         forwards=tuple(forwards),
         units=tuple(units),
@@ -112,41 +105,3 @@ def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
         return measure_peaks(parts)
     except OSError:
         return {}
-
-
-def _overhead_s(parts: EngineParts) -> float:
-    """Median seconds between the work of two iterations, while some requests decode."""
-    ended = threading.Semaphore(0)
-    gaps: list[float] = []
-    last_end_s = 0.0
-    run = parts.executor.run
-
-    def watched(*arguments: Any, **named: Any) -> Work:
-        nonlocal last_end_s
-        began_s = time.perf_counter()
-        if last_end_s:
-            gaps.append(began_s - last_end_s)
-        work = run(*arguments, **named)
-        worked_s = work.forward_s + sum(seconds for _, seconds in work.units)
-        last_end_s = began_s + worked_s
-        return work
-
-    def deliver(events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, FinishEvent):
-                ended.release()
-
-    setattr(parts.executor, "run", watched)  # noqa: B010 - a method of one object is watched
-    engine = Engine(parts, deliver, lambda _records: None)
-    tokens = min(_OVERHEAD_TOKENS, parts.max_context_tokens // 2)
-    engine.start()
-    try:
-        for number in range(_OVERHEAD_REQUESTS):
-            prompt = tuple((number + 8 + index) % parts.model.shape.vocab_size for index in range(tokens))
-            engine.submit(Request(f"overhead {number}", prompt, Sampling(max_tokens=tokens, ignore_eos=True)))
-        for _ in range(_OVERHEAD_REQUESTS):
-            if not ended.acquire(timeout=_LONGEST_WAIT_S):
-                raise RuntimeError(engine.error or "no answer in time")
-    finally:
-        engine.stop(0.0)
-    return statistics.median(gaps) if gaps else 0.0

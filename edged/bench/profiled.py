@@ -25,7 +25,7 @@ class ProfiledDevice:
     def __init__(self, profile: Profile, guess: Prices) -> None:
         self.name = profile.subject.device
         self.cuda = not profile.subject.threads
-        self.overhead_s = profile.overhead_s
+        self.overhead_s, self.rest_s = profile.overhead_s, profile.rest_s
         self._profile, self._guess = profile, guess
         self._prices = CostModel.from_profile(profile, guess)
 

@@ -26,16 +26,20 @@ from edged.scheduler.profile import ForwardTime, UnitTime
 from edged.scheduler.task import Grant, Kind, Plan, Task
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (4, 16, 32, 64, 128, 256, 512, 1024)
+CHUNKS = (4, 12, 30, 70, 150, 300, 600, 1024)
+"""Tokens of prompts. Powers of two alone would flatter a device: see `edged.engine.linear.tiles`."""
 CONTEXTS = (16, 128, 512, 2048, 8192)
 MIXED_DECODES, MIXED_CHUNKS = (2, 8, 24), (16, 64, 256)
 ADAPTERS = (1, 4, 16)
 """Distinct adapters in a forward, as far as there are slots."""
-ROUNDS, QUICK_ROUNDS = 4, 2
-"""Times that everything is measured: a neighbour who is busy for some seconds does not meet one shape alone."""
-_RUNS = 3
+ROUNDS, QUICK_ROUNDS = 12, 4
+"""Times that forwards are measured, besides one to warm up. Never one after itself, whose data would still lie in the
+caches: an engine's forwards differ from one to the next. Nor does a neighbour who is busy for some seconds meet one
+shape alone."""
+_STEPS_EVERY = 3
+"""Rounds for each that measures steps, which are many forwards and units each."""
 _LONG_S = 0.25
-"""A forward that takes longer is run once a round, and not to warm up."""
+"""A forward that takes longer is measured in the rounds with steps alone."""
 _DECODE_CONTEXT = 64
 """Of the decodes beside a fine-tune forward."""
 
@@ -149,16 +153,22 @@ def measure(
 ) -> tuple[list[ForwardTime], list[UnitTime]]:
     """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
     prober, chance = Prober(parts), random.Random(0)
-    work: list[Shape | StepShape] = [*forward_shapes(parts, quick), *step_shapes(parts, quick)]
+    forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
+    for index, shape in enumerate(forwards):
+        progress(index, len(forwards), f"{shape.text}, to warm up")
+        prober.run_forward(shape, noted=False)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     for number in range(rounds):
+        with_steps = number % _STEPS_EVERY == 0
+        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or not prober.is_long(shape)]
+        work += steps if with_steps else []
         chance.shuffle(work)
-        for index, shape in enumerate(work):
-            progress(number * len(work) + index, rounds * len(work), shape.text)
-            if isinstance(shape, Shape):
-                prober.run_forward(shape)
+        for index, item in enumerate(work):
+            progress(number * len(work) + index, rounds * len(work), item.text)
+            if isinstance(item, Shape):
+                prober.run_forward(item)
             else:
-                prober.run_step(shape)
+                prober.run_step(item)
     return prober.forwards(), prober.units()
 
 
@@ -172,6 +182,7 @@ class Prober:
         self._slots: list[int] = []
         self._forwards: dict[str, tuple[Load, list[float]]] = {}
         self._units: dict[tuple[str, int], list[float]] = {}
+        self._latest_s: dict[Shape, float] = {}
 
     def forwards(self) -> list[ForwardTime]:
         """What all forwards took, by their loads, in a random order."""
@@ -190,16 +201,19 @@ class Prober:
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def run_forward(self, shape: Shape) -> None:
-        """A shape's forward with sampling: some runs after one to warm up, or one that is long."""
+    def is_long(self, shape: Shape) -> bool:
+        """Whether the shape's forward took long when it last ran."""
+        return self._latest_s.get(shape, 0.0) > _LONG_S
+
+    def run_forward(self, shape: Shape, noted: bool = True) -> None:
+        """A shape's forward with sampling, once; `noted`: it counts."""
         slots = self._adapter_slots(shape.adapters)
         ends = [(1, shape.context)] * shape.decodes + list(shape.chunks)
         running = [self._sequence(*end, slots[i % len(slots)]) for i, end in enumerate(ends)]
         try:
-            first_s = self._run(running).forward_s
-            runs = [first_s] if first_s > _LONG_S else [self._run(running).forward_s for _ in range(_RUNS)]
-            for seconds in runs:
-                self._note(shape.load, seconds)
+            self._latest_s[shape] = self._run(running).forward_s
+            if noted:
+                self._note(shape.load, self._latest_s[shape])
         finally:
             for sequence in running:
                 self._parts.executor.drop(sequence)

@@ -45,6 +45,8 @@ ADAPTER = "replay"
 LOAD_SHARE = 0.7
 """Of the requests per second that a burst reached: the rate of a replay that names none."""
 _PROBE_REPEATS = 3
+_PROBED_PERCENTILES = (5, 25, 50, 75, 100)
+"""Of the prompts' lengths. Their times grow faster than the lengths: few points would lie above what is between."""
 _LONGEST_PROBE_S = 120.0
 _LINE_EVERY_S = 5.0
 
@@ -205,7 +207,7 @@ class _Player:
     def _measure_forward(self, trace: Trace, context: int) -> Callable[[float], float]:
         """Seconds from submission to first token of a prompt alone on the engine, by its length in tokens."""
         scale = length_scale(trace, context)
-        lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], [5, 50, 100])
+        lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], _PROBED_PERCENTILES)
         longest = context - 1
         probed = sorted({int(min(max(1.0, length), longest)) for length in lengths})
         self._progress(f"measuring prompts of {', '.join(map(str, probed))} tokens alone")

@@ -124,7 +124,7 @@ class RooflineDevice:
 
     def __init__(self, file: DeviceFile, model: Model, settings: Settings) -> None:
         self.name, self.cuda = f"{file.name} ({file.power_mode})", file.cuda
-        self.overhead_s = file.overhead.iteration_ms / 1e3
+        self.overhead_s, self.rest_s = file.overhead.iteration_ms / 1e3, 0.0
         shape, item = model.shape, model.dtype.itemsize
         self._bytes_per_s = file.bandwidth.bytes_per_s
         self._flops_per_s = file.compute.flops_per_s(item)

@@ -50,6 +50,8 @@ class Device(Protocol):
     cuda: bool
     overhead_s: float
     """Of an iteration, outside its forward and units."""
+    rest_s: float
+    """Of one that finds the engine at rest, besides."""
 
     def guess(self) -> CostModel:
         """The prices that its scheduler starts from."""
@@ -161,7 +163,7 @@ class VirtualEngine:
         )
         self._serving = Serving(self._parts(pages - 1))
         self._coming: deque[Coming] = deque()
-        self._started_s: dict[str, float] = {}
+        self._at_rest = True
 
     def _parts(self, pages: int) -> EngineParts:
         """What `Serving` works with: real scheduler, pool and trie; slots and versions that hold no weights."""
@@ -237,6 +239,7 @@ class VirtualEngine:
             if plan.grants or plan.preempt:
                 self._iterate(plan)
             else:
+                self._at_rest = True
                 next_s = self._coming[0].at_s if self._coming else until_s
                 self.now = min(until_s, next_s, max(plan.resume_s, self.now + _SHORTEST_REST_S))
 
@@ -273,7 +276,8 @@ class VirtualEngine:
                 self.totals.preemptions += 1
         self._serving.admit(plan, started_s)
         work, tuned = self._forward(plan)
-        self.now = started_s + self.device.overhead_s + work.forward_s
+        waking_s, self._at_rest = self.device.rest_s if self._at_rest else 0.0, False
+        self.now = started_s + waking_s + self.device.overhead_s + work.forward_s
         self._run_units(plan, work, began=bool(tuned))
         outcomes = self._serving.after(work, self.now) + self.learning.after(plan, tuned, work.units_run)
         result = Result(outcomes, work.forward_s, work.units)

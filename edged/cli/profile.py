@@ -106,6 +106,7 @@ def screen(profile: dict[str, Any], path: str) -> RenderableType:
     for name, price in zip(FORWARD_PRICES, prices["forward"], strict=True):
         forward.add_row(name.replace("knee", f"knee ({prices['knee_tokens']})"), number(price * 1e6, 3))
     forward.add_row("between two iterations", number(profile["overhead_s"] * 1e6, 3))
+    forward.add_row("after a rest", number(profile["rest_s"] * 1e6, 3))
     units = Table(title="a fine-tune unit", title_justify="left")
     for column in ("kind", "us", "us/token"):
         units.add_column(column, justify="left" if column == "kind" else "right")

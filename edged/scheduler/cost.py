@@ -27,6 +27,7 @@ FORWARD_PRICES = (
     "pair",
     "fine-tune token",
     "adapter",
+    "decodes beside chunks",
 )
 """What the seconds of a forward are made of, in the order of its prices."""
 
@@ -35,12 +36,17 @@ FORWARD_PRICES = (
 class Prices:
     """Seconds per unit of each feature, at or above zero.
 
-    `forward` is in the order of FORWARD_PRICES; `units` has (seconds, seconds per token) by `Unit.kind`.
+    `forward` is in the order of FORWARD_PRICES, as far as it goes: files of older versions lack the last ones, which
+    are then 0. `units` has (seconds, seconds per token) by `Unit.kind`.
     """
 
     forward: tuple[float, ...]
     knee_tokens: int
     units: dict[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        lacking = len(FORWARD_PRICES) - len(self.forward)
+        object.__setattr__(self, "forward", (*self.forward, *(0.0,) * lacking))
 
 
 @dataclass(slots=True)
@@ -73,6 +79,11 @@ class Load:
         """All tokens of the forward."""
         return self.prefill_tokens + self.decodes + self.finetune_tokens
 
+    @property
+    def mixed(self) -> bool:
+        """Whether single tokens and chunks are attended in it: two ways of attention in every layer."""
+        return self.decodes > 0 and self.prefill_tokens + self.finetune_tokens > 0
+
     def features(self, knee_tokens: int) -> tuple[float, ...]:
         """Amounts in the order of FORWARD_PRICES."""
         tokens = self.prefill_tokens + self.decodes + self.finetune_tokens
@@ -86,6 +97,7 @@ class Load:
             self.pairs,
             float(self.finetune_tokens),
             float(self.adapters),
+            float(self.mixed),
         )
 
 
@@ -94,8 +106,9 @@ class CostModel:
 
     A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
-    of a chunk's attention, per fine-tune token and per distinct adapter. A unit costs a constant and a price per
-    token, by kind. When the device turns slower or faster, all of these do at once.
+    of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks. A unit
+    costs a constant and a price per token, by kind. When the device turns
+    slower or faster, all of these do at once.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
@@ -176,7 +189,7 @@ class CostModel:
         tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
         if not tokens:
             return 0.0
-        once, low, high, decode, key, pair, finetune, adapter = self._prices
+        once, low, high, decode, key, pair, finetune, adapter, beside = self._prices
         knee = self._knee
         return (
             once
@@ -186,6 +199,7 @@ class CostModel:
             + pair * load.pairs
             + finetune * load.finetune_tokens
             + adapter * load.adapters
+            + (beside if load.mixed else 0.0)
         )
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
@@ -194,11 +208,11 @@ class CostModel:
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
-        once, low, high, decode, key, pair, extra, adapter = self._prices
+        once, low, high, decode, key, pair, extra, adapter, beside = self._prices
         knee = self._knee
         base = load.prefill_tokens + load.decodes + load.finetune_tokens
         fixed = once + decode * load.decodes + key * load.context + pair * load.pairs + adapter * load.adapters
-        fixed += extra * load.finetune_tokens
+        fixed += extra * load.finetune_tokens + (beside if load.decodes else 0.0)
         left_s = limit_s - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
@@ -300,6 +314,7 @@ def roofline(
             pair_s,
             0.1 * token_s,
             0.03 * read_s + layers * launch_s,
+            layers * launch_s,
         ),
         knee_tokens=max(1, round(read_s / token_s)),
         units={

@@ -120,6 +120,8 @@ class Profile(_Data):
     prices: Prices
     overhead_s: float = Field(ge=0.0)
     """Of an iteration, outside its forward and its units: planning, bookkeeping, delivery."""
+    rest_s: float = Field(default=0.0, ge=0.0)
+    """Of an iteration that finds the engine at rest, besides; 0 in files of versions that did not measure it."""
     error_percent: dict[str, float]
     """MAPE by kind, of measurements that the prices were not fitted to."""
     forwards: tuple[ForwardTime, ...] = ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from edged.bench.engine_time import engine_time
 from edged.cli.main import cli
 from edged.config import load_settings
 from edged.engine.parts import build_parts
@@ -44,11 +46,32 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert {forward.kind for forward in profile.forwards} == {"prefill", "decode", "mixed", "finetune"}
     assert max(forward.adapters for forward in profile.forwards) > 1
     assert 0.0 < profile.overhead_s < 0.1
+    assert profile.rest_s == printed["rest_s"] < 0.1
     assert profile.memory["forward"].measured_bytes > 0
     assert profile.device_memory is not None
     assert profile.device_memory.kind == "cpu"
     assert 0 < profile.device_memory.available_bytes < profile.device_memory.total_bytes
     assert profile.error_percent.keys() >= {"prefill", "decode"}
+
+
+def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
+    parts = build_parts(load_settings(environ={}, overrides=SETTINGS), save_tiny(tmp_path / "tiny"), None)
+    run, ended_s = parts.executor.run, time.monotonic()
+
+    def falls_asleep(*arguments: Any, **named: Any) -> Any:
+        nonlocal ended_s
+        if time.monotonic() - ended_s > 0.04:
+            time.sleep(0.3)
+        work = run(*arguments, **named)
+        ended_s = time.monotonic()
+        return work
+
+    parts.executor.run = falls_asleep  # type: ignore[method-assign]
+    told: list[str] = []
+    found = engine_time(parts, quick=True, progress=lambda _done, _all, what: told.append(what))
+    assert found.rest_s > 0.2
+    assert found.overhead_s < 0.2
+    assert "8 tokens after a rest" in told
 
 
 def test_the_engine_starts_with_the_profile_of_its_data_folder(measured: tuple[Path, Path, dict[str, Any]]) -> None:

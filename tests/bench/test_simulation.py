@@ -23,6 +23,7 @@ from edged.bench.virtual_learning import VirtualStep
 from edged.cli.main import cli
 from edged.config import AlignSettings, Settings
 from edged.engine.loading import ModelRefused
+from edged.engine.request import Request, Sampling
 from edged.scheduler.cost import Prices
 from edged.scheduler.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
@@ -251,6 +252,32 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(DeviceError, match="is no profile of this version"):
         simulate(what)
+
+
+def test_a_prompt_that_finds_the_engine_at_rest_wakes_it_and_one_that_finds_it_busy_does_not(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+
+    def first_tokens_s(rest_s: float) -> list[float | None]:
+        path = tmp_path / f"{rest_s}.json"
+        profile_of(model).model_copy(update={"rest_s": rest_s}).write(path)
+        what = replace(plan(policy="fcfs"), device=str(path), model=str(model))
+        engine = Simulation(what, Bench.of(what), lambda _line: None).engine
+
+        def ask(name: str, until_tokens: int) -> None:
+            engine.submit(Request(name, tuple(range(20)), Sampling(max_tokens=12, ignore_eos=True)))
+            while len(engine.answers[name].token_s) < until_tokens:
+                engine.run(engine.now + 1e-9)
+
+        ask("at the start", until_tokens=3)
+        ask("while it decodes", until_tokens=12)
+        engine.run(engine.now + 10.0)
+        ask("after a rest", until_tokens=12)
+        return [answer.ttft_s for answer in engine.answers.values()]
+
+    start_s, busy_s, again_s = first_tokens_s(0.0)
+    assert start_s is not None
+    assert again_s is not None
+    assert first_tokens_s(0.05) == pytest.approx([start_s + 0.05, busy_s, again_s + 0.05], rel=1e-9)
 
 
 class Told(DpoStep):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,16 @@ def profile_of(device: Device, subject: Subject = HERE, noise: float = 0.0) -> P
     )
 
 
+def test_a_file_keeps_what_a_rest_costs_and_one_of_an_older_version_has_none(tmp_path: Path) -> None:
+    path, profile = tmp_path / "profile.json", profile_of(Device()).model_copy(update={"rest_s": 0.0017})
+    profile.write(path)
+    assert Profile.read(path) == profile
+    older = json.loads(path.read_text())
+    del older["rest_s"]
+    path.write_text(json.dumps(older))
+    assert Profile.read(path).rest_s == 0.0
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000))
 def test_prices_agree_with_least_squares_where_none_is_negative(seed: int) -> None:
@@ -102,6 +113,33 @@ def test_a_grid_of_measurements_gives_a_devices_prices_and_its_knee() -> None:
     assert max(held_out_error(forwards, units).values()) < 1.0
 
 
+def test_decodes_beside_a_prompt_have_a_price_of_their_own() -> None:
+    device = Device(mixed_s=0.004)
+    assert fit_prices(*measured(device)).forward[-1] == pytest.approx(0.004, rel=0.02)
+    guess = roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10)
+    cost, load = CostModel.from_profile(profile_of(device), guess), Load(decodes=8, context=4096)
+    beside = replace(load)
+    beside.add_chunk(64, 0, finetune=False)
+    assert cost.forward_s(beside) == pytest.approx(device.forward_s(beside), rel=0.02)
+    assert cost.chunk(load, 0, 500, cost.forward_s(beside) * (1 + 1e-9), finetune=False) == 64
+
+
+def test_a_file_of_a_version_that_knew_fewer_prices_is_read_and_the_others_are_learned(tmp_path: Path) -> None:
+    device, path, rng = Device(mixed_s=0.004), tmp_path / "profile.json", random.Random(0)
+    profile_of(device).write(path)
+    older = json.loads(path.read_text())
+    older["prices"]["forward"].pop()
+    path.write_text(json.dumps(older))
+    profile = Profile.read(path)
+    assert profile.prices.forward[-1] == 0.0
+    cost = CostModel.from_profile(profile, roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10))
+    load = Load(prefill_tokens=8, decodes=8, context=4096, pairs=32.0)
+    assert cost.forward_s(load) == pytest.approx(device.forward_s(load) - 0.004, rel=0.02)
+    for _ in range(300):
+        cost.observe(iteration(device, rng))
+    assert cost.forward_s(load) == pytest.approx(device.forward_s(load), rel=0.03)
+
+
 def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so() -> None:
     device, chance = Device(noise=0.05), random.Random(4)
     guess = roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10)
@@ -122,7 +160,7 @@ def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so
 def test_features_that_no_measurement_had_are_guessed() -> None:
     short = [forward for forward in measured(Device())[0] if forward.load().tokens <= 32 and not forward.adapters]
     profile = profile_of(Device()).model_copy(
-        update={"forwards": tuple(short), "prices": fit_prices(short, measured(Device())[1])}
+        update={"forwards": tuple(short), "prices": replace(fit_prices(short, measured(Device())[1]), knee_tokens=32)}
     )
     assert not any(forward.load().features(profile.prices.knee_tokens)[2] for forward in short)
     guess = roofline(135_000_000, 2e11, 2e10)

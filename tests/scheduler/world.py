@@ -24,6 +24,7 @@ class Device:
     decode_s: float = 0.0002
     key_s: float = 1e-7
     pair_s: float = 1e-8
+    mixed_s: float = 0.0
     unit_token_s: float = 0.0001
     unit_base_s: float = 0.001
     free_tokens: int = 0
@@ -40,6 +41,7 @@ class Device:
             + self.decode_s * load.decodes
             + self.key_s * load.context
             + self.pair_s * load.pairs
+            + self.mixed_s * load.mixed
         )
 
     def unit_s(self, unit: Unit) -> float:
