@@ -107,8 +107,7 @@ class CostModel:
     A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
     of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks. A unit
-    costs a constant and a price per token, by kind. When the device turns
-    slower or faster, all of these do at once.
+    costs a constant and a price per token, by kind. When the device turns slower or faster, all of these do at once.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
