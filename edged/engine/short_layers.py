@@ -36,11 +36,12 @@ class _Together:
 
     def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
         linears = [getattr(parent, name, None) for name in names]
-        packed = [linear.base if isinstance(linear, LoraLinear) else linear for linear in linears]
-        if not all(isinstance(linear, PackedLinear) for linear in packed):
+        bases = [linear.base if isinstance(linear, LoraLinear) else linear for linear in linears]
+        packed = [base for base in bases if isinstance(base, PackedLinear)]
+        if len(packed) < len(names):
             raise _NotOfThisKind(f"{type(parent).__name__} has no packed {', '.join(names)}")
-        self._product = packed[0].product  # type: ignore[union-attr]
-        if any(linear.product is not self._product for linear in packed) or len(self._product.sizes) != len(names):  # type: ignore[union-attr]
+        self._product = packed[0].product
+        if any(linear.product is not self._product for linear in packed) or len(self._product.sizes) != len(names):
             raise _NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} are not one product")
         self._adapted = [(i, linear) for i, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from edged.align.decoder import Branches, Piece
+from edged.align.decoder import Branches
+from edged.align.layout import Piece
 from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, BranchPass, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
@@ -123,7 +124,7 @@ def test_a_layer_that_does_more_than_its_parts_say_is_found_by_the_trial() -> No
     model = packed_model()
     mlp = model.layers[2].mlp
     own = mlp.forward  # type: ignore[union-attr]
-    mlp.forward = lambda x: 1.001 * own(x)  # type: ignore[union-attr,operator]
+    mlp.forward = lambda x: 1.001 * own(x)  # type: ignore[union-attr]
     assert shorten_layers(model) == "LlamaDecoderLayer computes something else"
     assert not any("forward" in layer.__dict__ for layer in model.layers)
 
