@@ -180,8 +180,8 @@ def _forgotten(name: str, data: dict[str, Any]) -> str:
     if searched["new_rows"]:
         lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
     lines.append(
-        f"copies made before still hold {name}: backups (a restore brings {name} back), folders put aside by a restore, "
-        "exports"
+        f"copies made before still hold {name}: backups (a restore brings {name} back), folders put aside by a "
+        "restore, exports"
     )
     return "\n".join(lines)
 

@@ -104,6 +104,7 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
     from edged.store.folder import data_folder
 
     try:
+        _quieten()
         check_trl()
         model_dir, name = find_model(settings.model)
         from edged.rebuild.rebuild import Rebuild
@@ -111,6 +112,21 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
         return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
     except (RebuildError, ModelMissing, ModelRefused, CodecError) as error:
         raise DaemonError(str(error)) from None
+
+
+def _quieten() -> None:
+    """Leave out what libraries remark on themselves: stderr is for the steps and for what goes wrong."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.simplefilter("ignore", kind)
 
 
 def _adopt(client: Client, work: Rebuild, folder: Path) -> int:
