@@ -96,6 +96,7 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
         settings = load_settings(config, overrides={"model.path": model, "store.data_dir": data_dir})
     except ConfigError as error:
         raise DaemonError(str(error)) from None
+    _quieten()  # before the imports, some of which remark
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
     from edged.models.source import ModelMissing, find_model
@@ -104,7 +105,6 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
     from edged.store.folder import data_folder
 
     try:
-        _quieten()
         check_trl()
         model_dir, name = find_model(settings.model)
         from edged.rebuild.rebuild import Rebuild
