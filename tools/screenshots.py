@@ -1,18 +1,26 @@
-"""Take the README's pictures of the page: the demo model, taught by two users with opposite tastes, under load.
+"""Take the pictures in docs/images: the page with the demo model, taught by two users under load, and `edged doctor`.
 
-    .venv/bin/python tools/screenshots.py
+    .venv/bin/python tools/screenshots.py page
+    sudo .venv/bin/python tools/screenshots.py doctor --config /etc/edged/edged.toml
 
-Needs Chromium (`--browser`). Must not show anything that was not measured: it runs a daemon as `tools/quickstart` does.
+The page needs Chromium (`--browser`). Must not show anything that was not measured: the page's daemon runs as
+`tools/quickstart` runs it, and the doctor's picture is what the command wrote.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import click
 from playwright.sync_api import Browser, Page, sync_playwright
+from rich.console import Console
+from rich.text import Text
 
 from edged.cli.quickstart.daemon import TemporaryDaemon
 from edged.cli.quickstart.people import Crowd
@@ -21,17 +29,40 @@ USER = "ada"
 QUESTIONS = ("How do I boil potatoes?", "What should I wear for a walk to the lake?")
 SWITCHES = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 DESKTOP, PHONE = (1360, 960), (390, 844)
+TERMINAL_COLUMNS = 120
+FOLDER = click.option(
+    "--folder", type=click.Path(file_okay=False, path_type=Path), default="docs/images", show_default=True
+)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default="docs/images", show_default=True)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Take the pictures in docs/images."""
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@FOLDER
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def doctor(folder: Path, options: tuple[str, ...]) -> None:
+    """Write doctor.svg: what `edged doctor OPTIONS` says of this box."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "edged.cli", "doctor", *options]
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": str(TERMINAL_COLUMNS), "TERM": "xterm-256color"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | terminal)
+    recorder = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO(), highlight=False)
+    recorder.print(Text.from_ansi(f"$ sudo edged doctor\n{done.stdout.rstrip()}"))
+    recorder.save_svg(str(folder / "doctor.svg"), title="edged doctor")
+
+
+@main.command()
+@FOLDER
 @click.option("--browser", default="/usr/bin/chromium", show_default=True, help="Chromium's program.")
 @click.option(
     "--seconds", type=click.FloatRange(1), default=90.0, show_default=True, help="How long users teach before."
 )
 @click.option("--rate", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Other requests per second.")
 @click.option("--seed", type=int, default=1, show_default=True)
-def main(folder: Path, browser: str, seconds: float, rate: float, seed: int) -> None:
+def page(folder: Path, browser: str, seconds: float, rate: float, seed: int) -> None:
     """Write page-desktop.png and page-phone.png to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{_free_port()}"

@@ -288,12 +288,21 @@ class Trace(_Answer):
     traceEvents: list[dict[str, Any]]
 
 
+class KnownCaller(_Answer):
+    """Who asks. `users` are those it may speak for: names, beginnings of names with "*", or "*" for all."""
+
+    name: str
+    roles: list[Literal["use", "train", "metrics", "admin"]]
+    users: list[str]
+
+
 class Status(_Answer):
     """What the daemon does; `degraded` has a sentence for everything that is not as it should be."""
 
     version: str
     phase: Literal["loading", "ready", "draining"]
     uptime_s: float
+    caller: KnownCaller
     degraded: list[str]
     open_requests: int
     queue: dict[str, int]

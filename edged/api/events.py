@@ -37,7 +37,7 @@ async def events(request: web.Request) -> web.StreamResponse:
         await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
         await response.prepare(request)
         await response.write(_RETRY)
-        while data := await _next(reader):
+        while data := await _next(reader, caller):
             await response.write(data)
     except ConnectionResetError:
         # The client left, or read so slowly that it was cut off.
@@ -65,8 +65,8 @@ async def close_streams(app: web.Application) -> None:
         services.feed.close()
 
 
-async def _next(reader: Reader) -> bytes:
-    """The next bytes to send; empty when the stream ends."""
+async def _next(reader: Reader, caller: Caller) -> bytes:
+    """The next bytes to send to a caller; empty when the stream ends."""
     try:
         event = await asyncio.wait_for(reader.next(), _HEARTBEAT_S)
     except TimeoutError:
@@ -74,7 +74,7 @@ async def _next(reader: Reader) -> bytes:
     if event is None:
         return b""
     if event.name == "status":
-        event = Event("status", visible(event.data, reader.sees))
+        event = Event("status", visible(event.data, caller))
     return _encoded(event)
 
 

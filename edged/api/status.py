@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from aiohttp import web
 
 import edged
 from edged.api import wire
-from edged.api.access import caller_of
+from edged.api.access import Caller, caller_of
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
 from edged.store import Store, StoreError
 from edged.store.quarantine import count_quarantined
@@ -22,7 +21,7 @@ from edged.store.quarantine import count_quarantined
 async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
-    return web.json_response(visible(body, caller_of(request).speaks_for), dumps=wire.dumps)
+    return web.json_response(visible(body, caller_of(request)), dumps=wire.dumps)
 
 
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
@@ -54,12 +53,13 @@ def look_at_store(store: Store) -> tuple[int | None, str]:
         return None, store.problem or str(error)
 
 
-def visible(body: wire.Json, sees: Callable[[str], bool]) -> wire.Json:
-    """A status without the names of adapters that a caller may not hear of."""
-    learning = body["finetune"]
+def visible(body: wire.Json, caller: Caller) -> wire.Json:
+    """A status as a caller may see it: who that is, and no adapter's name that it may not hear of."""
+    learning, sees = body["finetune"], caller.speaks_for
     named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
     forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
-    return {**body, "forgetting": forgetting, "finetune": {**learning, **named}}
+    known = {"name": caller.name, "roles": sorted(caller.roles), "users": list(caller.users)}
+    return {**body, "caller": known, "forgetting": forgetting, "finetune": {**learning, **named}}
 
 
 async def healthz(request: web.Request) -> web.Response:

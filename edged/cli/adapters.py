@@ -149,7 +149,8 @@ def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     """Delete everything learned for NAME.
 
     That is the adapter with all its versions, and the user's completions, signals and pairs. A search afterwards shows
-    that nothing is left; exit code 1 says that it found something.
+    that nothing is left; exit code 1 says that it found something. Backups and exports that were made before still hold
+    NAME.
     """
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
@@ -178,6 +179,10 @@ def _forgotten(name: str, data: dict[str, Any]) -> str:
         lines.append(f"{searched['said_by_others']} rows of other users hold the same words")
     if searched["new_rows"]:
         lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
+    lines.append(
+        f"copies made before still hold {name}: backups (a restore brings {name} back), folders put aside by a "
+        "restore, exports"
+    )
     return "\n".join(lines)
 
 

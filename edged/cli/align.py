@@ -96,6 +96,7 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
         settings = load_settings(config, overrides={"model.path": model, "store.data_dir": data_dir})
     except ConfigError as error:
         raise DaemonError(str(error)) from None
+    _quieten()  # before the imports, some of which remark
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError
     from edged.models.source import ModelMissing, find_model
@@ -111,6 +112,21 @@ def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | 
         return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
     except (RebuildError, ModelMissing, ModelRefused, CodecError) as error:
         raise DaemonError(str(error)) from None
+
+
+def _quieten() -> None:
+    """Leave out what libraries remark on themselves: stderr is for the steps and for what goes wrong."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.simplefilter("ignore", kind)
 
 
 def _adopt(client: Client, work: Rebuild, folder: Path) -> int:

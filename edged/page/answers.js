@@ -65,10 +65,11 @@ class Candidate {
   }
 }
 
-/** A completion with its candidates. `again` asks for another answer to the same question. */
+/** A completion with its candidates, which `user` can teach or not. `again` asks for another answer to the same question. */
 export class AnswerGroup {
-  constructor(user, count, again) {
+  constructor(user, teaching, count, again) {
     this.user = user;
+    this.teaching = teaching;
     this.count = count;
     this.again = again;
     this.id = "";
@@ -111,7 +112,7 @@ export class AnswerGroup {
       this.say(problem, true);
     }
     this.repeat.hidden = false;
-    const teachable = this.user && this.id && !problem;
+    const teachable = this.teaching && this.id && !problem;
     for (const each of this.candidates) each.tools.hidden = !teachable || !each.text;
     if (stopped || problem) return;
     const same = this.count > 1 && this.candidates[0].text === this.candidates[1].text;

@@ -1,51 +1,19 @@
-// The conversation: who speaks, what was said, and the answer under way.
+// The conversation: what was said, and the answer under way.
 
 import { AnswerGroup } from "./answers.js";
 import { answerEvents, ApiError } from "./api.js";
-import { announce, byId, h, setText } from "./text.js";
-
-const USER_NAME = /^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$/;
-const REMEMBERED = "edged-user";
-const FIRST_USER = "guest";
+import { callerIsKnown, mayTeach, speaker } from "./speaker.js";
+import { announce, byId, h } from "./text.js";
 
 const conversation = byId("conversation");
 const question = byId("question");
-const userField = byId("user");
 
 /** Turns of the conversation: {question} or {group}. */
 let turns = [];
 let running = null;
-let versions = {};
 
-/** The user that the chat speaks as; "" is nobody, null a name that cannot be one. */
-export function speaker() {
-  const name = userField.value.trim();
-  return !name || USER_NAME.test(name) ? name : null;
-}
-
-/** The adapters that there are, with their versions, for the user box. */
-export function showAdapters(current) {
-  versions = current;
-  const names = Object.keys(current).sort();
-  const list = byId("users");
-  if (names.join() !== Array.from(list.children, (option) => option.value).join()) {
-    list.replaceChildren(...names.map((name) => h("option", { value: name })));
-  }
-  showServing();
-}
-
-/** Wire the chat up; `changed` hears when the speaker changes. */
-export function startChat(changed) {
-  userField.value = localStorage.getItem(REMEMBERED) ?? FIRST_USER;
-  userField.addEventListener("input", () => {
-    const name = speaker();
-    byId("user-problem").hidden = name !== null;
-    userField.setAttribute("aria-invalid", name === null);
-    setText(byId("user-problem"), name === null ? "A name has 1 to 64 letters, digits, . _ @ or -, the first a letter or digit." : "");
-    if (name !== null) localStorage.setItem(REMEMBERED, name);
-    showServing();
-  });
-  userField.addEventListener("change", () => speaker() && changed(speaker()));
+/** Wire the chat up. */
+export function startChat() {
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -55,13 +23,6 @@ export function startChat(changed) {
   question.addEventListener("input", fit);
   question.addEventListener("keydown", composerKey);
   conversation.addEventListener("keydown", conversationKey);
-  showServing();
-}
-
-function showServing() {
-  const name = speaker();
-  const shown = name ? (versions[name] ? `${name}@${versions[name]}` : "base, learning") : "base";
-  setText(byId("serving"), name === null ? "" : shown);
 }
 
 function composerKey(event) {
@@ -94,9 +55,11 @@ function fit() {
   question.rows = Math.min(6, Math.max(1, question.value.split("\n").length, Math.ceil(question.value.length / 60)));
 }
 
-function send() {
+async function send() {
+  if (!(await callerIsKnown())) return;
   const text = question.value.trim();
-  if (!text || running || speaker() === null) return;
+  if (!text || running) return;
+  if (speaker() === null) return byId("user").focus();
   byId("welcome")?.remove();
   // A question that got no answer is not part of the conversation.
   if (turns.at(-1)?.question !== undefined) turns.pop();
@@ -114,9 +77,10 @@ function messages() {
 
 async function answer() {
   const user = speaker();
-  const count = byId("two").checked && user ? 2 : 1;
+  const teaching = Boolean(user) && mayTeach();
+  const count = byId("two").checked && teaching ? 2 : 1;
   const body = { messages: messages(), n: count, stream: true, stream_options: { include_usage: true }, ...(user ? { user } : {}) };
-  const group = new AnswerGroup(user, count, regenerate);
+  const group = new AnswerGroup(user, teaching, count, regenerate);
   const [said, own] = [turns, new AbortController()];
   running = own;
   show(true);
@@ -146,6 +110,10 @@ function regenerate(group) {
   const latest = turns.at(-1);
   if (running || !latest || (latest.group && latest.group !== group)) {
     announce("Only the latest answer can be asked for again.");
+    return false;
+  }
+  if (speaker() === null) {
+    byId("user").focus();
     return false;
   }
   if (latest.group) turns.pop();

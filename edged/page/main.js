@@ -2,8 +2,9 @@
 
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
-import { showAdapters, speaker, startChat } from "./chat.js";
+import { startChat } from "./chat.js";
 import { addPair, addVersion, showAdapter, showList, startLearning } from "./learning.js";
+import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
 import { addIterations, startTimeline } from "./timeline.js";
 
@@ -28,14 +29,18 @@ function connection(state, problem = "") {
   if (state === "live") readAdapters();
 }
 
-startChat(showAdapter);
+startSpeaker(showAdapter);
+startChat();
 startTimeline();
 startLearning();
 byId("show-keys").addEventListener("click", () => byId("keys").showModal());
 watch(
   {
     iterations: (data) => addIterations(data.iterations),
-    status: showStatus,
+    status: (status) => {
+      showCaller(status.caller);
+      showStatus(status);
+    },
     pair: addPair,
     version: (data) => {
       versions = { ...versions, [data.adapter]: data.version };

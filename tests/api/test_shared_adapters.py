@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from edged.api.access import Caller
 from edged.api.status import visible
 from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
 from tests.api.live import LiveDaemon, running
@@ -48,11 +49,14 @@ def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
         "forgetting": {"ann": "vacuuming", "bob": "vacuuming"},
         "finetune": {"active_adapters": ["ann", "bob"], "alarms": ["ann", "bob"], "steps": 3},
     }
-    assert visible(body, lambda name: name == "bob") == {
+    bob = Caller("peer of uid 7", "bob", "bob", frozenset({"use", "train"}), ("bob",), "")
+    assert visible(body, bob) == {
+        "caller": {"name": "bob", "roles": ["train", "use"], "users": ["bob"]},
         "forgetting": {"bob": "vacuuming"},
         "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "steps": 3},
     }
-    assert visible(body, lambda name: True) == body
+    admin = Caller("peer of uid 0", "root", "root", frozenset({"admin"}), ("*",), "")
+    assert visible(body, admin) == {**body, "caller": {"name": "root", "roles": ["admin"], "users": ["*"]}}
 
 
 def test_who_teaches_a_shared_adapter_may_drop_its_pairs_and_not_release_them(daemon: LiveDaemon) -> None:

@@ -174,7 +174,9 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     assert "not an empty folder" in daemon.run("adapters", "export", "bob", "--output", str(folder), code=1).stderr
 
     assert daemon.run("adapters", "forget", "bob", input="n\n", code=1).stdout.startswith("Delete everything")
-    assert "forgotten" in daemon.run("adapters", "forget", "bob", "--yes").stdout
+    forgotten = daemon.run("adapters", "forget", "bob", "--yes").stdout
+    assert "bob is forgotten" in forgotten
+    assert "copies made before still hold bob: backups" in forgotten
     assert "bob" not in daemon.run("adapters", "list").stdout
     assert "bob" in daemon.run("adapters", "show", "bob", code=1).stderr
 

@@ -141,10 +141,15 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveDaemon]:
+def cache_mib() -> int:
+    return 160
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, group: Group, cache_mib: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveDaemon]:
     model = save_tiny(tmp_path / "tiny", num_key_value_heads=8, num_attention_heads=8, head_dim=64)
     settings: dict[str, Any] = {
-        "cache__memory_mb": 160,
+        "cache__memory_mb": cache_mib,
         "governor__memory_reserve_mb": RESERVE_MIB,
         "serving__max_sequences": 32,
         "guard__held_out_share": 0.0,
@@ -174,6 +179,41 @@ def teach(daemon: LiveDaemon, first: int, count: int) -> None:
         for n in range(first, first + count):
             body = {"user": "ada", "prompt": f"{n}: ", "chosen": f"yes {n}", "rejected": f"never {n}"}
             assert http.post("/v1/feedback", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("cache_mib", [40])
+def test_caches_make_room_for_a_neighbour_and_grow_again(daemon: LiveDaemon, group: Group) -> None:
+    """The first step and the way back, in a few seconds."""
+
+    def governor() -> dict[str, Any]:
+        return dict(daemon.status()["governors"]["memory"])
+
+    def ask(first: int) -> None:
+        with daemon.http() as http:
+            for turn in range(first, first + 10):
+                body = {"prompt": f"{turn} " + "tell me of the sea " * 22, "max_tokens": 8, "ignore_eos": True}
+                answer = http.post("/v1/completions", json=body)
+                assert answer.json()["usage"]["completion_tokens"] == 8
+
+    ask(0)
+    full, neighbour = governor(), Neighbour()
+    assert (full["step"], full["kv_resident_bytes"] > 24 * MIB) == (0, True)
+    try:
+        group.processes.append(psutil.Process(neighbour.process.pid))
+        group.bound(group.count() + (RESERVE_MIB + 40) * MIB)
+        neighbour.take(48)
+        until(lambda: "step 1 of 4, was 0; it holds caches" in daemon.log, governor)
+        until(lambda: governor()["kv_resident_bytes"] < full["kv_resident_bytes"] - 6 * MIB, governor)
+        ask(10)
+        neighbour.leave()
+        until(lambda: governor()["step"] == 0, governor)
+    finally:
+        neighbour.leave()
+    assert governor()["holds"] == []
+    held = governor()["kv_resident_bytes"]
+    ask(20)
+    until(lambda: governor()["kv_resident_bytes"] > held, governor)
+    assert daemon.stop() == 0
 
 
 @pytest.mark.slow

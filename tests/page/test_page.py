@@ -49,8 +49,9 @@ def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
         return http.get(f"/v1/adapters/{name}").json()
 
 
-def learnt(page: Page, pairs: int) -> None:
-    """Wait until the panel says so."""
+def learnt(page: Page, user: str, pairs: int) -> None:
+    """Wait until the panel shows this user's adapter, and says so."""
+    expect(page.locator("#adapter")).to_have_value(user, timeout=PATIENT_MS)
     expect(page.locator("#progress")).to_contain_text(f"{pairs} of {pairs} pair", timeout=PATIENT_MS)
 
 
@@ -71,7 +72,7 @@ def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon:
         while not person.asks(RICE if pairs == 1 else LAKE).locator(".pick:visible").count():
             pass  # both answers were the same
         person.picks("B")
-        learnt(page, pairs)
+        learnt(page, "picker", pairs)
         points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
         expect(points).to_have_count(pairs, timeout=PATIENT_MS)
     expect(page.locator("#curves")).to_have_attribute(
@@ -94,7 +95,7 @@ def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: L
     page.get_by_role("button", name="Save edit").click()
     person.reads("^Pair ")
     expect(answer.locator(".text")).to_have_text("Boil it.")
-    learnt(page, 1)
+    learnt(page, "editor", 1)
     with page.expect_request("**/v1/chat/completions") as sent:
         person.asks("How long?")
     assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Boil it."}
@@ -141,7 +142,7 @@ def test_an_adapter_is_rolled_back_after_a_question(page: Page, daemon: LiveDaem
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
-    learnt(page, 1)
+    learnt(page, "turner", 1)
     page.get_by_role("button", name="Roll back to version 0").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert adapter(daemon, "turner")["version"] == 1
@@ -171,7 +172,7 @@ def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
-    learnt(page, 1)
+    learnt(page, "drawer", 1)
     person.asks(LAKE)
     expect(page.locator("#summary")).to_contain_text(re.compile("[1-9]\\d* a second"))
     page.get_by_role("button", name="Pause").click()
@@ -278,7 +279,7 @@ def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browse
         person.answer.get_by_role("button", name="Edit answer A").tap()
         page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
         page.get_by_role("button", name="Save edit").tap()
-        learnt(page, 1)
+        learnt(page, "a" * 64, 1)
         expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
         fits(page)
 

@@ -175,6 +175,7 @@ def test_the_command_compares_and_changes_nothing_unless_told(stopped: tuple[Pat
     assert shown.returncode == 0, shown.stderr
     assert "reward accuracy" in shown.stdout
     assert "--adopt takes the rebuilt one" in shown.stdout
+    assert [line for line in shown.stderr.splitlines() if not line.startswith("step ")] == []
     assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
     assert sorted(path.name for path in (data / "adapters").rglob("v*")) == before
     adopted = edged(*common, "--adopt", "--json", **place)
