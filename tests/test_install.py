@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_FILE
+from edged.config import load_settings
+from tests.cli.conftest import edged
 
 INSTALL = Path(__file__).parents[1] / "tools" / "install"
 UNITS = Path("usr/local/lib/systemd/system")
@@ -72,6 +77,22 @@ def test_edited_settings_are_kept_and_untouched_ones_follow_a_new_default(tmp_pa
     config.write_text("[model]\npath = 'mine'\n")
     assert f"keeping {config} as it was edited" in run("--root", root, "--venv", venv)
     assert config.read_text() == "[model]\npath = 'mine'\n"
+
+
+def test_installed_settings_name_the_services_data_folder(tmp_path: Path, venv: Path) -> None:
+    """What `edged backup` and others read when no daemon answers, on the very file that is installed."""
+    root = tmp_path / "root"
+    run("--root", root, "--venv", venv)
+    config, unit = root / "etc/edged/edged.toml", (root / UNITS / "edged.service").read_text()
+    assert load_settings(config, environ={}).store.data_dir == INSTALLED_DATA_DIR
+    assert f"StateDirectory={Path(INSTALLED_DATA_DIR).name}\n" in unit
+    assert f"--config {INSTALLED_FILE}\n" in unit
+    assert str(config) == f"{root}{INSTALLED_FILE}"
+    refused = edged("backup", str(tmp_path / "b.tar"), "--config", str(config), EDGED_SOCKET=str(tmp_path / "none"))
+    assert f'its data folder "{INSTALLED_DATA_DIR}" has no edged.db' in refused.stderr
+    examined = edged("doctor", "--json", "--config", str(config), "--socket", str(tmp_path / "none"), "--within", "1")
+    folder = next(item for item in json.loads(examined.stdout)["findings"] if item["name"] == "data folder")
+    assert INSTALLED_DATA_DIR in folder["seen"]
 
 
 def test_uninstalling_keeps_data_unless_it_is_told_otherwise(tmp_path: Path, venv: Path) -> None:
