@@ -59,6 +59,4 @@ def in_installed_folder(settings: Settings) -> Settings:
     """The same with the folder that systemd gives the installed daemon, unless they name one."""
     if settings.store.data_dir:
         return settings
-    return settings.model_copy(
-        update={"store": settings.store.model_copy(update={"data_dir": INSTALLED_DATA_DIR})}
-    )
+    return settings.model_copy(update={"store": settings.store.model_copy(update={"data_dir": INSTALLED_DATA_DIR})})
