@@ -43,8 +43,8 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
     """Look for what stands in edged's way on this box.
 
     Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
-    and the way out. It works with and without a running daemon, and changes nothing. Run it as the user that edged
-    runs as, or as root.
+    and the way out. It works with and without a running daemon, and changes nothing: one that systemd's
+    socket would start stays asleep. Run it as the user that edged runs as, or as root.
 
     Exit code: 0 when all is well, 1 with warnings (edged works, but not as well as it could), 2 with failures.
     """
