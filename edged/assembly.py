@@ -93,7 +93,7 @@ def assemble(
         reload=reload,
     )
     if resumed := teacher.resume(facts["fingerprint"]):
-        log.info("%d pairs were open and go on", resumed)
+        log.info("%d pairs were queued and go on", resumed)
     return services, journal
 
 

@@ -37,6 +37,7 @@ from edged.engine.model import ModelRefused
 from edged.engine.process import allow_files
 from edged.engine.text import CodecError
 from edged.models.source import ModelMissing
+from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloaded, Reloader
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
@@ -67,11 +68,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     try:
         return asyncio.run(Daemon(settings, os.environ, load).run())
     except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
-        if logs.writes_json(settings.log, os.environ, sys.stderr):
-            logs.event(log, logging.ERROR, "start_refused", str(error))
-        else:
-            print(f"edged: {error}", file=sys.stderr, flush=True)
-        return 1
+        return refuse_start(str(error), settings.log, os.environ)
     finally:
         logs.take_down()
 
@@ -164,6 +161,7 @@ class Daemon:
         # It counts all rows first, which takes long in a large database.
         services.upkeep.start()
         self._loaded.set()
+        start_succeeded(self._environ)
         self._manager.ready(_status(services))
         self._tell_ready(services)
         engine = services.engine

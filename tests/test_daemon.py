@@ -21,6 +21,7 @@ from edged.daemon import run_daemon
 from edged.models.source import ModelMissing, find_model
 from edged.store.folder import data_folder
 from tests.api.live import LiveDaemon, running, started
+from tests.api.test_adapters import teach
 from tests.models import save_tiny
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -335,6 +336,22 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, model: Path) -> None:
         daemon.signal(signal.SIGTERM)
         assert daemon.wait(10) == 0
         assert time.monotonic() - started < 5
+
+
+def test_a_restart_counts_the_pairs_that_wait_and_no_others(tmp_path: Path, model: Path) -> None:
+    """Held-out pairs and those that are replayed are read again, too."""
+    learning = {"store__save_every_s": 0.1, "guard__held_out_share": 0.25}
+    with running(tmp_path, model, **learning) as daemon, daemon.http() as http:
+        teach(http, "ann", pairs=12)
+        assert daemon.stop() == 0
+    with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
+        assert "were queued" not in daemon.log
+        for number in range(3):
+            pair = {"user": "ann", "prompt": f"waits {number}", "chosen": "yes", "rejected": "no"}
+            assert http.post("/v1/feedback", json=pair).status_code == 200
+        assert daemon.stop() == 0
+    with running(tmp_path, model, align__enabled="false") as daemon:
+        assert "3 pairs were queued and go on" in daemon.log
 
 
 def test_the_token_is_in_no_log_line_and_in_no_status(daemon: LiveDaemon) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_FILE
+from edged.config import load_settings
+from tests.cli.conftest import edged
 
 INSTALL = Path(__file__).parents[1] / "tools" / "install"
 UNITS = Path("usr/local/lib/systemd/system")
@@ -74,6 +79,20 @@ def test_edited_settings_are_kept_and_untouched_ones_follow_a_new_default(tmp_pa
     assert config.read_text() == "[model]\npath = 'mine'\n"
 
 
+def test_installed_settings_name_the_services_data_folder(tmp_path: Path, venv: Path) -> None:
+    """What `edged backup` and others read when no daemon answers, on the very file that is installed."""
+    root = tmp_path / "root"
+    run("--root", root, "--venv", venv)
+    config, unit = root / "etc/edged/edged.toml", (root / UNITS / "edged.service").read_text()
+    assert load_settings(config, environ={}).store.data_dir == INSTALLED_DATA_DIR
+    assert f"StateDirectory={Path(INSTALLED_DATA_DIR).name}\n" in unit
+    assert f"--config {INSTALLED_FILE}\n" in unit
+    assert str(config) == f"{root}{INSTALLED_FILE}"
+    examined = edged("doctor", "--json", "--config", str(config), "--socket", str(tmp_path / "none"), "--within", "1")
+    folder = next(item for item in json.loads(examined.stdout)["findings"] if item["name"] == "data folder")
+    assert INSTALLED_DATA_DIR in folder["seen"]
+
+
 def test_uninstalling_keeps_data_unless_it_is_told_otherwise(tmp_path: Path, venv: Path) -> None:
     root = tmp_path / "root"
     run("--root", root, "--venv", venv)
@@ -106,6 +125,8 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, venv: Path) -> None:
     [
         (["--bogus"], 'unknown option "--bogus"', 2),
         (["--purge"], "goes with --uninstall alone", 1),
+        (["--with", "rebuild,nothing"], "--with rebuild,nothing: give some of rebuild, quantized, report", 1),
+        (["--with"], "--with needs a list", 1),
         (["--root"], "--root needs a folder", 1),
         (["--root", "/tmp/x", "--venv", "/no/such"], "--venv /no/such has no bin/edged", 1),
         (["--root", "/tmp/x", "--wheels", "/no/such"], "--wheels /no/such is not a folder", 1),
@@ -126,6 +147,38 @@ def test_installing_for_real_needs_root() -> None:
     except PermissionError:
         pytest.skip("nobody else may read this checkout")
     assert "needs root: sudo tools/install" in result.stderr
+
+
+@pytest.mark.parametrize("version", [249, 254])
+def test_a_staged_installation_does_not_ask_the_build_hosts_systemd(tmp_path: Path, venv: Path, version: int) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "systemctl").write_text(f"#!/bin/sh\necho 'systemd {version} ({version})'\n")
+    (tmp_path / "bin" / "systemctl").chmod(0o755)
+    run("--root", tmp_path / "root", "--venv", venv, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert (tmp_path / "root" / UNITS / "edged.service.d/backoff.conf").is_file()
+
+
+def test_a_jetson_without_nvidias_torch_gets_no_other_unless_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "release").write_text("# R36 (release)")
+    script = """
+        set -eu
+        . "$1/environment.sh"
+        torch_of() { return 1; }
+        make_venv "$2/venv" "$3"
+    """
+    command = ["bash", "-c", script, "bash", str(INSTALL.parent), str(tmp_path), sys.executable]
+
+    def tried(**environment: str) -> subprocess.CompletedProcess[str]:
+        named = {**os.environ, "TEGRA_RELEASE": str(tmp_path / "release"), **environment}
+        return subprocess.run(command, capture_output=True, text=True, env=named)
+
+    refused = tried()
+    assert refused.returncode == 1
+    assert f"this is a Jetson, and {sys.executable}" in refused.stderr
+    assert "--cpu" in refused.stderr
+    assert not (tmp_path / "venv").exists()
+    assert tried(CPU_TORCH="1").returncode == 0
+    assert tried(TEGRA_RELEASE=str(tmp_path / "none")).returncode == 0
 
 
 def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from edged import logs
 from edged.align.pair import StepSkipped, VersionPublished
 from edged.align.told import Told
+from edged.api.tokens import token_hash
 from edged.config import LogSettings, Settings, load_settings
+from edged.config_text import to_toml_value
 from tests.api.live import LiveDaemon, running
 from tests.engine.harness import request, running_engine
 from tests.models import save_tiny
+from tests.test_daemon import tcp_port
 
 log = logging.getLogger("edged.test")
 
@@ -236,6 +240,30 @@ def test_a_clients_own_request_id_comes_back_also_with_errors_and_streams(daemon
         refused = http.get("/v1/models", headers={"X-Request-Id": "two words"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "bad_request_id")
         assert "'two words'" in refused.json()["error"]["message"]
+
+
+def test_a_refusal_says_whose_it_was_which_and_for_whom(tmp_path: Path) -> None:
+    token = {"name": "app", "sha256": token_hash("secret"), "roles": ["use"], "users": ["ann"]}
+    config = tmp_path / "edged.toml"
+    config.write_text(f"[access]\ntokens = [{to_toml_value(token)}]\n")
+    settings = {"config": config, "api__listen": "127.0.0.1:0", "limits__feedback_per_minute": 1}
+    with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), log__format="json", **settings) as daemon:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{tcp_port(daemon.process.pid or 0)}") as http:
+            body = {"prompt": "a", "max_tokens": 1, "user": "ben"}
+            for name, shown in (("foreign", "secret"), ("nobody", "wrong")):
+                headers = {"Authorization": f"Bearer {shown}", "X-Request-Id": name}
+                http.post("/v1/completions", json=body, headers=headers)
+        with daemon.http() as http:
+            for name in ("once", "often"):
+                pair = {"user": "ann", "prompt": "a", "chosen": "b", "rejected": "c"}
+                http.post("/v1/feedback", json=pair, headers={"X-Request-Id": name})
+        foreign, nobody = told_of(daemon, "foreign"), told_of(daemon, "nobody")
+        assert (foreign["caller"], foreign["user"], foreign["code"]) == ('token "app"', "ben", "forbidden_user")
+        assert 'caller token "app", code forbidden_user, user ben' in foreign["message"]
+        assert (nobody["peer"], nobody["code"]) == ("127.0.0.1", "invalid_api_key")
+        often = told_of(daemon, "often")
+        assert (often["user"], often["code"], often["status"]) == ("ann", "rate_limit_reached", 429)
+        assert "(uid " in often["caller"]
 
 
 def test_defaults_tell_nothing_of_requests_that_went_well(tmp_path: Path) -> None:

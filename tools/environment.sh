@@ -3,6 +3,8 @@
 
 TORCH=2.13.0
 TORCH_AT_LEAST=2.6
+TEGRA_RELEASE=${TEGRA_RELEASE:-/etc/nv_tegra_release} # there is one on a Jetson
+CPU_TORCH=${CPU_TORCH:-} # not empty: on a Jetson too, the CPU build will do
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 # No interpreter below looks for modules in the current folder: whoever can write there would run code as this user.
 export PYTHONSAFEPATH=1
@@ -39,11 +41,21 @@ digest_of() {
     "$1" -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest())' "${@:2}"
 }
 
+# On a Jetson an environment without NVIDIA's torch would serve on the processor alone, and nobody would be told.
+allow_cpu_torch() { # interpreter
+    [ -e "$TEGRA_RELEASE" ] && [ -z "$CPU_TORCH" ] || return 0
+    fail "this is a Jetson, and $1 (Python $(version_of "$1")) has no torch: install NVIDIA's build for this JetPack and" \
+        "Python, or name the interpreter that has it, PYTHON=/path/to/python. JetPack 7 has Python 3.12; for JetPack 6," \
+        "whose wheels are for Python 3.10, build torch for 3.11 or use a container. To serve on the processor:" \
+        "--cpu (tools/env: CPU_TORCH=1)"
+}
+
 # A new environment in folder $1 by interpreter $2. A torch that $2 can import already is seen from it.
 make_venv() {
     local venv=$1 python=$2 options=(--clear) outside
-    echo "making $venv with $python ($(version_of "$python"))"
     outside=$(torch_of "$python" || true)
+    [ -n "$outside" ] || allow_cpu_torch "$python"
+    echo "making $venv with $python ($(version_of "$python"))"
     [ -n "$outside" ] && options+=(--system-site-packages)
     "$python" -m venv "${options[@]}" "$venv" || fail "$python cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
     if [ -n "$outside" ] && ! torch_of "$venv/bin/python" >/dev/null; then
@@ -60,6 +72,7 @@ install_edged() {
     pip=("$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_OPTIONS[@]+"${PIP_OPTIONS[@]}"})
     [ -t 1 ] || pip+=(--quiet)
     if ! found=$(torch_of "$venv/bin/python"); then
+        allow_cpu_torch "$venv/bin/python"
         echo "installing torch $TORCH (CPU build)"
         # The CPU build is not on PyPI: it comes from a mirror that pip is configured for, else from PyTorch's own index.
         "${pip[@]}" "torch==$TORCH+cpu" 2>/dev/null || "${pip[@]}" "torch==$TORCH" --extra-index-url "$CPU_INDEX" || return 1

@@ -53,7 +53,13 @@ class Versions:
         try:
             return self._shelf.files.load(adapter, version).weights
         except AdapterError as error:
-            raise UnknownVersion(f"version {version} of {adapter} is not on disk: {error}") from None
+            there = self._shelf.files.versions(adapter)
+            known = f"on disk {'is' if len(there) == 1 else 'are'} {', '.join(map(str, there))}" if there else "none is"
+            problem = f" that can be read ({error})" if version in there else " on disk"
+            raise UnknownVersion(
+                f'adapter "{adapter}" has no version {version}{problem}: {known}, and 0 is the untrained one; '
+                f"`edged adapters show {adapter}` tells what they are worth"
+            ) from None
 
     def publish(
         self, adapter: str, parent: int, reason: str, member: Member | None = None, seconds: float = 0.0

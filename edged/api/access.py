@@ -63,7 +63,9 @@ class Caller:
             if user is not None and not self.speaks_for(user):
                 known = ", ".join(self.users) or "nobody"
                 raise forbidden(
-                    f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})', "forbidden_user"
+                    f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})',
+                    "forbidden_user",
+                    user,
                 )
 
 
@@ -199,9 +201,9 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def forbidden(message: str, code: str) -> ApiError:
-    """The refusal of a caller who may not."""
-    return ApiError(403, message, code=code, kind="permission_error")
+def forbidden(message: str, code: str, user: str | None = None) -> ApiError:
+    """The refusal of a caller who may not; `user` is for whom it wanted to speak."""
+    return ApiError(403, message, code=code, kind="permission_error", user=user)
 
 
 def _unknown(message: str) -> ApiError:

@@ -60,12 +60,8 @@ async def rollback(request: web.Request) -> web.Response:
         version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
     except UnknownAdapter:
         raise _unknown(name) from None
-    except UnknownVersion:
-        raise not_found(
-            f'adapter "{name}" has no version {body.version} on disk: see GET /v1/adapters/{name}',
-            "version",
-            "unknown_version",
-        ) from None
+    except UnknownVersion as error:
+        raise not_found(str(error.args[0]), "version", "unknown_version") from None
     return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=wire.dumps)
 
 

@@ -27,6 +27,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 _RETRY_AFTER_S = 1.0
+_SHOWN_CHARS = 200
+"""Of a URL that is not there."""
+ERROR: str = "error"
+"""Where a request keeps the ApiError that it was answered with."""
 _MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
     401: "TCP without a token that is known.",
@@ -42,7 +46,7 @@ _MEANINGS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field at fault, `code` is for programs."""
+    """An answer that is an error. `param` names the field at fault, `code` is for programs, `user` is for the log."""
 
     def __init__(
         self,
@@ -53,8 +57,10 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str = "",
         retry_after_s: float = _RETRY_AFTER_S,
+        user: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.user = user
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
@@ -91,8 +97,8 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code)
 
 
-def _too_much(message: str, code: str, retry_after_s: float) -> ApiError:
-    return ApiError(429, message, code=code, kind="rate_limit_error", retry_after_s=retry_after_s)
+def _too_much(message: str, code: str, retry_after_s: float, user: str | None = None) -> ApiError:
+    return ApiError(429, message, code=code, kind="rate_limit_error", retry_after_s=retry_after_s, user=user)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -105,7 +111,7 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFull():
             return _too_much(str(error), "queue_full", error.retry_after_s)
         case LimitReached():
-            return _too_much(str(error), "rate_limit_reached", error.retry_after_s)
+            return _too_much(str(error), "rate_limit_reached", error.retry_after_s, error.user)
         case EngineBusy():
             return _too_much(str(error), "queue_full", _RETRY_AFTER_S)
         case RequestRefused():
@@ -137,9 +143,18 @@ def _http_error(error: web.HTTPException) -> ApiError:
     message = error.text or error.reason or "the request failed"
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         message = "the request body is larger than api.max_body_kb allows"
-    elif error.status in (404, 405):
-        message = "no such URL or method: GET /v1/models, POST /v1/chat/completions and so on, see docs/api.md"
     return ApiError(error.status, message, code=_HTTP_CODES.get(error.status, "http_error"))
+
+
+def _not_routed(request: web.Request, error: Exception) -> ApiError | None:
+    """What to say of a URL or method that no route has; None for any other error."""
+    asked = f"{request.method} {request.path[:_SHOWN_CHARS]}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        takes = ", ".join(sorted(error.allowed_methods))
+        return ApiError(405, f"{asked}: this URL takes {takes}", code=_HTTP_CODES[405])
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, f"{asked}: no such URL; GET /openapi.json lists all", code=_HTTP_CODES[404])
+    return None
 
 
 @web.middleware
@@ -148,6 +163,6 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except Exception as error:
-        answer = as_api_error(error)
+        answer = request[ERROR] = _not_routed(request, error) or as_api_error(error)
         allowed = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
         return answer.response(allowed)

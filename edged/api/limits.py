@@ -22,7 +22,7 @@ class LimitReached(Exception):
 
     def __init__(self, user: str, setting: str, limit: int, retry_after_s: float) -> None:
         super().__init__(f'user "{user}" has reached limits.{setting} = {limit}: come again in {retry_after_s:.0f} s')
-        self.retry_after_s = retry_after_s
+        self.user, self.retry_after_s = user, retry_after_s
 
 
 class Bucket:

@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from edged import logs
-from edged.api.errors import ApiError, Handler
+from edged.api.access import CALLER
+from edged.api.errors import ERROR, ApiError, Handler
 from edged.api.services import LIFECYCLE
 
 log = logging.getLogger("edged.api")
@@ -81,7 +82,7 @@ def _tell(request: web.Request, status: int, seconds: float) -> None:
     route = request.match_info.route.resource
     path = route.canonical if route is not None else "unknown"
     fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
-    fields |= request.get(_NOTES, {})
+    fields |= _refusal(request) | request.get(_NOTES, {})
     level, why = _judged(request, fields)
     if level > logging.DEBUG:
         missed = _sparing.left_out(f"{path} {status} {why}")
@@ -93,6 +94,16 @@ def _tell(request: web.Request, status: int, seconds: float) -> None:
         return
     sentence = f"{request.method} {path}: {why or status} after {seconds:.2f} s"
     logs.event(log, level, "request", sentence + _details(fields), request_id=request[_ID], **fields)
+
+
+def _refusal(request: web.Request) -> dict[str, Any]:
+    """Of a request that was answered with an error: whose it was, and which error; of nobody known, where from."""
+    error: ApiError | None = request.get(ERROR)
+    if error is None:
+        return {}
+    caller = request.get(CALLER)
+    who = {"caller": caller.label} if caller is not None else {"peer": request.remote or "a Unix socket"}
+    return who | ({"code": error.code} if error.code else {}) | ({"user": error.user} if error.user else {})
 
 
 def _judged(request: web.Request, fields: dict[str, Any]) -> tuple[int, str]:
@@ -114,6 +125,7 @@ def _judged(request: web.Request, fields: dict[str, Any]) -> tuple[int, str]:
 
 
 def _details(fields: dict[str, Any]) -> str:
-    """What people want to see at once of a completion."""
-    shown = [f"{key} {fields[key]}" for key in ("user", "completion_tokens", "ttft_ms", "left_out") if key in fields]
+    """What people want to see at once of a completion or a refusal."""
+    of_interest = ("caller", "peer", "code", "user", "completion_tokens", "ttft_ms", "left_out")
+    shown = [f"{key} {fields[key]}" for key in of_interest if key in fields]
     return f" ({', '.join(shown)})" if shown else ""

@@ -39,7 +39,7 @@ class Teacher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
     def resume(self, ref_model: str) -> int:
-        """Queue again what was open when the daemon last ended; returns the number of pairs. To be called first.
+        """Queue again what was open when the daemon last ended; returns how many pairs wait. To be called first.
 
         Blocks until they are read; they reach the engine behind the caller, before anything that comes after them.
 
@@ -64,7 +64,7 @@ class Teacher:
         for first in range(0, len(rows), _PAIRS_AT_ONCE):
             part = rows[first : first + _PAIRS_AT_ONCE]
             self._thread.submit(self._submit, part).add_done_callback(_report)
-        return len(rows)
+        return sum(row.state == "queued" for row in rows)
 
     def learn_soon(self, pair_ids: Sequence[int]) -> None:
         """Learn stored pairs behind the caller, in the order of the calls."""

@@ -14,6 +14,7 @@ import click
 from edged.cli.client import Client, DaemonError, NotRunning
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, number, percent, print_json, show_progress
+from edged.cli.settings import settings_of
 
 if TYPE_CHECKING:
     from edged.rebuild.rebuild import Comparison, Rebuild
@@ -90,12 +91,7 @@ def rebuild(
 
 def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | None) -> tuple[Any, Rebuild]:
     """The settings, and the rebuild with its base model loaded. Raises DaemonError."""
-    from edged.config import ConfigError, load_settings
-
-    try:
-        settings = load_settings(config, overrides={"model.path": model, "store.data_dir": data_dir})
-    except ConfigError as error:
-        raise DaemonError(str(error)) from None
+    settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
     _quieten()  # before the imports, some of which remark
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError

@@ -14,6 +14,7 @@ import click
 from edged.cli.client import Client, DaemonError, NotRunning
 from edged.cli.options import json_option, with_client
 from edged.cli.output import number, print_json, show_progress, size
+from edged.cli.settings import settings_of
 
 if TYPE_CHECKING:
     from edged.store.restore import Contents
@@ -100,20 +101,19 @@ def _chunks(
             stopped = str(error)
     else:
         stopped = ""
-    from edged.config import ConfigError, load_settings
     from edged.config_text import to_toml, without_secrets
     from edged.store.backup import BackupError, staged, stream, total_bytes
     from edged.store.folder import DATABASE_FILE, data_folder
     from edged.store.lock import FolderLock, FolderTaken
 
+    settings = settings_of(config)
     try:
-        settings = load_settings(config)
         folder = (data_dir or data_folder(settings.store.data_dir, os.environ)).expanduser()
         if not (folder / DATABASE_FILE).is_file():
             also = f"{stopped}; and its " if stopped else ""
             raise BackupError(f'{also}data folder "{folder}" has no {DATABASE_FILE}: there is nothing to back up')
         lock = FolderLock(folder)
-    except (ConfigError, FolderTaken) as error:
+    except FolderTaken as error:
         raise DaemonError(str(error)) from None
     except OSError as error:
         raise DaemonError(f'data folder "{folder}" cannot be used: {error.strerror}') from None

@@ -9,6 +9,7 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import print_json
+from edged.cli.settings import settings_of
 
 HEAD = """\
 # edged's settings, each with its default. What is left out keeps its default; environment variables
@@ -26,14 +27,14 @@ def config() -> None:
 @click.option("--config", "-c", "path", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file.")
 @json_option
 def show(path: Path | None, as_json: bool) -> None:
-    """The settings that `edged serve` would use: defaults, then the file, then the environment."""
-    from edged.config import ConfigError, Settings, load_settings
+    """The settings that a daemon with this file uses: defaults, then the file, then the environment.
+
+    Without --config they are the installed daemon's; where none is installed, what `edged serve` would use.
+    """
+    from edged.config import Settings
     from edged.config_text import to_toml
 
-    try:
-        settings = load_settings(path)
-    except ConfigError as error:
-        raise DaemonError(str(error)) from None
+    settings = settings_of(path)
     if settings.api.token:
         # What is shown ends in bug reports and logs.
         settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": HIDDEN})})

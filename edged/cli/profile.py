@@ -13,6 +13,7 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, number, print_json
+from edged.cli.settings import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,13 +36,7 @@ def profile(
     The daemon starts with these prices instead of a guess, when it serves the same model on the same device. Takes a
     few minutes for a model of some hundred million weights on a CPU; nothing else should run meanwhile.
     """
-    from edged.config import ConfigError, load_settings
-
-    try:
-        overrides = {"model.path": model, "store.data_dir": data_dir}
-        settings = load_settings(config, overrides=overrides)
-    except ConfigError as error:
-        raise DaemonError(str(error)) from None
+    settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
     from edged.engine.process import prepare
 
     prepare(settings.model.keep_freed_memory)

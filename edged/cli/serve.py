@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import policy_option
 
 
@@ -38,7 +37,9 @@ def serve(
     Flags win over environment variables (EDGED_SECTION__KEY), and these over the file. `edged reload`, or SIGHUP where
     no terminal is, reads them again.
     """
-    from edged.config import ConfigError, load_settings
+    from edged import logs
+    from edged.config import ConfigError, LogSettings, Settings, load_settings
+    from edged.refusal import refuse_start
 
     flags = {
         "model.path": model,
@@ -51,7 +52,10 @@ def serve(
     try:
         settings = load()
     except ConfigError as error:
-        raise DaemonError(str(error)) from None
+        logs.set_up(LogSettings(), logs.secrets_of(Settings(), os.environ), os.environ, sys.stderr)
+        code = refuse_start(str(error), LogSettings(), os.environ)
+        logs.take_down()
+        raise SystemExit(code) from None
     from edged.engine.process import prepare, restart_in_huge_pages
 
     if settings.model.huge_pages and not settings.model.device.startswith("cuda") and _is_program():

@@ -14,6 +14,7 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
+from edged.cli.settings import settings_of
 
 _BYTES = 32
 """256 random bits: nobody guesses them, with or without their hash."""
@@ -63,12 +64,7 @@ def new(name: str, roles: str, users: str, as_json: bool) -> None:
 @json_option
 def list_(path: Path | None, as_json: bool) -> None:
     """The tokens that the settings know, without the tokens themselves."""
-    from edged.config import ConfigError, load_settings
-
-    try:
-        tokens = load_settings(path).access.tokens
-    except ConfigError as error:
-        raise DaemonError(str(error)) from None
+    tokens = settings_of(path).access.tokens
     known = [{"name": item.name, "roles": item.roles, "users": item.users} for item in tokens]
     if as_json:
         return print_json({"tokens": known})

@@ -6,6 +6,7 @@ Owns its configuration. Must not know where pairs come from or what becomes of t
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ def check_trl() -> None:
     try:
         import trl  # noqa: F401
     except ImportError:
-        raise RebuildError('TRL is not installed here: pip install "edged[rebuild]"') from None
+        raise RebuildError(
+            f"TRL is not installed for this edged: `{sys.executable} -m pip install trl`, or, from a checkout, "
+            "`sudo tools/install --with rebuild`"
+        ) from None
 
 
 def train(

@@ -59,7 +59,15 @@ def test_an_adapters_life_versions_rollback_export_forget(http: httpx2.Client, d
 
 def test_rollback_refuses_versions_that_are_not_there(http: httpx2.Client) -> None:
     teach(http, "pia")
-    assert http.post("/v1/adapters/pia/rollback", json={"version": 999}).json()["error"]["code"] == "unknown_version"
+    deadline = time.monotonic() + 30
+    while not (known := [v["version"] for v in http.get("/v1/adapters/pia").json()["versions"] if v["on_disk"]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    error = http.post("/v1/adapters/pia/rollback", json={"version": 999}).json()["error"]
+    assert error["code"] == "unknown_version"
+    assert '"pia" has no version 999 on disk: on disk ' in error["message"]
+    assert str(known[0]) in error["message"].partition(": on disk ")[2]
+    assert "`edged adapters show pia`" in error["message"]
     for body in ({"version": -1}, {"version": "1"}, {}, {"version": 1, "more": 2}):
         assert http.post("/v1/adapters/pia/rollback", json=body).status_code == 400
 

@@ -152,9 +152,12 @@ def test_a_body_over_the_limit_is_refused(http: httpx2.Client) -> None:
 
 
 def test_unknown_urls_and_methods_are_told_apart(http: httpx2.Client) -> None:
-    assert refused(http.get("/v2/nothing"), 404)["code"] == "unknown_url"
+    unknown = refused(http.get("/v2/nothing"), 404)
+    assert (unknown["code"], unknown["message"][:29]) == ("unknown_url", "GET /v2/nothing: no such URL;")
     response = http.get(CHAT)
-    assert refused(response, 405)["code"] == "method_not_allowed"
+    error = refused(response, 405)
+    assert (error["code"], error["message"]) == ("method_not_allowed", f"GET {CHAT}: this URL takes POST")
+    assert "takes GET, HEAD" in refused(http.put("/v1/status"), 405)["message"]
     assert response.headers["Allow"] == "POST"
 
 

@@ -131,3 +131,28 @@ def test_units_that_are_missing_wrong_or_unwatched_are_found(tmp_path: Path) -> 
     assert "Restartt" in only(service.units(it)).seen
     system(tmp_path, **{unit: UNIT.format("WatchdogSec=30")})
     assert only(service.units(it)).state == "ok"
+
+
+@pytest.mark.parametrize(("state", "asked"), [("inactive", False), ("active", True)])
+def test_a_daemon_that_systemds_socket_would_start_is_left_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, asked: bool
+) -> None:
+    path = tmp_path / "s"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "systemctl").write_text(f"#!/bin/sh\necho {state}\n")
+    (tmp_path / "bin" / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "run" / "systemd" / "system").mkdir(parents=True)
+    system(tmp_path, **{"etc__systemd__system__edged.socket": f"[Socket]\nListenStream={path}\n"})
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        finding, running = service.daemon(examination(tmp_path, root=tmp_path, sockets=(path,), within_s=0.3))
+        if asked:
+            listener.accept()[0].close()
+        else:
+            assert (finding.state, running) == ("ok", False)
+            assert f"the first request on {path} starts it" in finding.seen
+            with pytest.raises(BlockingIOError):
+                listener.accept()

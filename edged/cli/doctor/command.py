@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
+from edged.cli.settings import INSTALLED_FILE, NotReadable, in_installed_folder, settings_file, settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from edged.cli.doctor.finding import Finding
+    from edged.config import Settings
 
 WITHIN_S = 8.0
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -40,8 +43,8 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
     """Look for what stands in edged's way on this box.
 
     Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
-    and the way out. It works with and without a running daemon, and changes nothing. Run it as the user that edged
-    runs as, or as root.
+    and the way out. It works with and without a running daemon, and changes nothing: one that systemd's
+    socket would start stays asleep. Run it as the user that edged runs as, or as root.
 
     Exit code: 0 when all is well, 1 with warnings (edged works, but not as well as it could), 2 with failures.
     """
@@ -64,16 +67,10 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
     """All findings; settings that cannot be read are one of them, and the defaults are looked at then."""
     from edged.api.addresses import socket_paths
     from edged.cli.doctor.examine import examine
-    from edged.cli.doctor.finding import Examination, broken, fine
-    from edged.config import ConfigError, Settings, load_settings
+    from edged.cli.doctor.finding import Examination
     from edged.store.folder import data_folder
 
-    try:
-        settings = load_settings(path)
-        first = fine("settings", str(path) if path else "the defaults and the environment")
-    except ConfigError as error:
-        settings = Settings()
-        first = broken("settings", str(error), "correct it; the defaults were looked at instead")
+    settings, first = settings_to_look_with(path)
     examination = Examination(
         settings=settings,
         data_dir=data_folder(settings.store.data_dir, os.environ),
@@ -82,6 +79,21 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
         within_s=within_s,
     )
     return [first, *examine(examination)]
+
+
+def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
+    """The settings to look with, and what there is to say of them."""
+    from edged.cli.doctor.finding import broken, doubtful, fine
+    from edged.config import Settings
+
+    try:
+        settings, file = settings_of(named), settings_file(named)
+        return settings, fine("settings", str(file) if file else "the defaults and the environment")
+    except NotReadable:
+        seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
+        return in_installed_folder(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
+    except DaemonError as error:
+        return Settings(), broken("settings", str(error), "correct it; the defaults were looked at instead")
 
 
 def _table(findings: list[Finding]) -> RenderableType:

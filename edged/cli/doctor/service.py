@@ -59,16 +59,31 @@ def _unit(it: Examination, name: str) -> Path | None:
     return next((path for folder in _UNIT_FOLDERS if (path := it.root / folder / name).is_file()), None)
 
 
+def _sleeping(it: Examination) -> Path | None:
+    """systemd's socket for a daemon that does not run: to ask there would start it."""
+    unit = _unit(it, "edged.socket")
+    if unit is None or not (it.root / "run/systemd/system").is_dir():
+        return None
+    listens = [line.partition("=")[2] for line in unit.read_text().splitlines() if line.startswith("ListenStream=/")]
+    _, state = output_of(["systemctl", "is-active", "edged.service"], it.left_s(2.0))
+    return Path(listens[0]) if listens and state in ("inactive", "failed") else None
+
+
 def daemon(it: Examination) -> tuple[Finding, bool]:
     """Whether it answers and serves; and whether it runs at all."""
     name = "daemon"
-    with Client(Address(sockets=it.sockets), timeout_s=it.left_s(3.0)) as client:
+    sockets = it.sockets
+    if (sleeping := _sleeping(it)) is not None:
+        sockets = tuple(path for path in sockets if path != sleeping)
+        if not any(path.exists() for path in sockets):
+            return fine(name, f"does not run: the first request on {sleeping} starts it"), False
+    with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:
         try:
             client.get("/readyz")
             status = client.get("/v1/status")
         except NotRunning:
             way_out = "`sudo systemctl start edged`, or `edged serve`"
-            return doubtful(name, f"none answers on {' or '.join(map(str, it.sockets))}", way_out), False
+            return doubtful(name, f"none answers on {' or '.join(map(str, sockets))}", way_out), False
         except Refused as error:
             if error.code in ("loading", "draining"):
                 return doubtful(name, str(error), "ask again in a moment"), True

@@ -24,6 +24,7 @@ from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
 
 _OPERATIONS = 10_000
 """Of SQLite's virtual machine, between two looks at the time."""
+_WHO = "run this as the user that edged runs as, or as root"
 _LET_IN = (
     'set api.socket_mode = "0666" (under systemd, SocketMode=0666 in edged.socket): each account then speaks for '
     'itself; members of the group "edged" are admins, so that is for operators alone'
@@ -63,7 +64,7 @@ def _data_folder(folder: Path) -> Finding:
             return broken(name, f"{folder} is not there and cannot be made: {problem}", "set store.data_dir")
         return fine(name, f"{folder} will be made")
     if problem := _cannot_write(folder):
-        way_out = f"run this as the user that edged runs as; else `sudo chown -R USER {folder}`, or set store.data_dir"
+        way_out = f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir"
         return broken(name, f"{folder}: {problem}", way_out)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o007:
@@ -95,6 +96,11 @@ def _group_name(number: int) -> str:
         return str(number)
 
 
+def _closed(folder: Path) -> bool:
+    """Whether it is there, and this user may not look into it."""
+    return folder.exists() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
+
+
 def _nearest(path: Path) -> Path:
     """The path, or the nearest folder above it that is there."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -112,6 +118,9 @@ def _cannot_write(folder: Path) -> str:
 def database(it: Examination) -> Iterator[Finding]:
     """SQLite's own check, on a connection that cannot write, and the schema's version."""
     path = it.data_dir / DATABASE_FILE
+    if _closed(it.data_dir):
+        yield doubtful("database", f"{it.data_dir} may not be read by this user", _WHO)
+        return
     if not path.exists():
         yield fine("database", "none yet: the first start makes it")
         return
@@ -165,6 +174,9 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
 
 def adapters(it: Examination) -> Iterator[Finding]:
     """The newest version of every adapter on disk: all files there, whole, and as they were written."""
+    if _closed(it.data_dir):
+        yield doubtful("adapters", f"{it.data_dir} may not be read by this user", _WHO)
+        return
     newest = _newest_versions(it.data_dir / ADAPTERS_FOLDER)
     end = time.monotonic() + it.left_s(2.0)
     damaged, summed = [], 0

@@ -1,0 +1,62 @@
+"""The settings of commands that work on a daemon's files without asking the daemon.
+
+Owns which file is read when the person names none, and where the installed daemon keeps its data. Must not know what
+commands do with the settings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edged.cli.client import DaemonError
+
+if TYPE_CHECKING:
+    from edged.config import Settings
+
+INSTALLED_FILE = Path("/etc/edged/edged.toml")
+"""What `tools/install` writes and `edged.service` reads."""
+INSTALLED_DATA_DIR = "/var/lib/edged"
+"""The unit's StateDirectory: where the installed daemon's data are unless its settings say otherwise."""
+
+
+class NotReadable(DaemonError):
+    """The installed daemon's settings are there, and this user may not read them."""
+
+
+def settings_file(named: Path | None) -> Path | None:
+    """The file that was named (--config, EDGED_CONFIG), else the installed daemon's; None where edged is not installed.
+
+    Raises NotReadable.
+    """
+    if named is not None:
+        return named
+    try:
+        INSTALLED_FILE.open().close()
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise NotReadable(
+            f"the installed daemon's settings, {INSTALLED_FILE}, may be read by its user alone: run this with sudo, or "
+            "name another daemon's with --config FILE (/dev/null: the defaults)"
+        ) from None
+    return INSTALLED_FILE
+
+
+def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
+    """The settings of the daemon that is meant, with its data folder. Raises DaemonError."""
+    from edged.config import ConfigError, load_settings
+
+    file = settings_file(named)
+    try:
+        settings = load_settings(file, overrides=overrides)
+    except ConfigError as error:
+        raise DaemonError(str(error)) from None
+    return in_installed_folder(settings) if file == INSTALLED_FILE else settings
+
+
+def in_installed_folder(settings: Settings) -> Settings:
+    """The same with the folder that systemd gives the installed daemon, unless they name one."""
+    if settings.store.data_dir:
+        return settings
+    return settings.model_copy(update={"store": settings.store.model_copy(update={"data_dir": INSTALLED_DATA_DIR})})

@@ -1,0 +1,74 @@
+"""A start that is refused: said where somebody reads it, and tried again ever less often.
+
+Owns the form of that sentence and the waiting between two tries under systemd, of which versions before 254 know no
+back-off. Must not know what prevents a start. Imports nothing slow: settings that are wrong are refused before torch is
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from edged import logs
+from edged.config import LogSettings
+from edged.service_manager import notify
+
+log = logging.getLogger("edged")
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
+_TOLD_MARGIN_S = 60.0
+"""For which systemd waits beyond what it was told."""
+_COUNT_FILE = "refused-starts"
+"""In a folder that outlives the process: how many starts were refused since the last one that served."""
+
+
+def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]) -> int:
+    """Tell `message`, the way out included; under systemd then wait, the longer the more starts were refused.
+
+    Returns the exit code. SIGTERM ends the waiting.
+    """
+    if logs.writes_json(settings, environ, sys.stderr):
+        logs.event(log, logging.ERROR, "start_refused", message)
+    else:
+        print(f"edged: {message}", file=sys.stderr, flush=True)
+    if wait_s := _wait_s(_count_one(environ)):
+        status = f"STATUS=start refused, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
+        notify(f"{status}\nEXTEND_TIMEOUT_USEC={(wait_s + _TOLD_MARGIN_S) * 1e6:.0f}", environ)
+        time.sleep(wait_s)
+    return 1
+
+
+def start_succeeded(environ: Mapping[str, str]) -> None:
+    """Forget the starts that were refused."""
+    if file := _count_file(environ):
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _wait_s(refused: int) -> float:
+    """How long the `refused`-th refusal in a row waits: the first not at all, the others twice as long as before."""
+    return min(_FIRST_WAIT_S * 2.0 ** min(refused - 2, 30), _LONGEST_WAIT_S) if refused > 1 else 0.0
+
+
+def _count_one(environ: Mapping[str, str]) -> int:
+    """This refusal's number, remembered; 0 where systemd does not start this again, or nothing can be remembered."""
+    file = _count_file(environ)
+    if file is None:
+        return 0
+    try:
+        known = file.read_text() if file.exists() else ""
+        count = 1 + (int(known) if known.isascii() and known.isdigit() else 0)
+        file.write_text(str(count))
+    except OSError:
+        return 0
+    return count
+
+
+def _count_file(environ: Mapping[str, str]) -> Path | None:
+    folder = (environ.get("RUNTIME_DIRECTORY") or environ.get("STATE_DIRECTORY") or "").split(":")[0]
+    return Path(folder) / _COUNT_FILE if folder and environ.get("NOTIFY_SOCKET") else None
