@@ -128,7 +128,7 @@ class Traffic:
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """(status, answer); status 0 when there was no answer."""
         status, answer = 0, None
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
             async with session.post(path, json=body) as response:
                 answer = await response.json()
                 status = response.status
