@@ -64,7 +64,7 @@ def test_a_leak_is_a_problem_and_a_step_is_none(rss_mib: Callable[[np.ndarray], 
 
 def test_files_that_stay_open_are_a_problem() -> None:
     level = life(lambda passed: 0 * passed, files=lambda passed: 20 + int(40 * passed))
-    assert growth(level).problems() == ["files grow by 22"]
+    assert growth(level).problems() == ["files grow by 23"]
 
 
 def test_a_life_of_a_few_seconds_says_nothing() -> None:
