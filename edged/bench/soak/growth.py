@@ -19,6 +19,8 @@ import numpy as np
 WARM_SHARE = 0.3
 """Of a life: heaps, caches and pools fill."""
 LARGEST_MIB_PER_MINUTE = 0.5
+"""What half an hour can resolve: some sixteen minutes are judged, the heap grows by huge pages of 2 MiB, and up to
+three of them in that time are chance."""
 _LEAST_SAMPLES = 12
 _SPARE = 8
 """Files or threads that may be open by chance."""
