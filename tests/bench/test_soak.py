@@ -67,8 +67,11 @@ def test_files_that_stay_open_are_a_problem() -> None:
     assert growth(level).problems() == ["files grow by 23"]
 
 
-def test_a_life_of_a_few_seconds_says_nothing() -> None:
-    assert growth(life(lambda passed: 1000 * passed)[:10]).problems() == []
+def test_a_life_of_a_few_minutes_says_nothing_of_memory() -> None:
+    grows = life(lambda passed: 1000 * passed)
+    assert growth(grows[:10]).problems() == []
+    assert growth(grows[: 9 * 60]).problems() == []
+    assert len(growth(grows).problems()) == 1
 
 
 def test_what_ends_the_process_is_drawn_first_each_once() -> None:

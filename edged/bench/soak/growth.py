@@ -21,6 +21,8 @@ WARM_SHARE = 0.3
 LARGEST_MIB_PER_MINUTE = 0.5
 """What half an hour can resolve: some sixteen minutes are judged, the heap grows by huge pages of 2 MiB, and up to
 three of them in that time are chance."""
+LEAST_JUDGED_S = 600.0
+"""In less the records that the daemon keeps of its latest iterations and waits are still being filled."""
 _LEAST_SAMPLES = 12
 _SPARE = 8
 """Files or threads that may be open by chance."""
@@ -54,7 +56,9 @@ class Growth:
     def problems(self) -> list[str]:
         """What grows."""
         leak = min(self.slope, self.steady)
-        found = [f"resident memory grows by {leak:.2f} MiB a minute"] if leak > LARGEST_MIB_PER_MINUTE else []
+        found = []
+        if self.seconds >= LEAST_JUDGED_S and leak > LARGEST_MIB_PER_MINUTE:
+            found = [f"resident memory grows by {leak:.2f} MiB a minute"]
         more = {"files": self.files, "threads": self.threads}
         return found + [f"{what} grow by {count:g}" for what, count in more.items() if count > _SPARE]
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from edged.bench.soak.faults import FUZZ_DRAWS, HUNG, Faults, Kinds
-from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, growth
+from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, LEAST_JUDGED_S, Held, growth
 from edged.bench.soak.subject import Subject
 from edged.bench.soak.traffic import Traffic
 from edged.cli.client import DaemonError
@@ -99,7 +99,7 @@ class Soak:
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
-        problems = list(traffic.tally.wrong)
+        problems, queue = list(traffic.tally.wrong), subject.status()["queue"]
         pages = _pages_when_idle(subject)
         if held_by_nobody(pages):
             problems.append(f"pages are held by nobody: {pages}")
@@ -127,6 +127,7 @@ class Soak:
             "acknowledged": len(traffic.tally.acknowledged),
             "missing": missing,
             "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
+            "queue_at_the_end": queue,
             "growth": held.json(),
             "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
             "data_mib": round(subject.data_bytes / 2**20, 1),
@@ -155,8 +156,8 @@ def held_by_nobody(pages: dict[str, int]) -> int:
     return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
 
 
-def _pages_when_idle(subject: Subject, within_s: float = 60.0) -> dict[str, int]:
-    """The page counts once nothing is answered or learned."""
+def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int]:
+    """The page counts once nothing is answered and all that waited is learned."""
     end = time.monotonic() + within_s
     while True:
         status = subject.status()
@@ -192,7 +193,12 @@ def table(result: dict[str, Any]) -> str:
         (
             "resident memory",
             f"{grown['slope']:+.2f} MiB a minute over {grown['seconds']:.0f} s (Theil-Sen), "
-            f"{grown['steady']:+.2f} from one sixth of it to the next; bound of both: {LARGEST_MIB_PER_MINUTE:g}",
+            f"{grown['steady']:+.2f} from one sixth of it to the next; "
+            + (
+                f"bound of both: {LARGEST_MIB_PER_MINUTE:g}"
+                if grown["seconds"] >= LEAST_JUDGED_S
+                else "too short to judge"
+            ),
         ),
         ("open files, threads", f"{grown['files']:+g}, {grown['threads']:+g}"),
         ("pages held by nobody", str(held_by_nobody(result["pages"]))),
