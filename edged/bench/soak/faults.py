@@ -83,16 +83,18 @@ class Faults:
         """What comes next is a daemon that starts from what `end` and `harm` left."""
         self._traffic.expected.add("down")
         await asyncio.to_thread(end)
-        await asyncio.to_thread(harm)
-        self._traffic.forget_versions()
-        await asyncio.to_thread(self._subject.restart)
+        try:
+            await asyncio.to_thread(harm)
+        finally:
+            self._traffic.forget_versions()
+            await asyncio.to_thread(self._subject.restart)
         await asyncio.sleep(_SETTLE_S)
         self._traffic.expected.discard("down")
 
     def _newest_files(self) -> list[Path]:
         users = sorted(self._subject.data.glob("adapters/*/*"))
-        newest = [max(user.glob("v*"), default=None) for user in users]
-        return [version / "adapter_model.safetensors" for version in newest if version is not None]
+        versions = [sorted(user.glob("v*/adapter_model.safetensors")) for user in users]
+        return [files[-1] for files in versions if files]
 
     async def _cut(self) -> None:
         def cut() -> None:
