@@ -48,7 +48,7 @@ class Subject:
         self._orders, self._log = folder / "orders.sock", folder / "log"
         self.data.mkdir(parents=True, exist_ok=True)
         self.manager = Manager(folder / "notify.sock")
-        mount = ["mount", "-t", "tmpfs", "-o", "size=192m", "tmpfs", str(self.data)]
+        mount = ["mount", "-t", "tmpfs", "-o", "size=384m", "tmpfs", str(self.data)]
         self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
         self.process = self._start()
 
