@@ -1,4 +1,4 @@
-"""Connections of slow clients: how long a header may take to come, and a full buffer to be read.
+"""Connections of slow clients: how long a header may take to come, and a full buffer to be read; and what is no HTTP.
 
 Owns those two clocks of every connection. Must not know routes or callers. The body's time is the application's matter.
 """
@@ -11,7 +11,9 @@ import socket
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
+from edged.api.errors import ApiError
 from edged.api.sockets import BACKLOG
 from edged.config import LimitSettings
 
@@ -61,6 +63,25 @@ class Connection(web.RequestHandler):
         super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp could not read as its application answers mistakes, without a traceback in the log."""
+        if status >= 500 or exc is None or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        # Not what was sent: a header may hold a token.
+        log.info("a request could not be read: %s", type(exc).__name__)
+        problem = (
+            "the address or a header is longer than 8190 bytes" if isinstance(exc, LineTooLong) else "it is no HTTP"
+        )
+        answer = ApiError(status, f"the request could not be read: {problem}", code="bad_http").response()
+        answer.force_close()
+        return answer
 
     def _drop(self, reason: str) -> None:
         if self.transport is not None:

@@ -1,15 +1,110 @@
-"""What a soak makes of what it saw."""
+"""What a soak draws, what it does to a daemon, and what it makes of what it saw."""
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from edged.bench.soak.faults import damage
+from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, growth
 from edged.bench.soak.inject import Injector
-from edged.bench.soak.run import held_by_nobody, table
-from edged.store import utc_now
+from edged.bench.soak.manager import WATCHDOG_S, Manager
+from edged.bench.soak.run import first_each_then_any, held_by_nobody, in_rounds, table
+from edged.service_manager import notify
+from edged.store import Store, StoreError, utc_now
+
+MINUTES = 20.0
+
+
+def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], int] = lambda _: 20) -> list[Held]:
+    """One sample a second; `rss_mib` of the share of the life that has passed. The allocator's noise is 1 MiB."""
+    passed = np.arange(MINUTES * 60) / (MINUTES * 60)
+    noise = np.random.default_rng(0).normal(0.0, 1.0, len(passed))
+    rss = 700.0 + rss_mib(passed) + noise
+    return [
+        Held(share * MINUTES * 60, int(mib * 2**20), files(share), 6, 30)
+        for share, mib in zip(passed, rss, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rss_mib", "leaks"),
+    [
+        pytest.param(lambda passed: 0 * passed, False, id="level"),
+        pytest.param(lambda passed: 60 * (1 - np.exp(-passed / 0.08)), False, id="warming up"),
+        *(
+            pytest.param(lambda passed, at=at: 40.0 * (passed > at), False, id=f"a step at {at:.0%} of the life")
+            for at in (0.35, 0.5, 0.65, 0.75, 0.9)
+        ),
+        pytest.param(lambda passed: 20.0 * (passed > 0.5) + 20.0 * (passed > 0.8), False, id="two steps"),
+        pytest.param(lambda passed: 2 * LARGEST_MIB_PER_MINUTE * MINUTES * passed, True, id="twice the bound"),
+        pytest.param(lambda passed: 0.5 * LARGEST_MIB_PER_MINUTE * MINUTES * passed, False, id="half the bound"),
+        pytest.param(
+            lambda passed: 40.0 * (passed > 0.5) + 2 * LARGEST_MIB_PER_MINUTE * MINUTES * passed,
+            True,
+            id="a leak and a step",
+        ),
+        pytest.param(
+            lambda passed: 2 * LARGEST_MIB_PER_MINUTE * MINUTES * np.round(passed * 10) / 10,
+            True,
+            id="a leak by a huge page at a time",
+        ),
+    ],
+)
+def test_a_leak_is_a_problem_and_a_step_is_none(rss_mib: Callable[[np.ndarray], np.ndarray], leaks: bool) -> None:
+    assert any("resident memory" in problem for problem in growth(life(rss_mib)).problems()) == leaks
+
+
+def test_files_that_stay_open_are_a_problem() -> None:
+    level = life(lambda passed: 0 * passed, files=lambda passed: 20 + int(40 * passed))
+    assert growth(level).problems() == ["files grow by 23"]
+
+
+def test_a_life_of_a_few_minutes_says_nothing_of_memory() -> None:
+    grows = life(lambda passed: 1000 * passed)
+    assert growth(grows[:10]).problems() == []
+    assert growth(grows[: 9 * 60]).problems() == []
+    assert len(growth(grows).problems()) == 1
+
+
+def test_what_ends_the_process_is_drawn_first_each_once() -> None:
+    hard, soft = {"kill", "cut", "flip"}, {"clock", "crowd"}
+    drawn = list(islice(first_each_then_any(hard, hard | soft, random.Random(1)), 40))
+    assert set(drawn[:3]) == hard
+    assert set(drawn[3:]) == hard | soft
+
+
+def test_each_is_drawn_once_before_any_comes_twice() -> None:
+    drawn = list(islice(in_rounds({"a", "b", "c"}, random.Random(1)), 9))
+    assert [set(drawn[start : start + 3]) for start in (0, 3, 6)] == [{"a", "b", "c"}] * 3
+
+
+def test_damaged_pages_are_found_at_the_next_start(tmp_path: Path) -> None:
+    store = Store(tmp_path / "edged.db")
+    store.write(lambda db: db["notes"].insert_all({"text": "x" * 500} for _ in range(200))).result()
+    store.close()
+    Store(tmp_path / "edged.db").close()
+    damage(tmp_path / "edged.db", random.Random(1))
+    with pytest.raises(StoreError, match="is damaged"):
+        Store(tmp_path / "edged.db")
+
+
+def test_the_manager_knows_when_the_watchdog_was_fed_and_what_was_said(tmp_path: Path) -> None:
+    manager = Manager(tmp_path / "notify")
+    assert float(manager.environment["WATCHDOG_USEC"]) == WATCHDOG_S * 1e6
+    begun = time.monotonic()
+    notify("WATCHDOG=1\nSTATUS=serves demo", manager.environment)
+    while manager.status != "serves demo" and time.monotonic() < begun + 10:
+        time.sleep(0.01)
+    assert manager.status == "serves demo"
+    assert manager.starved_s <= time.monotonic() - begun
 
 
 def test_pages_that_the_box_has_back_are_not_missing() -> None:
@@ -29,9 +124,9 @@ def test_the_clock_of_the_database_goes_back_as_often_as_it_is_told(monkeypatch:
 
 
 def test_acknowledged_pairs_that_are_missing_are_in_the_table() -> None:
-    growth = {"rss_mib_per_minute": 0.0, "seconds": 60.0, "files": 0, "threads": 0}
+    grown = growth([]).json()
     pages = {"total": 1, "free": 1, "cached": 0, "retired": 0}
-    result = {"minutes": 1, "load": 0.5, "requests_per_s": 1.0, "faults": {}, "statuses": {}, "growth": growth}
+    result = {"minutes": 1, "load": 0.5, "requests_per_s": 1.0, "faults": {}, "statuses": {}, "growth": grown}
     result |= {"acknowledged": 40, "pages": pages, "problems": []}
     assert "| acknowledged pairs | 40, all there |" in table({**result, "missing": 0})
     assert "| acknowledged pairs | 40, 2 missing |" in table({**result, "missing": 2})

@@ -172,3 +172,25 @@ def test_clients_that_vanish_in_the_middle_leave_nothing_behind(daemon: LiveDaem
     for thread in threads:
         thread.join()
     assert daemon.idle()
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"GET /v1/trace?seconds=" + b"1" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "longer than 8190 bytes"),
+        (
+            b"GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: " + b"1" * 9000 + b"\r\n\r\n",
+            "longer than 8190 bytes",
+        ),
+        (b"GET /v1/status HTTP/1.1\r\nno header\r\n\r\n", "it is no HTTP"),
+    ],
+)
+def test_what_is_no_http_is_answered_as_every_mistake_is(daemon: LiveDaemon, sent: bytes, told: str) -> None:
+    with connect(daemon) as raw:
+        raw.sendall(sent)
+        error = answer(raw)["error"]
+    assert isinstance(error, dict)
+    assert error["code"] == "bad_http"
+    assert told in error["message"]
+    assert "Traceback" not in daemon.log
+    assert "1111" not in daemon.log

@@ -21,6 +21,7 @@ SETTINGS = {
     "align__replay_share": 0,
     "align__micro_batch_pairs": 2,
     "guard__held_out_share": 0,
+    "feedback__pairs_per_hour": 0,
 }
 
 

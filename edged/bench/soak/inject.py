@@ -1,7 +1,8 @@
 """The daemon of a soak: `edged serve` with settings from the environment, in which faults can be had for the asking.
 
-Owns how faults come into a running engine: hooks on the model's own modules, and a policy that raises. Must not know
-when a fault is due. It is asked through a datagram socket, whose path is the only argument.
+Owns how faults come into a running engine: hooks on the model's own modules, a policy that raises, a command that never
+returns. Must not know when a fault is due. It is asked through a datagram socket; arguments are its path and the token
+that marks a prompt whose activations are NaN. `edged.bench.side` starts it, so that its heap is `edged serve`'s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from edged.engine.engine import Engine
 
 _A_CHUNK = 16
 """Rows from which on a forward without a gradient is counted as a prompt's."""
+_FOR_EVER_S = 3600.0
 
 
 class Injector:
@@ -42,6 +44,7 @@ class Injector:
         parts = engine._parts
         parts.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
         parts.model.model.get_input_embeddings().register_forward_hook(self._spoil)
+        # The class: a reload makes another policy of it.
         policy = type(parts.scheduler.policy)
         plan = policy.plan
 
@@ -63,6 +66,8 @@ class Injector:
                 self._policy_fails = False
                 # As a reload does, which has the policy asked again.
                 self._engine.configure(self._engine.settings)
+            case "hang" if self._engine is not None:
+                self._engine._inbox.post(lambda: time.sleep(_FOR_EVER_S))
             case "clock":
                 self._behind_s += order["seconds"]
                 time.time = self._late
@@ -89,8 +94,8 @@ class Injector:
 
 def main() -> None:
     """Serve."""
-    path, marker = sys.argv[1], int(sys.argv[2])
-    injector, build = Injector(marker), Engine.build
+    _, _, path, marker = sys.argv  # the second is the name that `edged.bench.side` goes by
+    injector, build = Injector(int(marker)), Engine.build
 
     def build_armed(*arguments: Any) -> Engine:
         engine = build(*arguments)
@@ -106,7 +111,7 @@ def main() -> None:
             injector.obey(json.loads(orders.recv(4096)))
 
     threading.Thread(target=listen, name="soak-orders", daemon=True).start()
-    sys.exit(daemon.run_daemon(load_settings()))
+    sys.exit(daemon.run_daemon(load_settings(), load_settings))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Owns the order of events and the judgement. Must not know how a fault is made.
 
-The first quarter of the time draws from all faults, also those that kill. Then one daemon lives to the end under those
-that it must live through, and what it holds after a warm-up is fitted by a line.
+Faults that end the process come first, each once; up to a quarter of the time any may follow. Then one daemon lives to
+the end under those that it must live through, and what it holds is watched.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 
-from edged.bench.soak.faults import Faults
-from edged.bench.soak.subject import Held, Subject
+from edged.bench.soak.faults import FUZZ_DRAWS, HUNG, Faults, Kinds
+from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, LEAST_JUDGED_S, Held, growth
+from edged.bench.soak.subject import Subject
 from edged.bench.soak.traffic import Traffic
+from edged.cli.client import DaemonError
 
 _HARD_SHARE = 0.25
-_WARM_SHARE = 0.3
-"""Of the last daemon's life: heaps, caches and pools fill."""
 _SAMPLE_EVERY_S = 1.0
 _FAULT_EVERY_S = 8.0
-_LARGEST_SLOPE = 2.0
-"""MiB a minute that resident memory may grow, as heaps go."""
-_SPARE = 8
-"""Files or threads that may be open by chance."""
+_SOCKETS = 8
+"""The listening ones, the event loop's own, and a connection that is just being asked or closed."""
 
 
 @dataclass(slots=True)
@@ -42,6 +41,8 @@ class Soak:
     minutes: float
     load: float
     seed: int
+    fuzz_examples: int
+    """That schemathesis tries of every operation, over all its draws."""
     faults: Counter[str] = field(default_factory=Counter)
     samples: list[Held] = field(default_factory=list)
 
@@ -57,33 +58,40 @@ class Soak:
             await self._under_faults(subject, traffic)
             traffic.stop()
             await running
+            if (code := subject.process.poll()) is not None:
+                traffic.tally.wrong.append(f"it ended by itself with exit code {code}: {subject.log[-3000:]}")
+                await asyncio.to_thread(subject.restart)
             return await asyncio.to_thread(self._judge, subject, traffic, rate)
         finally:
             subject.remove()
 
     async def _under_faults(self, subject: Subject, traffic: Traffic) -> None:
         chance = random.Random(self.seed)
-        faults = Faults(subject, traffic, chance)
+        faults = Faults(subject, traffic, chance, -(-self.fuzz_examples // FUZZ_DRAWS))
         begun = time.monotonic()
-        hard_until = begun + self.minutes * 60 * _HARD_SHARE
-        end = begun + self.minutes * 60
-        watching: asyncio.Task[None] | None = None
-        # Each once, in a random order, before any comes twice.
-        rounds: list[str] = []
-        while time.monotonic() < end:
-            hard = time.monotonic() < hard_until
-            if not hard and watching is None:
-                watching, rounds = asyncio.create_task(self._watch(subject)), []
-            kinds = {**faults.hard, **faults.soft} if hard else faults.soft
-            rounds = rounds or chance.sample(sorted(kinds), len(kinds))
-            name = rounds.pop()
-            self.faults[name] += 1
-            left = (end - time.monotonic()) / 60
-            print(f"{left:5.1f} min left  {name}  {sum(traffic.tally.statuses.values())} requests", flush=True)
+        hard_until, end = begun + self.minutes * 60 * _HARD_SHARE, begun + self.minutes * 60
+        kinds = {**faults.hard, **faults.soft}
+        for number, name in enumerate(first_each_then_any(faults.hard, kinds, chance)):
+            if number >= len(faults.hard) and time.monotonic() >= hard_until:
+                break
+            await self._have(name, kinds, traffic, chance, end)
+        watching = asyncio.create_task(self._watch(subject))
+        for name in in_rounds(faults.soft, chance):
+            if time.monotonic() >= end:
+                break
+            await self._have(name, faults.soft, traffic, chance, end)
+        watching.cancel()
+
+    async def _have(self, name: str, kinds: Kinds, traffic: Traffic, chance: random.Random, end: float) -> None:
+        """One fault, and some time after it."""
+        self.faults[name] += 1
+        left, now = (end - time.monotonic()) / 60, f"{sum(traffic.tally.statuses.values())} requests"
+        print(f"{left:5.1f} min left  {now}  {len(traffic.tally.wrong)} wrong  {name}", flush=True)
+        try:
             await kinds[name]()
-            await asyncio.sleep(min(chance.expovariate(1 / _FAULT_EVERY_S), max(0.0, end - time.monotonic())))
-        if watching is not None:
-            watching.cancel()
+        except (OSError, RuntimeError, DaemonError, psutil.Error) as error:
+            traffic.tally.wrong.append(f"{name}: {error!r}")
+        await asyncio.sleep(min(chance.expovariate(1 / _FAULT_EVERY_S), max(0.0, end - time.monotonic())))
 
     async def _watch(self, subject: Subject) -> None:
         while True:
@@ -91,17 +99,18 @@ class Soak:
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
-        problems = list(traffic.tally.wrong)
+        problems, queue = list(traffic.tally.wrong), subject.status()["queue"]
         pages = _pages_when_idle(subject)
         if held_by_nobody(pages):
             problems.append(f"pages are held by nobody: {pages}")
-        growth = self._growth()
-        if growth["rss_mib_per_minute"] > _LARGEST_SLOPE:
-            problems.append(f"resident memory grows by {growth['rss_mib_per_minute']:.2f} MiB a minute")
-        problems += [f"{what} grow by {growth[what]}" for what in ("files", "threads") if growth[what] > _SPARE]
+        held = growth(self.samples)
+        problems += held.problems()
         sockets = subject.held().sockets
-        if sockets > _SPARE:
+        if sockets > _SOCKETS:
             problems.append(f"{sockets} sockets are open when nobody asks")
+        hung = subject.log.count("has shown no sign of life") - self.faults[HUNG]
+        if hung > 0:
+            problems.append(f"the engine hung {hung} times by itself")
         code = subject.stop()
         if code:
             problems.append(f"SIGTERM: exit code {code}")
@@ -117,34 +126,29 @@ class Soak:
             "statuses": dict(sorted(traffic.tally.statuses.items())),
             "acknowledged": len(traffic.tally.acknowledged),
             "missing": missing,
-            "growth": growth,
+            "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
+            "queue_at_the_end": queue,
+            "growth": held.json(),
             "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
+            "data_mib": round(subject.data_bytes / 2**20, 1),
             "pages": pages,
             "sockets_when_idle": sockets,
             "problems": problems,
             "log_errors": sorted({line[24:200] for line in subject.log.splitlines() if " ERROR " in line})[:40],
         }
 
-    def _growth(self) -> dict[str, float]:
-        """What one daemon held more at the end than after its warm-up; medians of a fifth of the samples each."""
-        kept = self.samples[int(_WARM_SHARE * len(self.samples)) :]
-        if len(kept) < 10:
-            return {"rss_mib_per_minute": 0.0, "files": 0, "threads": 0, "seconds": 0.0}
-        at = np.array([sample.at_s for sample in kept])
-        slope = np.polyfit(at - at[0], [sample.rss_bytes / 2**20 for sample in kept], 1)[0]
-        part = max(1, len(kept) // 5)
 
-        def more(name: str) -> float:
-            values = [getattr(sample, name) for sample in kept]
-            return float(np.median(values[-part:]) - np.median(values[:part]))
+def first_each_then_any(first: Collection[str], names: Collection[str], chance: random.Random) -> Iterator[str]:
+    """Each of `first` once, in a random order; then any of `names`, for ever."""
+    yield from chance.sample(sorted(first), len(first))
+    while True:
+        yield chance.choice(sorted(names))
 
-        return {
-            "rss_mib_per_minute": float(slope * 60),
-            "rss_mib": kept[-1].rss_bytes / 2**20,
-            "files": more("files"),
-            "threads": more("threads"),
-            "seconds": float(at[-1] - at[0]),
-        }
+
+def in_rounds(names: Collection[str], chance: random.Random) -> Iterator[str]:
+    """For ever, in a random order: each once before any comes twice."""
+    while True:
+        yield from chance.sample(sorted(names), len(names))
 
 
 def held_by_nobody(pages: dict[str, int]) -> int:
@@ -152,8 +156,8 @@ def held_by_nobody(pages: dict[str, int]) -> int:
     return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
 
 
-def _pages_when_idle(subject: Subject, within_s: float = 60.0) -> dict[str, int]:
-    """The page counts once nothing is answered or learned."""
+def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int]:
+    """The page counts once nothing is answered and all that waited is learned."""
     end = time.monotonic() + within_s
     while True:
         status = subject.status()
@@ -180,14 +184,23 @@ def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    growth, missing = result["growth"], result["missing"]
+    grown, missing = result["growth"], result["missing"]
     rows = [
         ("minutes", f"{result['minutes']:g} at {result['load']:.0%} load, {result['requests_per_s']:.1f} requests/s"),
         ("faults", ", ".join(f"{name}: {count}" for name, count in result["faults"].items())),
         ("answers", ", ".join(f"{name}: {count}" for name, count in result["statuses"].items())),
         ("acknowledged pairs", f"{result['acknowledged']}, {f'{missing} missing' if missing else 'all there'}"),
-        ("resident memory", f"{growth['rss_mib_per_minute']:+.2f} MiB a minute over {growth['seconds']:.0f} s"),
-        ("open files, threads", f"{growth['files']:+g}, {growth['threads']:+g}"),
+        (
+            "resident memory",
+            f"{grown['slope']:+.2f} MiB a minute over {grown['seconds']:.0f} s (Theil-Sen), "
+            f"{grown['steady']:+.2f} from one sixth of it to the next; "
+            + (
+                f"bound of both: {LARGEST_MIB_PER_MINUTE:g}"
+                if grown["seconds"] >= LEAST_JUDGED_S
+                else "too short to judge"
+            ),
+        ),
+        ("open files, threads", f"{grown['files']:+g}, {grown['threads']:+g}"),
         ("pages held by nobody", str(held_by_nobody(result["pages"]))),
         ("problems", str(len(result["problems"]))),
     ]

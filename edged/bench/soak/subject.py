@@ -14,12 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from edged.bench.soak.growth import Held
+from edged.bench.soak.manager import Manager
 from edged.cli.client import Address, Client, DaemonError
 
 _READY_S = 120.0
@@ -30,22 +31,13 @@ _SETTINGS = {
     "STORE__SAVE_EVERY_S": "1",
     "ALIGN__REPLAY_SHARE": "0",
     "GUARD__HELD_OUT_SHARE": "0",
+    "FEEDBACK__PAIRS_PER_HOUR": "0",
     "SERVING__ON_UPDATE": "pin",
     "API__LISTEN": "127.0.0.1:0",
     "CACHE__MEMORY_MB": "24",
     "ALIGN__MAX_LOADED_ADAPTERS": "6",
+    "LOG__FORMAT": "human",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the process holds: resident bytes, open files without sockets, sockets, threads."""
-
-    at_s: float
-    rss_bytes: int
-    files: int
-    sockets: int
-    threads: int
 
 
 class Subject:
@@ -55,7 +47,8 @@ class Subject:
         self.folder, self.socket, self.data = folder, folder / "edged.sock", folder / "data"
         self._orders, self._log = folder / "orders.sock", folder / "log"
         self.data.mkdir(parents=True, exist_ok=True)
-        mount = ["mount", "-t", "tmpfs", "-o", "size=192m", "tmpfs", str(self.data)]
+        self.manager = Manager(folder / "notify.sock")
+        mount = ["mount", "-t", "tmpfs", "-o", "size=384m", "tmpfs", str(self.data)]
         self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
         self.process = self._start()
 
@@ -64,19 +57,25 @@ class Subject:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
         places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
         settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
-        command = [sys.executable, "-m", "edged.bench.soak.inject", str(self._orders), str(MARKER)]
+        environment = {**kept, **settings, **self.manager.environment}
+        command = [sys.executable, "-m", "edged.bench.side", "edged.bench.soak.inject", "edged"]
+        command += [str(self._orders), str(MARKER)]
         with self._log.open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **settings}, start_new_session=True)
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait_until_ready(self) -> None:
         """Raises RuntimeError with the end of the log when it never is."""
+        if not self._becomes_ready():
+            raise RuntimeError(f"the daemon is not ready; its log ends with:\n{self.log[-3000:]}")
+
+    def _becomes_ready(self) -> bool:
         end = time.monotonic() + _READY_S
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(DaemonError), self.client() as client:
                 client.get("/readyz")
-                return
+                return True
             time.sleep(0.1)
-        raise RuntimeError(f"the daemon is not ready; its log ends with:\n{self.log[-3000:]}")
+        return False
 
     @property
     def log(self) -> str:
@@ -98,12 +97,29 @@ class Subject:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as orders:
             orders.sendto(json.dumps(fault).encode(), str(self._orders))
 
-    def kill_and_restart(self) -> None:
-        """kill -9, and a new one."""
-        self.process.kill()
-        self.process.wait()
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """End it by a signal; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait()
+
+    def restart(self) -> None:
+        """A new one, after the end of the one before."""
         self.process = self._start()
         self.wait_until_ready()
+
+    def refused_start(self) -> tuple[int | None, str]:
+        """Exit code and log of a start that is to be refused; None: it was not, and was ended."""
+        before = len(self.log)
+        self.process = self._start()
+        if self._becomes_ready() or self.process.poll() is None:
+            self.kill()
+            return None, self.log[before:]
+        return self.process.returncode, self.log[before:]
+
+    def read_only(self, on: bool) -> None:
+        """Make the small disk read-only, or writable again."""
+        options = f"remount,{'ro' if on else 'rw'}"
+        subprocess.run(["mount", "-o", options, str(self.data)], check=True, capture_output=True)
 
     def stop(self) -> int:
         """SIGTERM; the exit code, or the signal that it took."""
@@ -136,6 +152,11 @@ class Subject:
         sockets = sum(kinds)
         rss, threads = process.memory_info().rss, process.num_threads()
         return Held(time.monotonic(), rss, len(kinds) - sockets, sockets, threads)
+
+    @property
+    def data_bytes(self) -> int:
+        """What its folder holds."""
+        return sum(file.stat().st_size for file in self.data.rglob("*") if file.is_file())
 
     def remove(self) -> None:
         """End what is left of it."""

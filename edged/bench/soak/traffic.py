@@ -21,6 +21,8 @@ from edged.bench.soak.subject import MARKER
 PROMPTS = [f"How do I {what}?" for what in ("cook rice", "fix a bike", "plant a tree", "greet a guest", "save water")]
 USERS = ("ann", "ben", "cleo")
 _TOKENS = 24
+_FEEDBACK_SHARE = 1 / 20
+"""Few enough that they are learned beside the questions: pairs that wait are memory, too."""
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
@@ -62,11 +64,11 @@ class Traffic:
         return answered / seconds
 
     async def run(self, rate_per_s: float) -> None:
-        """Arrivals by a Poisson process: five in six are questions, the others feedback."""
+        """Arrivals by a Poisson process: questions, and a share of feedback."""
         async with self._session() as session:
             while not self._ended:
                 await asyncio.sleep(self._chance.expovariate(rate_per_s))
-                one = self._teach(session) if self._chance.random() < 1 / 6 else self._ask(session)
+                one = self._teach(session) if self._chance.random() < _FEEDBACK_SHARE else self._ask(session)
                 task = asyncio.create_task(one)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -128,7 +130,7 @@ class Traffic:
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """(status, answer); status 0 when there was no answer."""
         status, answer = 0, None
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
             async with session.post(path, json=body) as response:
                 answer = await response.json()
                 status = response.status
