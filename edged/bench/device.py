@@ -98,8 +98,10 @@ def find_model_shape(name_or_path: str) -> Path:
 
 
 def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
-    if Path(name).exists():
-        return Path(name)
+    given = Path(name)
+    # Any other folder, as that of a comparison named after its device, is only meant where no name is.
+    if given.is_file() or (given / "config.json").is_file():
+        return given
     known: dict[str, Path] = {}
     for place in (CHECKOUT, INSTALLED):
         for suffix in suffixes:
@@ -107,6 +109,8 @@ def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
                 known.setdefault(path.name.removesuffix(suffix), path)
     if name in known:
         return known[name]
+    if given.exists():
+        return given
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(known) or 'none here'}, or give a file"
     raise DeviceError(f'there is no {what} "{name}": {hint}')

@@ -232,7 +232,7 @@ class Simulation:
 
     def _status(self) -> dict[str, Any]:
         engine, totals = self._engine, self._engine.totals
-        stats = engine.trie.stats if engine.trie else None
+        stats = engine.trie.stats if engine.trie is not None else None
         return {
             "iterations": totals.iterations,
             "preemptions": totals.preemptions,

@@ -43,6 +43,7 @@ TTFT = Metric("ttft_ms.p50", "TTFT p50 ms")
 TBT = Metric("tbt_ms.p50", "TBT p50 ms", 2)
 ATTAINMENT = Metric("slo.ttft_within_factor_share", "SLO attainment", 3)
 THROUGHPUT = Metric("throughput.output_tokens_per_s", "output tokens/s")
+PAIRS = Metric("finetune.pairs_trained", "pairs trained", 0)
 LEARNING = Metric("finetune.latency_ms.p50", "learnt after p50 ms", 0)
 CLPD = Metric("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd_nats")
 WIN_RATE = Metric("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
@@ -53,7 +54,7 @@ METRICS = (
     Metric("tbt_ms.p95", "TBT p95 ms", 2),
     ATTAINMENT,
     THROUGHPUT,
-    Metric("finetune.pairs_trained", "pairs trained", 0),
+    PAIRS,
     LEARNING,
     CLPD,
     WIN_RATE,

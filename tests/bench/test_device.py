@@ -79,6 +79,16 @@ def test_an_unknown_name_is_told_the_nearest_one() -> None:
         find_model_shape("Mistral7b")
 
 
+def test_a_folder_named_like_a_device_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rtx-6000-ada", "mistral-7b"):
+        Path(name).mkdir()
+    assert find_device("rtx-6000-ada").is_file()
+    assert find_model_shape("mistral-7b").is_file()
+    (Path("mistral-7b") / "config.json").touch()
+    assert find_model_shape("mistral-7b") == Path("mistral-7b"), "this one holds a model"
+
+
 def test_files_of_a_checkout_come_before_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout, installed = tmp_path / "configs", tmp_path / "share"
     monkeypatch.setattr(files, "CHECKOUT", checkout)

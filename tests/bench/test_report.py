@@ -39,6 +39,7 @@ def done(policy: str, rate: float = 2.0, seed: int = 0, retrain_rate: float = 0.
         "slo": {"ttft_within_factor_share": figures.get("attained")},
         "throughput": {"output_tokens_per_s": figures.get("tokens")},
         "alignment": {"clpd_nats": figures.get("clpd")},
+        "finetune": {"pairs_trained": figures.get("pairs")},
         "series": figures.get("series", []),
         "prefix": figures.get("prefix", {}),
         **({"arrivals": figures["arrivals"]} if "arrivals" in figures else {}),
@@ -73,7 +74,10 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
         assert drawing.stat().st_size < LARGEST_DRAWING_BYTES
         ElementTree.parse(drawing)
         assert json.loads((output / f"{key}-tiny.json").read_text())["panels"]
-    assert "edged bench compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh --model model" in page
+    command = "edged bench compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh --model model"
+    assert page.count(command) == 1, "all figures of a folder are of one comparison"
+    assert "Not measured by these runs: TTFT p50 of AdaInf's; TTFT p50 of Ekya's; " in page
+    assert "| not measured |" not in page.split("### Figure")[0], "what runs do not tell has no row of its own"
     for written in (page, *(path.read_text() for path in output.glob("*.json"))):
         assert str(compared.parent) not in written
         assert "/tmp" not in written
@@ -240,6 +244,11 @@ def test_ablations_are_judged_at_the_highest_load() -> None:
     figure = ablations(setting(*runs))
     assert figure is not None
     assert not any("mace-priority" in row.what for row in figure.rows)
+    assert "pairs learnt at 2.00 requests/s" not in [panel.title for panel in figure.panels]
+    learnt = ablations(setting(done("mace", 2.0, pairs=8.0), done("mace-priority", 2.0, pairs=3.0)))
+    assert learnt is not None
+    assert [(row.what, row.ours) for row in learnt.rows] == [("pairs learnt, mace-priority (mace)", "3 (8)")]
+    assert [list(curve.y) for curve in learnt.panels[-1].curves.values()] == [[8.0], [3.0]]
     assert ablations(setting(done("mace", attained=1.0))) is None
 
 

@@ -125,6 +125,16 @@ def test_a_new_version_shares_nothing_with_the_one_before(conversations: str) ->
     assert len(simulation.engine.trie) <= 1130 // 16, "the prefixes of replaced versions are forgotten"
 
 
+def test_what_a_trie_was_asked_counts_though_it_is_empty_in_the_end(tmp_path: Path) -> None:
+    trace = tmp_path / "two.csv"
+    rows = ["2023-11-16 18:15:46,900,5", "2023-11-16 18:15:56,400,3"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    simulation, report = played(plan(str(trace), retrain_rate=1.0, seconds=60.0, rate_per_s=2 / 60))
+    assert simulation.engine.trie is not None
+    assert len(simulation.engine.trie) == 0, "the last version replaced the one that computed both prompts"
+    assert report["prefix"]["prompt_tokens"] == 1300
+
+
 def test_the_same_seed_gives_the_same_report() -> None:
     def run(seed: int) -> dict[str, Any]:
         report = simulate(plan(seed=seed))

@@ -15,7 +15,7 @@ from typing import Any
 
 from edged.bench.compare import CompareError
 from edged.bench.report.canvas import Canvas
-from edged.bench.report.claims import Claim, claims, scheduler_claims
+from edged.bench.report.claims import NOT_MEASURED, Claim, claims, scheduler_claims
 from edged.bench.report.learning import against_retrain_rate, over_time
 from edged.bench.report.overheads import prefix_sharing, pruning, scheduler_table
 from edged.bench.report.panels import Figure
@@ -99,12 +99,13 @@ def _setting_part(setting: Setting, folder: Path, pruned: dict[str, Any], canvas
         return [title, "No run came to a report.\n", _failures(runs.failed)]
     figures = [figure for make in _OF_A_SETTING if (figure := make(setting)) is not None]
     command = _command(runs.manifest, setting, folder)
-    parts = [title, _about(setting), _failures(runs.failed), _claims_part(claims(setting, pruned))]
-    return parts + [_figure_part(figure, f"{figure.key}-{setting.name}", canvas, output, command) for figure in figures]
+    again = f"All of its figures are from\n\n```\n{command}\n```\n"
+    parts = [title, _about(setting), again, _failures(runs.failed), _claims_part(claims(setting, pruned))]
+    return parts + [_figure_part(figure, f"{figure.key}-{setting.name}", canvas, output) for figure in figures]
 
 
-def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, command: str) -> str:
-    """A figure, its numbers beside the paper's, and the command under it."""
+def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, command: str = "") -> str:
+    """A figure, its numbers beside the paper's, and the command under it where no other figure has the same."""
     (output / f"{name}.json").write_text(without_folders(json.dumps(figure.as_json(), separators=(",", ":"))) + "\n")
     lines = [f"### {figure.title}\n"]
     if figure.panels:
@@ -113,15 +114,20 @@ def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, comman
     if figure.note:
         lines.append(f"{figure.note}\n")
     lines.append(_table(("", "ours", "paper"), [(row.what, row.ours, str(row.paper)) for row in figure.rows]))
-    lines.append(f"[Numbers]({name}.json).\n\n```\n{command}\n```\n")
+    lines.append(f"[Numbers]({name}.json).\n")
+    if command:
+        lines.append(f"```\n{command}\n```\n")
     return "\n".join(lines)
 
 
 def _claims_part(found: Sequence[Claim]) -> str:
-    if not found:
-        return ""
-    rows = [(claim.what, claim.paper, claim.ours, claim.verdict) for claim in found]
-    return "### What must come out\n\n" + _table(("", "wanted", "ours", "verdict"), rows)
+    """The claims that these runs say anything of, and one line of the others."""
+    told = [claim for claim in found if claim.verdict != NOT_MEASURED]
+    others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
+    rows = [(claim.what, claim.paper, claim.ours, claim.verdict) for claim in told]
+    parts = ["### What must come out\n", _table(("", "wanted", "ours", "verdict"), rows) if rows else ""]
+    parts.append(f"Not measured by these runs: {'; '.join(others)}.\n" if others else "")
+    return "\n".join(part for part in parts if part) if found else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -50,6 +50,7 @@ PRUNE_CLPD = Told(0.0, "MACE/Prune has the highest CLPD", "6.3, Figure 12")
 PRUNE_THROUGHPUT = Told(0.07, "MACE/Prune 7 to 11 % below MACE", "6.3, Figure 12")
 PREFIX_THROUGHPUT = Told(0.07, "MACE/Prefix 7 to 11 % below MACE", "6.3, Figure 12")
 BIN_THROUGHPUT = Told(0.176, "MACE/Bin 17.6 % below MACE's 225 tokens/s", "6.3, Figure 12")
+PRIORITY_PAIRS = Told(0.0, "no number: of MACE without priorities only the overhead is told", "6.3, Table 1")
 
 ITERATIONS = Told(0.0, "hybrid needs fewer iterations, each about as long", "6.3, Figure 13")
 SCHEDULER_LATENCY_MS = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from edged.bench.report import paper
 from edged.bench.report.panels import Curve, Figure, Panel, Row, told
 from edged.bench.report.setting import Setting
-from edged.bench.summary import ATTAINMENT, CLPD, THROUGHPUT, Metric
+from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, THROUGHPUT, Metric
 
 ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")
 STRATEGIES = {
@@ -93,7 +94,10 @@ def throughput(setting: Setting) -> Figure:
 
 
 def ablations(setting: Setting) -> Figure | None:
-    """Figure 12: SLO attainment against the load, CLPD and throughput of MACE without one part; None without them."""
+    """Figure 12: SLO attainment against the load, CLPD, throughput and pairs learnt of MACE without one part.
+
+    None where no such policy ran.
+    """
     variants = [policy for policy in ABLATIONS if policy in setting.policies]
     if len(variants) < 2:
         return None
@@ -106,30 +110,33 @@ def ablations(setting: Setting) -> Figure | None:
             {policy: setting.curve(ATTAINMENT, policy, "rate_per_s") for policy in variants},
         )
     ]
-    for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s")):
+    for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s"), (PAIRS, "pairs learnt")):
         values = {p: setting.median(metric, p, rate_per_s=highest) for p in variants}
         if any(value is not None for value in values.values()):
             bars = {policy: Curve([""], [value]) for policy, value in values.items()}
             panels.append(Panel(f"{label} at {setting.load(highest)}", "", label, bars, "bar"))
+    return Figure("fig12", "Figure 12: MACE without one of its parts", _ablation_rows(setting, variants), tuple(panels))
+
+
+def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Row, ...]:
+    """What each part's absence does at the highest load."""
+    highest = setting.rates[-1]
     rows = []
-    for policy, number in (("mace-bin", paper.BIN_ATTAINMENT), ("mace-prefix", paper.PREFIX_ATTAINMENT)):
-        if policy not in variants:
-            continue
-        ours = setting.median(ATTAINMENT, policy, rate_per_s=highest)
-        whole = setting.median(ATTAINMENT, "mace", rate_per_s=highest)
-        rows.append(Row(f"attainment, {policy} (mace)", f"{told(ours, 3)} ({told(whole, 3)})", number))
-    for policy, clpd, tokens in (
-        ("mace-bin", paper.BIN_CLPD, paper.BIN_THROUGHPUT),
-        ("mace-prefix", paper.PREFIX_CLPD, paper.PREFIX_THROUGHPUT),
-        ("mace-prune", paper.PRUNE_CLPD, paper.PRUNE_THROUGHPUT),
+    for policy, name, metric, digits, number in (
+        ("mace-bin", "attainment", ATTAINMENT, 3, paper.BIN_ATTAINMENT),
+        ("mace-prefix", "attainment", ATTAINMENT, 3, paper.PREFIX_ATTAINMENT),
+        ("mace-bin", "CLPD", CLPD, 2, paper.BIN_CLPD),
+        ("mace-bin", "throughput", THROUGHPUT, 2, paper.BIN_THROUGHPUT),
+        ("mace-prefix", "CLPD", CLPD, 2, paper.PREFIX_CLPD),
+        ("mace-prefix", "throughput", THROUGHPUT, 2, paper.PREFIX_THROUGHPUT),
+        ("mace-prune", "CLPD", CLPD, 2, paper.PRUNE_CLPD),
+        ("mace-prune", "throughput", THROUGHPUT, 2, paper.PRUNE_THROUGHPUT),
+        ("mace-priority", "pairs learnt", PAIRS, 0, paper.PRIORITY_PAIRS),
     ):
-        if policy not in variants:
-            continue
-        for name, metric, number in (("CLPD", CLPD, clpd), ("throughput", THROUGHPUT, tokens)):
-            ours = setting.median(metric, policy, rate_per_s=highest)
-            whole = setting.median(metric, "mace", rate_per_s=highest)
-            rows.append(Row(f"{name}, {policy} (mace)", f"{told(ours)} ({told(whole)})", number))
-    return Figure("fig12", "Figure 12: MACE without one of its parts", tuple(rows), tuple(panels))
+        if policy in variants:
+            ours, whole = (setting.median(metric, variant, rate_per_s=highest) for variant in (policy, "mace"))
+            rows.append(Row(f"{name}, {policy} (mace)", f"{told(ours, digits)} ({told(whole, digits)})", number))
+    return tuple(rows)
 
 
 def iterations(setting: Setting) -> Figure:
