@@ -16,6 +16,7 @@ from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
+from edged.engine.penalties import TokenCounts
 from edged.engine.request import Sampling
 from edged.engine.sampling import Row, sample
 from tests.models import tiny_model
@@ -107,7 +108,9 @@ class Rig:
 
 def row(step: int, **sampling: object) -> Row:
     options = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-    return Row(options, seed=11, step=step, prompt=(5, 6), generated=(7, 7))
+    counts = TokenCounts((5, 6))
+    counts.extend((7, 7))
+    return Row(options, seed=11, step=step, counts=counts)
 
 
 KINDS = {

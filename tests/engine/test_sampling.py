@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from edged.engine.penalties import TokenCounts
 from edged.engine.request import Sampling
 from edged.engine.sampling import NOT_A_TOKEN, Row, sample, uniform
 
@@ -24,9 +27,15 @@ def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(scores: torch.Tensor, sampling: Sampling, n: int = 4000, **row: object) -> np.ndarray:
+def counted(prompt: Sequence[int], generated: Sequence[int]) -> TokenCounts:
+    counts = TokenCounts(prompt)
+    counts.extend(generated)
+    return counts
+
+
+def draw(scores: torch.Tensor, sampling: Sampling, n: int = 4000, counts: TokenCounts | None = None) -> np.ndarray:
     """Frequencies of `n` draws of one row."""
-    rows = [Row(sampling, 7, step, row.get("prompt", ()), row.get("generated", ())) for step in range(n)]  # type: ignore[arg-type]
+    rows = [Row(sampling, 7, step, counts) for step in range(n)]
     return np.bincount(sample(scores.repeat(n, 1), rows).read().tokens, minlength=VOCAB) / n
 
 
@@ -36,8 +45,8 @@ CASES = {
     "top_p": (Sampling(top_p=0.7), [TopPLogitsWarper(0.7)]),
     "min_p": (Sampling(min_p=0.1), [MinPLogitsWarper(0.1)]),
     "all": (
-        Sampling(temperature=1.5, top_k=20, top_p=0.9),
-        [TemperatureLogitsWarper(1.5), TopKLogitsWarper(20), TopPLogitsWarper(0.9)],
+        Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.2),
+        [TemperatureLogitsWarper(1.5), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.2)],
     ),
 }
 
@@ -54,11 +63,11 @@ def test_frequencies_follow_transformers_warpers(name: str) -> None:
 
 def test_repetition_penalty_is_transformers() -> None:
     sampling = Sampling(temperature=0.0, repetition_penalty=1.7)
-    prompt, generated = [3, 9, 9], [1]
+    counts = counted([3, 9, 9], [1])
     penalized = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 9, 9, 1]]), logits())
-    row = Row(sampling, 0, 0, prompt, generated)
+    row = Row(sampling, 0, 0, counts)
     assert sample(logits(), [row]).read().tokens == [int(penalized.argmax())]
-    assert draw(logits(), Sampling(repetition_penalty=1.7), prompt=prompt, generated=generated) == pytest.approx(
+    assert draw(logits(), Sampling(repetition_penalty=1.7), counts=counts) == pytest.approx(
         penalized.softmax(-1)[0].numpy(), abs=0.04
     )
 
@@ -68,7 +77,7 @@ def test_presence_and_frequency_lower_generated_tokens_only() -> None:
     scores[0, :3] = torch.tensor([3.0, 2.5, 2.0])
 
     def best(generated: list[int], prompt: tuple[int, ...] = (), **penalties: float) -> int:
-        row = Row(Sampling(temperature=0.0, **penalties), 0, 0, prompt, generated)
+        row = Row(Sampling(temperature=0.0, **penalties), 0, 0, counted(prompt, generated))
         return sample(scores.clone(), [row]).read().tokens[0]
 
     assert best([0], presence_penalty=0.4) == 0
@@ -79,8 +88,8 @@ def test_presence_and_frequency_lower_generated_tokens_only() -> None:
 
 def test_a_seed_gives_the_same_token_whatever_shares_the_batch() -> None:
     mine = logits(seed=3)
-    row = Row(Sampling(temperature=1.0, top_p=0.95), 42, 5, (), ())
-    others = [Row(Sampling(temperature=t, top_k=k), 1, 0, (1,), (2,)) for t, k in ((0.0, 0), (2.0, 3), (0.7, 0))]
+    row = Row(Sampling(temperature=1.0, top_p=0.95), 42, 5)
+    others = [Row(Sampling(temperature=t, top_k=k), 1, 0) for t, k in ((0.0, 0), (2.0, 3), (0.7, 0))]
     alone = sample(mine.clone(), [row]).read().tokens[0]
     together = sample(torch.cat([logits(3, seed=9), mine]), [*others, row]).read().tokens[3]
     assert alone == together
@@ -88,15 +97,15 @@ def test_a_seed_gives_the_same_token_whatever_shares_the_batch() -> None:
 
 def test_bias_and_forbidden_tokens() -> None:
     best = int(logits().argmax())
-    assert sample(logits(), [Row(Sampling(temperature=0.0), 0, 0, (), (), forbidden=(best,))]).read().tokens != [best]
-    assert sample(logits(), [Row(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0, (), ())]).read().tokens == [
+    assert sample(logits(), [Row(Sampling(temperature=0.0), 0, 0, forbidden=(best,))]).read().tokens != [best]
+    assert sample(logits(), [Row(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0)]).read().tokens == [
         17
     ]
 
 
 def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
-    asked = Row(Sampling(temperature=0.3, logprobs=3, logit_bias={5: 50.0}), 0, 0, (), ())
-    silent = Row(Sampling(temperature=0.0), 0, 0, (), ())
+    asked = Row(Sampling(temperature=0.3, logprobs=3, logit_bias={5: 50.0}), 0, 0)
+    silent = Row(Sampling(temperature=0.0), 0, 0)
     drawn = sample(logits(2), [silent, asked]).read()
     wanted = logits(2)[1].log_softmax(-1)
     assert drawn.tokens[1] == 5
@@ -117,7 +126,7 @@ def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:
 def test_scores_that_are_not_numbers_give_no_token() -> None:
     scores = logits(3)
     scores[1, 7] = float("nan")
-    rows = [Row(Sampling(temperature=t), 0, 0, (), ()) for t in (0.0, 0.0, 1.0)]
+    rows = [Row(Sampling(temperature=t), 0, 0) for t in (0.0, 0.0, 1.0)]
     tokens = sample(scores, rows).read().tokens
     assert tokens[1] == NOT_A_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
@@ -128,7 +137,7 @@ def test_the_drawn_token_is_where_the_cumulated_probabilities_pass_the_uniform_n
     generator = torch.Generator().manual_seed(vocab)
     logits = 3 * torch.randn(200, vocab, generator=generator)
     logits[:, vocab // 2 :: 3] = float("-inf")
-    rows = [Row(Sampling(temperature=0.7), seed=index, step=5, prompt=(), generated=()) for index in range(200)]
+    rows = [Row(Sampling(temperature=0.7), seed=index, step=5) for index in range(200)]
     drawn = sample(logits.clone(), rows).read().tokens
     probabilities = (logits.double() / 0.7).softmax(-1).numpy()
     for token, row, chances in zip(drawn, rows, probabilities, strict=True):
