@@ -152,8 +152,9 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
     """
     tokens, broken = choose_greedy(scores)
     temperature, min_p, uniforms = parameters
-    drawn = _pick(_weights(_scaled(scores, temperature)), min_p, uniforms)
-    return torch.where(temperature > 0, drawn, tokens), broken
+    weights = _weights(_scaled(scores, temperature))
+    _apply_min_p(weights, min_p)
+    return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -203,18 +204,25 @@ class _Draws:
         drawn, limited, counts, nucleus = tables[:4]
         temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
         scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
-        if self._limited:
-            some = scaled.index_select(0, limited)
-            some.masked_fill_(some < kth_best(some, counts, max(self._counts)), float("-inf"))
-            scaled.index_copy_(0, limited, some)
+        out = scaled < self._least(scaled, limited, counts) if self._limited else None
         weights = _weights(scaled)
+        if out is not None:
+            weights.masked_fill_(out, 0.0)
         if len(self._nucleus) == len(self._rows):
             keep_nucleus(weights, tables[4].view(torch.float64))
         elif self._nucleus:
             some = weights.index_select(0, nucleus)
             keep_nucleus(some, tables[4].view(torch.float64))
             weights.index_copy_(0, nucleus, some)
-        tokens.index_copy_(0, drawn, _pick(weights, min_p, uniforms))
+        if any(row.sampling.min_p > 0 for row in self._rows):
+            _apply_min_p(weights, min_p)
+        tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
+
+    def _least(self, scaled: torch.Tensor, limited: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The score [rows, 1] below which top-k leaves out; ties with the k-th best stay."""
+        some = scaled if len(self._limited) == len(self._rows) else scaled.index_select(0, limited)
+        least = scaled.new_full((scaled.shape[0], 1), float("-inf"))
+        return least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
 
 
 def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -226,22 +234,22 @@ def _weights(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
 
 
-def _pick(weights: torch.Tensor, min_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens [rows] drawn by `weights` (changed), without those below `min_p` times the largest, which is 1."""
-    return _inverse(weights.masked_fill_(weights < min_p.float()[:, None], 0.0), uniforms)
+def _apply_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token, whose weight is 1."""
+    weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
 
 
-def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token [rows] at which the cumulated `probabilities` [rows, vocab] pass `uniforms` [rows] of their sum.
+def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token [rows] at which the cumulated `weights` [rows, vocab] pass `uniforms` [rows] of their sum.
 
-    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums are double: a float32
-    sum over a large vocabulary can end visibly short of 1.
+    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums over blocks are double:
+    a float32 sum over a large vocabulary can end visibly short of the whole.
     """
-    rows, vocab = probabilities.shape
+    rows, vocab = weights.shape
     if vocab % _BLOCK:
-        probabilities = F.pad(probabilities, (0, _BLOCK - vocab % _BLOCK))
-    blocks = probabilities.view(rows, -1, _BLOCK)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        weights = F.pad(weights, (0, _BLOCK - vocab % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)

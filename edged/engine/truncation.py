@@ -36,13 +36,17 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     al. 2020, as a stable sort has it). The smallest weight that stays is found digit by digit of its bit pattern, as
     a radix sort would find it: the patterns of positive floats are in the floats' order.
     """
-    masses = _masses(weights.nan_to_num_(0.0))
+    masses = _masses(weights)
     wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
-    least, above = _least_to_keep(weights, masses, wanted)
-    share = _masses(least, weights.shape[1]).clamp_min_(1.0)
-    equal = weights == least
-    kept = ((wanted - above) / share).ceil_()
-    weights.masked_fill_((weights < least).logical_or_(equal & (equal.cumsum(-1, dtype=torch.int32) > kept)), 0.0)
+    least, above, equals = _least_to_keep(weights, masses, wanted)
+    each = _masses(least, weights.shape[1]).clamp_min_(1.0)
+    kept = ((wanted - above) / each).ceil_()
+    out = weights < least
+    # On a GPU the host would have to wait for the answer.
+    if weights.device.type != "cpu" or bool((equals > kept * each).any()):
+        equal = weights == least
+        out |= equal & (equal.cumsum(-1, dtype=torch.int32) > kept)
+    weights.masked_fill_(out, 0.0)
 
 
 def _masses(weights: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
@@ -53,22 +57,28 @@ def _masses(weights: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
 
 def _least_to_keep(
     weights: torch.Tensor, masses: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest weight [rows, 1] such that the masses of it and all larger ones reach `wanted`, and the larger ones'
-    mass."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest weight such that the masses of it and all larger ones reach `wanted`, the larger ones' mass, and that
+    of the weights that equal it; each [rows, 1]."""
     rows, patterns = weights.shape[0], weights.view(torch.int32)
-    offsets = torch.arange(0, rows * _DIGITS, _DIGITS, dtype=torch.int32, device=weights.device)[:, None]
-    above = torch.zeros_like(wanted)
-    found = torch.zeros_like(offsets)
+    owner = torch.arange(rows, device=weights.device)
+    offsets = (owner * _DIGITS).int()[:, None]
+    above, found, reached = torch.zeros_like(wanted), torch.zeros_like(offsets), wanted
     for shift in _SHIFTS:
         digits = (patterns >> shift).bitwise_and_(_DIGITS - 1)
         sums = masses.new_zeros(rows * _DIGITS)
-        sums.scatter_add_(0, (digits + offsets).view(-1).long(), masses.view(-1))
+        sums.scatter_add_(0, (digits + offsets[owner]).view(-1).long(), masses.view(-1))
         downwards = sums.view(rows, _DIGITS).flip(-1).cumsum(-1)
         place = torch.searchsorted(downwards, wanted - above).clamp_(max=_DIGITS - 1)
-        above += torch.where(place > 0, downwards.gather(1, (place - 1).clamp_min(0)), 0.0)
+        reached = above + downwards.gather(1, place)
+        above = above + torch.where(place > 0, downwards.gather(1, (place - 1).clamp_min(0)), 0.0)
         digit = (_DIGITS - 1 - place).int()
         found = (found << _DIGIT_BITS) + digit
-        if shift:
-            masses = torch.where(digits == digit, masses, 0.0)
-    return found.view(torch.float32), above
+        inside = digits == digit[owner]
+        if weights.device.type == "cpu":
+            # How many are left is known here: the digits that follow are looked up for these alone.
+            line, column = inside.nonzero(as_tuple=True)
+            patterns, masses, owner = patterns[line, column, None], masses[line, column, None], owner[line]
+        else:
+            masses = torch.where(inside, masses, 0.0)
+    return found.view(torch.float32), above, reached - above

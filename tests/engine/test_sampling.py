@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from edged.engine.penalties import TokenCounts
+from edged.align.transfer import upload
+from edged.engine.penalties import Changes, TokenCounts
 from edged.engine.request import Sampling
 from edged.engine.sampling import NOT_A_TOKEN, Row, sample, uniform
+from edged.engine.truncation import keep_nucleus, kth_best
 
 VOCAB = 50
 
@@ -145,3 +148,101 @@ def test_the_drawn_token_is_where_the_cumulated_probabilities_pass_the_uniform_n
         ends = chances.cumsum()
         assert chances[token] > 0
         assert ends[token] - chances[token] - 1e-6 <= point <= ends[token] + 1e-6
+
+
+def sorted_nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """What stays of each row, by sorting all of it, in double."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    chances = ordered.double().softmax(-1)
+    kept = chances.cumsum(-1) - chances < top_p[:, None].double().clamp_min(1e-9)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 60.0])
+@pytest.mark.parametrize("vocab", [3, 1000, 49152])
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["floats", "ties"])
+def test_the_nucleus_is_that_of_a_stable_sort(spread: float, vocab: int, step: float) -> None:
+    scores = spread * torch.randn(12, vocab, generator=torch.Generator().manual_seed(vocab))
+    scores = (scores / step).round() * step if step else scores
+    scores[:4, ::3] = float("-inf")
+    top_p = torch.tensor([0.0, 0.1, 0.3777, 0.5111, 0.7, 0.8, 0.9123, 0.95, 0.987, 0.999, 0.9999, 1e-7])
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    got = weights.clone()
+    keep_nucleus(got, top_p)
+    wanted = sorted_nucleus(scores, top_p)
+    chances = scores.double().softmax(-1)
+    # Sets that differ differ by no more than the rounding of a float32 weight makes of the share.
+    differing = (chances * ((got > 0) != (wanted & (weights > 0)))).sum(-1)
+    share, last = (chances * wanted).sum(-1), torch.where(wanted, chances, 2.0).amin(-1)
+    near = torch.minimum((share - top_p).abs(), (share - last - top_p).abs()) < 1e-6
+    assert (differing[~near] <= 1e-6).all()
+    assert torch.equal(got[got > 0], weights[got > 0])
+    assert (got > 0).any(-1).all()
+
+
+@pytest.mark.parametrize(("vocab", "most"), [(50, 7), (4096, 60), (4096, 2000), (4100, 30)])
+def test_the_kth_best_is_topks(vocab: int, most: int) -> None:
+    scores = torch.randn(6, vocab, generator=torch.Generator().manual_seed(most)).mul_(3).round_()
+    counts = torch.tensor([1, 2, 3, most // 2, most - 1, most])
+    wanted = scores.sort(-1, descending=True).values.gather(1, counts[:, None] - 1)
+    assert torch.equal(kth_best(scores, counts, most), wanted)
+
+
+def test_scores_that_are_not_numbers_give_no_token_under_top_p_and_top_k() -> None:
+    scores = logits(4)
+    scores[1, 7] = float("nan")
+    scores[2] = float("inf")
+    scores[3] = float("-inf")
+    rows = [Row(Sampling(top_p=0.9, top_k=20), 0, 0) for _ in range(4)]
+    tokens = sample(scores, rows).read().tokens
+    assert tokens[1] == NOT_A_TOKEN
+    assert all(0 <= tokens[row] < VOCAB for row in (0, 2, 3))
+
+
+def test_penalties_count_what_a_sequence_holds_as_it_grows() -> None:
+    """The oracle counts all of it anew at every step, row by row."""
+    random = np.random.default_rng(0)
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logprobs=0)
+    sampling = replace(sampling, logit_bias={4: 1.5, 7: -2.0})
+    prompts = [random.integers(0, 20, size).tolist() for size in (9, 0, 30)]
+    answers: list[list[int]] = [[], [], []]
+    kept = [TokenCounts(prompt) for prompt in prompts]
+    for step in range(120):
+        scores = logits(3, seed=step)
+        changes = Changes(VOCAB)
+        for row, counts in enumerate(kept):
+            changes.add(row, sampling.logit_bias)
+            changes.penalize(row, sampling, counts)
+        got = scores.clone()
+        changes.apply(got, upload(changes.tables(), got.device))
+        assert torch.allclose(got, penalized_anew(scores, sampling, prompts, answers), atol=1e-5)
+        for row, counts in enumerate(kept):
+            token = int(random.integers(0, VOCAB))
+            answers[row].append(token)
+            counts.extend([token])
+
+
+def penalized_anew(
+    scores: torch.Tensor, sampling: Sampling, prompts: list[list[int]], answers: list[list[int]]
+) -> torch.Tensor:
+    out = scores.clone()
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        for token in {*prompt, *answer}:
+            value = out[row, token]
+            factor = sampling.repetition_penalty
+            out[row, token] = value / factor if value > 0 else value * factor
+        for token in set(answer):
+            out[row, token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
+        for token, bias in sampling.logit_bias.items():
+            out[row, token] += bias
+    return out
+
+
+def test_what_is_asked_for_beside_the_tokens_comes_with_them() -> None:
+    rows = [Row(Sampling(temperature=0.0, logprobs=n), 0, 0) for n in (2, 0)]
+    broken = torch.tensor([False, True, False, False, True])
+    drawn = sample(logits(2), rows, broken).read()
+    assert drawn.beside is not None
+    assert drawn.beside.tolist() == broken.tolist()
+    assert len(drawn.tops[0] or ()) == 2
+    assert sample(logits(2), rows).read().beside is None
