@@ -299,7 +299,7 @@ def _fix_frequencies(model: nn.Module) -> None:
         kinds = found.values() if isinstance(found, dict) else [found]
         if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
             plain = inspect.unwrap(type(module).forward)
-            module.forward = torch.no_grad()(partial(plain, module))  # type: ignore[method-assign]
+            module.forward = torch.no_grad()(partial(plain, module))
 
 
 def _max_positions(config: Any) -> int:

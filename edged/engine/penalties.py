@@ -90,7 +90,8 @@ class Changes:
     def apply(self, scores: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
         """Change `scores` [rows, vocab], contiguous, by the `tables` on their device.
 
-        Repetition (CTRL, Keskar et al. 2019) counts prompt and answer; presence and frequency (OpenAI) the answer alone.
+        Repetition (CTRL, Keskar et al. 2019) counts prompt and answer; presence and frequency (OpenAI) the answer
+        alone.
         """
         flat = scores.view(-1)
         if self._seen:

@@ -92,11 +92,11 @@ class SampledRows:
 
     def read(self) -> Drawn:
         """Wait for the device and give the tokens out."""
-        host = self._device.cpu().numpy()
+        values = self._device.tolist()
         n, asked, width = len(self._rows), len(self._asked), self._width
         end = n + asked * (1 + 2 * width)
-        values = host[:end].tolist()
-        drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, host[end:] if self._beside else None)
+        beside = np.array(values[end:]) if self._beside else None
+        drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, beside)
         for position, row in enumerate(self._asked):
             drawn.logprobs[row] = values[n + position]
             wanted = self._rows[row].sampling.logprobs or 0

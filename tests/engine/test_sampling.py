@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_presence_and_frequency_lower_generated_tokens_only() -> None:
     scores = torch.zeros(1, VOCAB)
     scores[0, :3] = torch.tensor([3.0, 2.5, 2.0])
 
-    def best(generated: list[int], prompt: tuple[int, ...] = (), **penalties: float) -> int:
+    def best(generated: list[int], prompt: tuple[int, ...] = (), **penalties: Any) -> int:
         row = Row(Sampling(temperature=0.0, **penalties), 0, 0, counted(prompt, generated))
         return sample(scores.clone(), [row]).read().tokens[0]
 
@@ -101,9 +102,7 @@ def test_a_seed_gives_the_same_token_whatever_shares_the_batch() -> None:
 def test_bias_and_forbidden_tokens() -> None:
     best = int(logits().argmax())
     assert sample(logits(), [Row(Sampling(temperature=0.0), 0, 0, forbidden=(best,))]).read().tokens != [best]
-    assert sample(logits(), [Row(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0)]).read().tokens == [
-        17
-    ]
+    assert sample(logits(), [Row(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0)]).read().tokens == [17]
 
 
 def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
@@ -202,7 +201,9 @@ def test_scores_that_are_not_numbers_give_no_token_under_top_p_and_top_k() -> No
 def test_penalties_count_what_a_sequence_holds_as_it_grows() -> None:
     """The oracle counts all of it anew at every step, row by row."""
     random = np.random.default_rng(0)
-    sampling = Sampling(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logprobs=0)
+    sampling = Sampling(
+        temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logprobs=0
+    )
     sampling = replace(sampling, logit_bias={4: 1.5, 7: -2.0})
     prompts = [random.integers(0, 20, size).tolist() for size in (9, 0, 30)]
     answers: list[list[int]] = [[], [], []]
