@@ -345,12 +345,13 @@ def test_sequences_are_observed_in_the_same_iterations(tmp_path: Path) -> None:
     assert pruner is not None
     running = [driver.begin(list(range(3, 83 + 3 * n)), 80) for n in range(3)]
     looks: list[list[bool]] = []
-    for _ in range(40):
+    for turn in range(48):
         pruner.begin_iteration()
-        looks.append([pruner.observer(sequence) is not None for sequence in running])
-        for sequence in running:
+        begun = running[: 1 + turn // 3]
+        looks.append([pruner.observer(sequence) is not None for sequence in begun])
+        for sequence in begun:
             sequence.computed += 1
-    later = looks[8:]
+    later = looks[16:]
     assert all(len(set(row)) == 1 for row in later)
     assert [row[0] for row in later].count(True) == 4
 
