@@ -364,7 +364,7 @@ def test_who_misses_the_common_iterations_is_observed_all_the_same(tmp_path: Pat
     looks = 0
     for turn in range(80):
         pruner.begin_iteration()
-        if turn % 2 == 0:
+        if turn % 2 == 1:
             looks += pruner.observer(sequence) is not None
             sequence.computed += 1
     assert looks >= 5
