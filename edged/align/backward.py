@@ -33,13 +33,13 @@ def upstream_of(
 ) -> torch.Tensor:
     """d loss / d (last layer's output) [kept rows, hidden]: the heads' gradients times each answer's coefficient."""
     device = decoder.device
-    scale = torch.tensor(coefficients, dtype=torch.float32).to(device)
     kept_rows = np.full(group.rows, -1, np.int64)
     for stream in group.streams:
         if stream.kept >= 0:
             rows = np.arange(stream.kept, stream.kept + stream.layout.tokens)
             kept_rows[stream.row : stream.row + stream.layout.tokens] = rows
-    (kept_row,) = upload([kept_rows], device)
+    kept_row, bits = upload([kept_rows, np.array(coefficients, np.float64).view(np.int64)], device)
+    scale = bits.view(torch.float64).float()
     out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
     for head in heads:
         if head.gradient is not None:

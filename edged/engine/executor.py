@@ -150,6 +150,8 @@ class Executor:
         `meanwhile` is called when the forward is queued on the device and before its tokens are waited for.
         """
         work = Work()
+        if self.pruner is not None:
+            self.pruner.begin_iteration()
         segments: list[Segment] = []
         takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
         for grant in plan.grants:
@@ -220,7 +222,7 @@ class Executor:
             meanwhile()
             if rows is not None:
                 work.drawn = rows.read()
-            elif self.model.device.type == "cuda":
+            elif self._tap.broken is None and self.model.device.type == "cuda":
                 # Nothing is read, but the cost model must see the forward's time, not that of its launches.
                 torch.cuda.current_stream(self.model.device).synchronize()
         self._find_broken(work)
@@ -233,10 +235,11 @@ class Executor:
 
     def _find_broken(self, work: Work) -> None:
         """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
-        if self._tap.broken is None:
-            return
-        rows, self._tap.broken = self._tap.broken.cpu(), None
-        if rows.any():
+        rows = work.drawn.beside if work.drawn is not None else None
+        if work.drawn is None and self._tap.broken is not None:
+            rows = self._tap.broken.cpu().numpy()
+        self._tap.broken = None
+        if rows is not None and rows.any():
             for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
                 if rows[segment.start : segment.start + len(segment.tokens)].any():
                     work.broken.add(sequence.task.task_id)
@@ -261,7 +264,7 @@ class Executor:
                 logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         finally:
             self._tap.disarm()
-        return sample(logits, self._sampling_rows(work)) if work.sampled else None
+        return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
 
     def _sampling_rows(self, work: Work) -> list[Row]:
         return [sequence.row(self._end_ids) for sequence in work.sampled]

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from edged.align.memory import out_of_memory
 from edged.align.transfer import upload
 from edged.engine import triton_lora
 from edged.engine.attention import PagedPass, attention_pass
@@ -49,7 +50,7 @@ class Recorder(Protocol):
     """What the recordings hold."""
 
     def record(self, run: Replay) -> Replay:
-        """Run `run`, and return what does the same again. Raises OutOfGraphMemory."""
+        """Run `run`, and return what does the same again. Raises OutOfGraphMemory, or what allocators raise."""
 
 
 class CudaRecorder:
@@ -65,32 +66,42 @@ class CudaRecorder:
         self.memory_bytes = 0
 
     def record(self, run: Replay) -> Replay:
-        """See `Recorder`. A capture with which all would hold more than the limit is given up."""
+        """See `Recorder`. A capture that adds memory, so that all would hold more than the limit, is given up."""
         # Also what a capture before this one held, if it was given up.
         torch.cuda.empty_cache()
+        held = self._held()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        try:
-            # What is compiled, tuned or allocated at the first run must not be part of the capture.
-            self._aside.wait_stream(current)
-            with torch.cuda.stream(self._aside):
-                run()
-            current.wait_stream(self._aside)
-            # The threads that read and write adapters use the device meanwhile. A capture that fails may leave its
-            # stream in place.
-            with (
-                torch.cuda.stream(current),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
-            ):
-                run()
-        except torch.cuda.OutOfMemoryError as error:
-            raise OutOfGraphMemory("the GPU's memory is full") from error
-        held = max(0, torch.cuda.memory_reserved(self._device) - self._before)
-        if held > self._most_bytes:
+        # What is compiled, tuned or allocated at the first run must not be part of the capture.
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            run()
+        current.wait_stream(self._aside)
+        # The threads that read and write adapters use the device meanwhile. A capture that fails may leave its stream
+        # in place.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
+        ):
+            run()
+        # What the first run left in the allocator's cache is no capture's.
+        torch.cuda.empty_cache()
+        self.memory_bytes = self._held()
+        if is_too_much(self.memory_bytes, self.memory_bytes - held, self._most_bytes):
             raise OutOfGraphMemory(
-                f"{held >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
+                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
             )
-        self.memory_bytes = held
         return graph.replay
+
+    def _held(self) -> int:
+        return max(0, torch.cuda.memory_reserved(self._device) - self._before)
+
+
+def is_too_much(held: int, added: int, most: int) -> bool:
+    """Whether to give up a capture that added some of the bytes `held` now, of which there should be at most `most`.
+
+    The pool goes on holding what a capture that was given up had: those that find their room in it cost nothing.
+    """
+    return held > most and added > 0
 
 
 class _Fixed:
@@ -129,6 +140,13 @@ class _Fixed:
         return bool(runs)
 
 
+def _left_out(rows: int, error: Exception) -> None:
+    """Say that a size found no memory; any other error is raised again."""
+    if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
+        raise error
+    log.warning("decode iterations of %d sequences are not captured: %s", rows, str(error).splitlines()[0])
+
+
 class DecodeGraphs:
     """All captured sizes of one model; one thread at a time uses it."""
 
@@ -144,8 +162,7 @@ class DecodeGraphs:
         sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
         started = time.monotonic()
         try:
-            self._fixed = _Fixed(sizes[-1], width, model.shape.vocab_size, model.device)
-            for rows in reversed(sizes):
+            for rows in reversed(self._make_room(sizes, width)):
                 self._add(rows)
         except Exception as error:
             # What was captured and compared before is right.
@@ -156,12 +173,23 @@ class DecodeGraphs:
             captured = ", ".join(map(str, sorted(self._replays)))
             log.info("decode iterations of %s sequences captured: %.1f s, %d MiB", captured, seconds, megabytes)
 
+    def _make_room(self, sizes: list[int], width: int) -> list[int]:
+        """The fixed tensors, for as large a size as finds memory; the sizes that they have room for."""
+        for count in range(len(sizes), 0, -1):
+            rows = sizes[count - 1]
+            try:
+                self._fixed = _Fixed(rows, width, self._model.shape.vocab_size, self._model.device)
+                return sizes[:count]
+            except Exception as error:
+                _left_out(rows, error)
+        return []
+
     def _add(self, rows: int) -> None:
         """Capture one size, if there is memory for it."""
         try:
             self._replays[rows] = self._capture(rows)
-        except OutOfGraphMemory as error:
-            log.warning("decode iterations of %d sequences are not captured: %s", rows, error)
+        except Exception as error:
+            _left_out(rows, error)
 
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:

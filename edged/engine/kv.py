@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
+from edged.align.transfer import upload
 from edged.engine.backing import Backing, back
 
 
@@ -106,9 +108,8 @@ class KvStore:
     def move_pages(self, moved: Mapping[int, int]) -> None:
         """Copy the pages in the keys over those in the values; no page is in both."""
         device = self.keys.device
-        old, new = (
-            self.block_index(torch.tensor([list(pages)], device=device)) for pages in (moved.keys(), moved.values())
-        )
+        tables = [np.fromiter(pages, np.int64) for pages in (moved.keys(), moved.values())]
+        old, new = (self.block_index(pages[None]) for pages in upload(tables, device))
         for store in (self.keys, self.values):
             for layer in store:
                 layer.index_copy_(0, new, layer.index_select(0, old))

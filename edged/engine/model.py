@@ -7,7 +7,9 @@ requests, pages' owners or policies.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ class ServedModel:
         self.layers, self.norm = _find_decoder(self.body)
         self.head: nn.Module = model.get_output_embeddings()
         self.config = model.config.get_text_config()
+        _fix_frequencies(model)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
         self.logit_scale = getattr(self.config, "logit_scale", None) or 1.0 / (
@@ -284,6 +287,19 @@ class _LastHidden:
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
+
+
+def _fix_frequencies(model: nn.Module) -> None:
+    """Have rotary embeddings keep their first frequencies: within `_max_positions` they are never others.
+
+    Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
+    """
+    for module in model.modules():
+        found = getattr(module, "rope_type", "")
+        kinds = found.values() if isinstance(found, dict) else [found]
+        if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            plain = inspect.unwrap(type(module).forward)
+            module.forward = torch.no_grad()(partial(plain, module))
 
 
 def _max_positions(config: Any) -> int:

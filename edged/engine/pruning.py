@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
+from edged.align.transfer import upload
 from edged.cache.pool import PagePool
 from edged.cache.pruning import SINK_PAGES, Pressure, PruningRule, head_budgets
 from edged.config import CacheSettings
@@ -24,7 +25,10 @@ log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
 """Prunings that may raise before no more are tried."""
 _FIRST_LOOKS, _LOOK_EVERY = 4, 8
-"""A sequence is observed in so many iterations at first, then in each so many-th."""
+"""A sequence is observed in so many iterations at first, then in each so many-th: in the same ones as all others, for
+captured iterations cannot be observed."""
+_LATEST_LOOK = 2 * _LOOK_EVERY
+"""Tokens after which a sequence is observed that took part in none of these."""
 
 
 class Pruner:
@@ -47,7 +51,11 @@ class Pruner:
         self.prunings = self.pages_returned = 0
         """Since the start; pages that other sequences go on holding are not counted."""
         self._live = self._kept_tokens = 0
-        self._failures = 0
+        self._failures = self._iteration = 0
+
+    def begin_iteration(self) -> None:
+        """The decodes that `observer` is asked for next are of one iteration."""
+        self._iteration += 1
 
     def force(self, forced: bool) -> None:
         """Prune whatever is free, because others on the box need memory; or no more so."""
@@ -101,7 +109,8 @@ class Pruner:
         watch, iteration = sequence.watch, sequence.computed
         if watch is None:
             watch = sequence.watch = Watch(self._kv, iteration)
-        if watch.observations >= _FIRST_LOOKS and iteration - watch.iteration < _LOOK_EVERY:
+        least = 1 if self._iteration % _LOOK_EVERY == 0 else _LATEST_LOOK
+        if watch.observations >= _FIRST_LOOKS and iteration - watch.iteration < least:
             return None
         part = sequence.compacted
         more = 0 if part is None else int(part.counts.max()) - part.slabs
@@ -138,11 +147,11 @@ class Pruner:
         """Copy the rows to `keep` of each layer over the pages `own`, head by head."""
         kv, device = self._kv, self._kv.keys.device
         context = len(old) * kv.page_size - 1
-        tables = torch.tensor([old], device=device)
         shape = (kv.layers, kv.kv_heads, kv.page_size)
-        heads = HeadTables.of([before], [context], tables, torch.tensor([context], device=device), shape)
+        before_pages, after_pages, contexts = upload([np.array(pages) for pages in (old, own, [context])], device)
+        heads = HeadTables.of([before], [context], before_pages[None], contexts, shape)
         in_page = torch.arange(kv.page_size, device=device)
-        blocks = kv.block_index(torch.tensor([own], device=device).T)
+        blocks = kv.block_index(after_pages[:, None])
         to = (blocks[:, None] * kv.page_size + in_page).flatten()
         # Stable: the rows of a head after those of the one before it, in their order.
         kept = (~keep).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, : len(to)]

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from edged.align.transfer import upload
+from edged.engine.penalties import Changes, TokenCounts, is_penalized
 from edged.engine.request import Sampling
+from edged.engine.truncation import keep_nucleus, kth_best
 
 NOT_A_TOKEN = -1
 _BLOCK = 128
@@ -26,13 +28,13 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Row:
-    """One row to sample: `prompt` and `generated` token ids are what penalties count; `step` is the draw's number."""
+    """One row to sample; `step` is the draw's number."""
 
     sampling: Sampling
     seed: int
     step: int
-    prompt: Sequence[int]
-    generated: Sequence[int]
+    counts: TokenCounts | None = None
+    """Of its sequence, where penalties need them."""
     forbidden: Sequence[int] = ()
     """Tokens that may not be drawn now (end tokens before min_tokens)."""
 
@@ -47,6 +49,8 @@ class Drawn:
     tokens: list[int]
     logprobs: list[float | None]
     tops: list[list[tuple[int, float]] | None]
+    beside: np.ndarray | None = None
+    """What was to be read with the tokens."""
 
 
 def uniform(seed: int, step: int) -> float:
@@ -60,7 +64,15 @@ def uniform(seed: int, step: int) -> float:
 class SampledRows:
     """Sampling queued on the device; `read` waits for it. The one host synchronisation of an iteration."""
 
-    def __init__(self, tokens: torch.Tensor, broken: torch.Tensor, rows: Sequence[Row], raw: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        broken: torch.Tensor,
+        rows: Sequence[Row],
+        raw: torch.Tensor,
+        beside: torch.Tensor | None = None,
+    ) -> None:
+        """`tokens` and `broken` [rows], `raw` scores [rows, vocab], `beside` of one dimension."""
         self._rows = rows
         self._asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
         parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
@@ -72,6 +84,9 @@ class SampledRows:
             if self._width:
                 best, ids = logprobs.topk(self._width)
                 parts += [best.reshape(-1).double(), ids.reshape(-1).double()]
+        self._beside = beside is not None
+        if beside is not None:
+            parts.append(beside.double())
         # Doubles hold every token id exactly, so that ids and log-probabilities come back in one copy.
         self._device = torch.cat(parts)
 
@@ -79,7 +94,9 @@ class SampledRows:
         """Wait for the device and give the tokens out."""
         values = self._device.tolist()
         n, asked, width = len(self._rows), len(self._asked), self._width
-        drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n)
+        end = n + asked * (1 + 2 * width)
+        beside = np.array(values[end:]) if self._beside else None
+        drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, beside)
         for position, row in enumerate(self._asked):
             drawn.logprobs[row] = values[n + position]
             wanted = self._rows[row].sampling.logprobs or 0
@@ -89,22 +106,24 @@ class SampledRows:
         return drawn
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> SampledRows:
+def sample(logits: torch.Tensor, rows: Sequence[Row], beside: torch.Tensor | None = None) -> SampledRows:
     """Draw one token per row of `logits` [rows, vocab] (changed in place unless log-probabilities are asked for).
 
-    Order, as vLLM and transformers have it: bias and forbidden tokens, penalties, temperature, top-k, top-p, min-p.
+    Order, as transformers has it: penalties, bias and forbidden tokens, temperature, top-k, top-p, min-p.
     Temperature 0 is the argmax. Otherwise the token is where the cumulated probabilities pass a uniform number.
+    `beside` is read together with the tokens.
     """
-    raw = logits.float()
+    raw = logits.float().contiguous()
     scores = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
-    _penalize(scores, rows)
+    changes, draws = _changes(rows, scores.shape[1]), _Draws(rows, scores.shape[1])
+    tables = changes.tables()
+    # One transfer: the forward runs on the device meanwhile, and the host waits for neither.
+    moved = upload([*tables, *draws.tables()], scores.device)
+    changes.apply(scores, moved[: len(tables)])
     tokens, broken = choose_greedy(scores)
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if drawn:
-        index = _index(drawn, scores.device)
-        picked = _draw(scores.index_select(0, index), [rows[i] for i in drawn])
-        tokens.index_copy_(0, index, picked)
-    return SampledRows(tokens, broken, rows, raw)
+    if draws.any:
+        draws.run(scores, moved[len(tables) :], tokens)
+    return SampledRows(tokens, broken, rows, raw, beside)
 
 
 def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,8 +136,7 @@ def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_plain(row: Row) -> bool:
     """Whether `choose` draws its token: nothing but temperature and min-p shapes its distribution."""
     s = row.sampling
-    penalties = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
-    return not (penalties or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
+    return not (is_penalized(s) or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
 
 
 def plain_parameters(rows: Sequence[Row]) -> np.ndarray:
@@ -134,80 +152,104 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
     """
     tokens, broken = choose_greedy(scores)
     temperature, min_p, uniforms = parameters
-    scaled = scores / temperature.clamp_min(_COLDEST).float()[:, None]
-    _min_p(scaled, min_p.float())
-    drawn = _inverse(scaled.softmax(-1), uniforms)
-    return torch.where(temperature > 0, drawn, tokens), broken
+    weights = _weights(_scaled(scores, temperature))
+    _apply_min_p(weights, min_p)
+    return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return upload([np.asarray(values, np.int64)], device)[0]
 
 
-def _floats(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+def _changes(rows: Sequence[Row], vocab: int) -> Changes:
+    """Penalties, bias and forbidden tokens of `rows`."""
+    changes = Changes(vocab)
+    for index, row in enumerate(rows):
+        if row.sampling.logit_bias:
+            changes.add(index, row.sampling.logit_bias)
+        if row.forbidden:
+            changes.add(index, dict.fromkeys(row.forbidden, float("-inf")))
+        if row.counts is not None:
+            changes.penalize(index, row.sampling, row.counts)
+    return changes
 
 
-def _penalize(scores: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Bias, forbidden tokens and the three penalties, in place.
+class _Draws:
+    """Which rows are drawn at random, and from what."""
 
-    Repetition (CTRL, Keskar et al. 2019) counts prompt and answer; presence and frequency (OpenAI) the answer alone.
+    def __init__(self, rows: Sequence[Row], vocab: int) -> None:
+        self._drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        self._rows = [rows[index] for index in self._drawn]
+        self._all = len(self._drawn) == len(rows)
+        self._limited = [place for place, row in enumerate(self._rows) if 0 < row.sampling.top_k < vocab]
+        self._nucleus = [place for place, row in enumerate(self._rows) if row.sampling.top_p < 1]
+        self._counts = [self._rows[place].sampling.top_k for place in self._limited]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self._drawn)
+
+    def tables(self) -> list[np.ndarray]:
+        """What `run` needs on the device, for `upload`."""
+        if not self._drawn:
+            return []
+        top_p = [self._rows[place].sampling.top_p for place in self._nucleus]
+        indices = [np.array(values, np.int64) for values in (self._drawn, self._limited, self._counts, self._nucleus)]
+        floats = [np.array(top_p, np.float64), plain_parameters(self._rows).reshape(-1)]
+        return [*indices, *(values.view(np.int64) for values in floats)]
+
+    def run(self, scores: torch.Tensor, tables: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
+        """Put the drawn rows' tokens into `tokens` [rows], by inverse transform over their truncated distributions."""
+        drawn, limited, counts, nucleus = tables[:4]
+        temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
+        scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
+        out = scaled < self._least(scaled, limited, counts) if self._limited else None
+        weights = _weights(scaled)
+        if out is not None:
+            weights.masked_fill_(out, 0.0)
+        if len(self._nucleus) == len(self._rows):
+            keep_nucleus(weights, tables[4].view(torch.float64))
+        elif self._nucleus:
+            some = weights.index_select(0, nucleus)
+            keep_nucleus(some, tables[4].view(torch.float64))
+            weights.index_copy_(0, nucleus, some)
+        if any(row.sampling.min_p > 0 for row in self._rows):
+            _apply_min_p(weights, min_p)
+        tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
+
+    def _least(self, scaled: torch.Tensor, limited: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The score [rows, 1] below which top-k leaves out; ties with the k-th best stay."""
+        some = scaled if len(self._limited) == len(self._rows) else scaled.index_select(0, limited)
+        least = scaled.new_full((scaled.shape[0], 1), float("-inf"))
+        return least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
+
+
+def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return scores / temperature.clamp_min(_COLDEST).float()[:, None]
+
+
+def _weights(scaled: torch.Tensor) -> torch.Tensor:
+    """Probabilities [rows, vocab] over the largest one of the row, in place of `scaled` scores."""
+    return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
+
+
+def _apply_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token, whose weight is 1."""
+    weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
+
+
+def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token [rows] at which the cumulated `weights` [rows, vocab] pass `uniforms` [rows] of their sum.
+
+    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums over blocks are double:
+    a float32 sum over a large vocabulary can end visibly short of the whole.
     """
-    adds: list[tuple[int, int, float]] = []
-    for i, row in enumerate(rows):
-        s = row.sampling
-        adds += [(i, token, bias) for token, bias in s.logit_bias.items()]
-        adds += [(i, token, float("-inf")) for token in row.forbidden]
-        if s.repetition_penalty != 1.0:
-            seen = _index(np.unique(np.fromiter((*row.prompt, *row.generated), np.int64)).tolist(), scores.device)
-            values = scores[i].index_select(0, seen)
-            scores[i].index_copy_(
-                0, seen, torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-            )
-        if (s.presence_penalty or s.frequency_penalty) and row.generated:
-            ids, counts = np.unique(np.fromiter(row.generated, np.int64), return_counts=True)
-            amounts = -(s.presence_penalty + s.frequency_penalty * counts)
-            adds += [(i, int(token), float(amount)) for token, amount in zip(ids, amounts, strict=True)]
-    if adds:
-        row_ids, tokens, amounts_ = zip(*adds, strict=True)
-        device = scores.device
-        scores.index_put_((_index(row_ids, device), _index(tokens, device)), _floats(amounts_, device), accumulate=True)
-
-
-def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Tokens [rows] by inverse transform over the truncated distributions."""
-    device, vocab = scores.device, scores.shape[1]
-    temperature = _floats([max(row.sampling.temperature, _COLDEST) for row in rows], device)
-    scores = scores / temperature[:, None]
-    limited = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k < vocab]
-    if limited:
-        index, counts = _index(limited, device), [rows[i].sampling.top_k for i in limited]
-        some = scores.index_select(0, index)
-        lowest = some.topk(max(counts)).values.gather(1, _index(counts, device)[:, None] - 1)
-        scores.index_copy_(0, index, some.masked_fill_(some < lowest, float("-inf")))
-    if any(row.sampling.min_p > 0 for row in rows):
-        _min_p(scores, _floats([row.sampling.min_p for row in rows], device))
-    nucleus = [i for i, row in enumerate(rows) if row.sampling.top_p < 1]
-    if nucleus:
-        index = _index(nucleus, device)
-        scores.index_copy_(
-            0, index, _top_p(scores.index_select(0, index), _floats([rows[i].sampling.top_p for i in nucleus], device))
-        )
-    uniforms = torch.tensor([uniform(row.seed, row.step) for row in rows], dtype=torch.float64)
-    return _inverse(scores.softmax(-1), uniforms.to(device, non_blocking=True))
-
-
-def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token [rows] at which the cumulated `probabilities` [rows, vocab] pass `uniforms` [rows] of their sum.
-
-    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums are double: a float32
-    sum over a large vocabulary can end visibly short of 1.
-    """
-    rows, vocab = probabilities.shape
+    rows, vocab = weights.shape
     if vocab % _BLOCK:
-        probabilities = F.pad(probabilities, (0, _BLOCK - vocab % _BLOCK))
-    blocks = probabilities.view(rows, -1, _BLOCK)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        weights = F.pad(weights, (0, _BLOCK - vocab % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
@@ -216,17 +258,3 @@ def _inverse(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tenso
     # Two orders of summation may differ in the last bit: never end on a token that cannot be drawn.
     last = (inside > 0).int().mul_(torch.arange(1, _BLOCK + 1, device=inside.device)).argmax(-1, keepdim=True)
     return (block * _BLOCK + torch.minimum(place, last))[:, 0]
-
-
-def _min_p(scores: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token."""
-    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + min_p.log()[:, None], float("-inf"))
-
-
-def _top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of most likely tokens whose probability reaches `top_p` (Holtzman et al. 2020)."""
-    ordered, order = scores.sort(-1, descending=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    ordered = ordered.masked_fill(before >= top_p[:, None].clamp_min(1e-9), float("-inf"))
-    return torch.empty_like(scores).scatter_(-1, order, ordered)

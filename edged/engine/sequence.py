@@ -13,6 +13,7 @@ import numpy as np
 from edged.cache import Key
 from edged.engine.batch import NO_SLOT
 from edged.engine.compacted import Compacted
+from edged.engine.penalties import TokenCounts, is_penalized
 from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling import Row
 from edged.engine.watch import Watch
@@ -39,6 +40,8 @@ class Sequence:
     """Where the K/V of its first pages lie, once it was pruned."""
     watch: Watch | None = None
     """What is known of its heads and rows, if it may be pruned before long."""
+    counts: TokenCounts | None = None
+    """Of its tokens, where penalties need them."""
     slot: int = NO_SLOT
     version: int = 0
     kv_version: int = 0
@@ -109,12 +112,17 @@ class Sequence:
             sampling=s,
             seed=self.seed,
             step=self.generated,
-            prompt=self.request.prompt_ids,
-            generated=self.tokens[self.prompt_tokens :]
-            if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-            else (),
+            counts=self._counted() if is_penalized(s) else None,
             forbidden=tuple(end_ids.union(s.stop_token_ids)) if early else (),
         )
+
+    def _counted(self) -> TokenCounts:
+        """Its tokens counted; repetition alone asks for those of the prompt."""
+        if self.counts is None:
+            repetition = self.request.sampling.repetition_penalty != 1.0
+            self.counts = TokenCounts(self.request.prompt_ids if repetition else ())
+        self.counts.extend(self.tokens[self.prompt_tokens + self.counts.generated :])
+        return self.counts
 
     def end(self, token: int, end_ids: frozenset[int], max_context: int) -> FinishReason | None:
         """Why it ends with `token` as its latest, or None."""

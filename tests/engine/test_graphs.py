@@ -6,6 +6,8 @@ kernels in its interpreter: what a graph would replay, launched again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +18,14 @@ from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
+from edged.engine.penalties import TokenCounts, is_penalized
 from edged.engine.request import Sampling
 from edged.engine.sampling import Row, sample
 from tests.models import tiny_model
 
 pytest.importorskip("triton")
-from edged.engine.graphs import CudaRecorder, DecodeGraphs, OutOfGraphMemory, Recorder, Replay
+from edged.engine import graphs
+from edged.engine.graphs import CudaRecorder, DecodeGraphs, OutOfGraphMemory, Recorder, Replay, is_too_much
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, WIDTH, SLOTS = 4, 16, 4
@@ -107,7 +111,9 @@ class Rig:
 
 def row(step: int, **sampling: object) -> Row:
     options = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
-    return Row(options, seed=11, step=step, prompt=(5, 6), generated=(7, 7))
+    counts = TokenCounts((5, 6))
+    counts.extend((7, 7))
+    return Row(options, seed=11, step=step, counts=counts if is_penalized(options) else None)
 
 
 KINDS = {
@@ -161,10 +167,48 @@ def test_what_a_batch_left_behind_is_not_seen_by_the_next(rig: Rig, captured: De
 
 
 def test_sizes_without_memory_are_left_out(rig: Rig) -> None:
-    graphs = rig.graphs(Again(too_large=(1, 2)))
-    assert graphs.report()["sizes"] == [1]
-    assert graphs.fits(1)
-    assert not graphs.fits(2)
+    captured = rig.graphs(Again(too_large=(1, 2)))
+    assert captured.report()["sizes"] == [1]
+    assert captured.fits(1)
+    assert not captured.fits(2)
+
+
+ERRORS = [
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    torch.OutOfMemoryError("CUDA out of memory."),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_want_of_memory_leaves_out_one_size_whatever_it_is_called(rig: Rig, error: Exception) -> None:
+    class Full(Again):
+        def record(self, run: Replay) -> Replay:
+            if self._made == 0:
+                self._made = 1
+                raise error
+            return super().record(run)
+
+    assert rig.graphs(Full()).report()["sizes"] == [1, 2]
+
+
+def test_fixed_tensors_that_find_no_memory_are_made_smaller(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graphs._Fixed
+
+    def fixed(rows: int, *others: Any) -> Any:
+        if rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return made(rows, *others)
+
+    monkeypatch.setattr(graphs, "_Fixed", fixed)
+    assert rig.graphs(Again()).report()["sizes"] == [1]
+
+
+def test_a_capture_is_refused_for_what_it_adds() -> None:
+    assert is_too_much(held=120, added=60, most=100)
+    assert not is_too_much(held=120, added=0, most=100)
+    assert not is_too_much(held=90, added=60, most=100)
 
 
 def test_a_capture_that_fails_leaves_launches(rig: Rig) -> None:
@@ -172,8 +216,8 @@ def test_a_capture_that_fails_leaves_launches(rig: Rig) -> None:
         def record(self, run: Replay) -> Replay:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = rig.graphs(Broken())
-    assert not graphs.fits(1)
+    captured = rig.graphs(Broken())
+    assert not captured.fits(1)
 
 
 def test_a_replay_with_other_numbers_is_not_used(rig: Rig) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.config import AlignSettings, ModelSettings, load_settings
-from edged.engine.attention import IMPLEMENTATION
+from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
+from edged.engine.batch import Segment, pack
 from edged.engine.memory import page_count
 from edged.engine.model import ModelRefused, ServedModel
-from tests.models import save_tiny, tiny_model
+from tests.models import ARCHITECTURES, save_tiny, tiny_model
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -117,3 +120,54 @@ def test_packed_weights_answer_as_plain_ones_and_leave_gradients_alone() -> None
     served_model.logits(leaf).sum().backward()
     assert leaf.grad is not None
     assert served_model.fingerprint == fingerprint
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+ROTARIES: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_parameters": {**LONG, "original_max_position_embeddings": 128}, "pad_token_id": 0},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "pad_token_id": 0},
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host would wait for a GPU for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        by_mask = "index.Tensor" in name and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if by_mask or any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, *ROTARIES])
+def test_a_decode_forward_waits_for_nothing(kind: str) -> None:
+    """A host that waits within a forward cannot plan meanwhile, and the forward cannot be captured."""
+    if kind in ARCHITECTURES:
+        tiny = tiny_model(kind).requires_grad_(False)
+        tiny.set_attn_implementation(IMPLEMENTATION)
+        model = ServedModel(tiny, CPU, torch.float32)
+    else:
+        model = served("phi3" if kind == "longrope" else "llama", **ROTARIES[kind])
+    store = model.new_kv(9, 4)
+    segments = [Segment([5], 2, np.array([1]), position=2, samples=True)]
+    with torch.inference_mode(), Waits() as waits:
+        batch = pack(segments, store, CPU)
+        with attention_pass(PagedPass(batch, store, "padded")):
+            model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+    assert waits.seen == []
+
+
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_rotary_frequencies_that_keep_still_are_transformers(kind: str) -> None:
+    model = served("phi3" if kind == "longrope" else "llama", **ROTARIES[kind])
+    rotary = next(module for module in model.model.modules() if hasattr(module, "rope_type"))
+    positions = torch.arange(model.shape.max_positions)[None]
+    hidden = torch.zeros(1, positions.shape[1], 64)
+    wanted = type(rotary).forward(rotary, hidden, positions)
+    for got, expected in zip(rotary(hidden, positions), wanted, strict=True):
+        assert torch.equal(got, expected)

@@ -337,3 +337,34 @@ def test_models_with_short_windows_and_policies_that_do_not_prune_are_left_alone
     assert "K/V is not pruned: layers attend to the latest 24 tokens" in caplog.text
     with running_engine(tmp_path, scheduler__policy="fcfs", cache__pruning="on") as (engine, _):
         assert engine.status()["pruning"] == {"mode": "off"}
+
+
+def test_sequences_are_observed_in_the_same_iterations(tmp_path: Path) -> None:
+    driver = forced(tmp_path)
+    pruner = driver.parts.executor.pruner
+    assert pruner is not None
+    running = [driver.begin(list(range(3, 83 + 3 * n)), 80) for n in range(3)]
+    looks: list[list[bool]] = []
+    for turn in range(48):
+        pruner.begin_iteration()
+        begun = running[: 1 + turn // 3]
+        looks.append([pruner.observer(sequence) is not None for sequence in begun])
+        for sequence in begun:
+            sequence.computed += 1
+    later = looks[16:]
+    assert all(len(set(row)) == 1 for row in later)
+    assert [row[0] for row in later].count(True) == 4
+
+
+def test_who_misses_the_common_iterations_is_observed_all_the_same(tmp_path: Path) -> None:
+    driver = forced(tmp_path)
+    pruner = driver.parts.executor.pruner
+    assert pruner is not None
+    sequence = driver.begin(list(range(3, 83)), 80)
+    looks = 0
+    for turn in range(80):
+        pruner.begin_iteration()
+        if turn % 2 == 1:
+            looks += pruner.observer(sequence) is not None
+            sequence.computed += 1
+    assert looks >= 5

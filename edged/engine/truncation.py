@@ -1,0 +1,84 @@
+"""The most likely tokens alone: top-k and top-p without sorting a vocabulary.
+
+Owns which tokens stay. Must not know requests, nor how a token is drawn from those that stay. The host waits for
+nothing here, and a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_GROUP = 32
+"""Tokens that one maximum stands for in the search for the best k."""
+_DIGIT_BITS = 10
+_DIGITS = 1 << _DIGIT_BITS
+_SHIFTS = (20, 10, 0)
+"""Three digits of the pattern of a float32 in [0, 1], which has no more than 30 bits."""
+_EXACT_BITS = 52
+"""Integers below 2^53 are exact in a double, and so are their sums, in whatever order they are added up."""
+
+
+def kth_best(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
+    """The `k`-th largest of each row of `scores` [rows, vocab]: [rows, 1]; `k` [rows] is at most `most`."""
+    rows, vocab = scores.shape
+    if vocab % _GROUP == 0 and 2 * most <= vocab // _GROUP:
+        # The best k lie in the k columns whose maxima are the largest.
+        columns = scores.view(rows, _GROUP, -1)
+        best = columns.amax(1).topk(most, sorted=False).indices
+        scores = columns.gather(2, best[:, None].expand(-1, _GROUP, -1)).flatten(1)
+    return scores.topk(most).values.gather(1, k[:, None] - 1)
+
+
+def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Zero, in place, all but the smallest set of largest `weights` whose share of the row's sum reaches `top_p`.
+
+    `weights` [rows, vocab] are float32 in [0, 1], `top_p` [rows]. Of equal weights the first ones stay (Holtzman et
+    al. 2020, as a stable sort has it). The smallest weight that stays is found digit by digit of its bit pattern, as
+    a radix sort would find it: the patterns of positive floats are in the floats' order.
+    """
+    masses = _masses(weights)
+    wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
+    least, above, equals = _least_to_keep(weights, masses, wanted)
+    each = _masses(least, weights.shape[1]).clamp_min_(1.0)
+    kept = ((wanted - above) / each).ceil_()
+    out = weights < least
+    # On a GPU the host would have to wait for the answer.
+    if weights.device.type != "cpu" or bool((equals > kept * each).any()):
+        equal = weights == least
+        out |= equal & (equal.cumsum(-1, dtype=torch.int32) > kept)
+    weights.masked_fill_(out, 0.0)
+
+
+def _masses(weights: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
+    """Weights as whole numbers in doubles, so small that a row of `vocab` of them can be added up exactly."""
+    bits = _EXACT_BITS - ((vocab or weights.shape[1]) - 1).bit_length()
+    return (weights * 2.0**bits).round_().double()
+
+
+def _least_to_keep(
+    weights: torch.Tensor, masses: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest weight such that the masses of it and all larger ones reach `wanted`, the larger ones' mass, and that
+    of the weights that equal it; each [rows, 1]."""
+    rows, patterns = weights.shape[0], weights.view(torch.int32)
+    owner = torch.arange(rows, device=weights.device)
+    offsets = (owner * _DIGITS).int()[:, None]
+    above, found, reached = torch.zeros_like(wanted), torch.zeros_like(offsets), wanted
+    for shift in _SHIFTS:
+        digits = (patterns >> shift).bitwise_and_(_DIGITS - 1)
+        sums = masses.new_zeros(rows * _DIGITS)
+        sums.scatter_add_(0, (digits + offsets[owner]).view(-1).long(), masses.view(-1))
+        downwards = sums.view(rows, _DIGITS).flip(-1).cumsum(-1)
+        place = torch.searchsorted(downwards, wanted - above).clamp_(max=_DIGITS - 1)
+        reached = above + downwards.gather(1, place)
+        above = above + torch.where(place > 0, downwards.gather(1, (place - 1).clamp_min(0)), 0.0)
+        digit = (_DIGITS - 1 - place).int()
+        found = (found << _DIGIT_BITS) + digit
+        inside = digits == digit[owner]
+        if weights.device.type == "cpu":
+            # How many are left is known here: the digits that follow are looked up for these alone.
+            line, column = inside.nonzero(as_tuple=True)
+            patterns, masses, owner = patterns[line, column, None], masses[line, column, None], owner[line]
+        else:
+            masses = torch.where(inside, masses, 0.0)
+    return found.view(torch.float32), above, reached - above
