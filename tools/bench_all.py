@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "docs" / "results" / "bench.json"
+OUTSIDE_AT_BATCH = 8
 
 Ratios = dict[str, dict[str, float]]
 """By name: median, low and high of a ratio."""
@@ -44,6 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         output = Path(folder) / "report.json"
         quick = ["--quick"] if options.quick else []
+        found |= iteration(run("bench_iteration.py", output, *quick))
         found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
         if options.pairs:
             steps = quick or ["--steps", "3"]
@@ -91,6 +93,15 @@ def print_instructions(file: TextIO) -> None:
     script = str(ROOT / "tools" / "bench_instructions.py")
     if subprocess.run([sys.executable, script], stdout=file).returncode:
         print("tools/bench: instructions were not counted; the line above says why", file=sys.stderr)
+
+
+def iteration(report: dict[str, Any]) -> Ratios:
+    """The share of an iteration that is not the model's forward."""
+    found = report["decodes"][str(OUTSIDE_AT_BATCH)]
+    return {
+        f"share outside the model, {OUTSIDE_AT_BATCH} answers, {name}": _spread(mix["outside_share"])
+        for name, mix in found.items()
+    }
 
 
 def serving(report: dict[str, Any]) -> Ratios:

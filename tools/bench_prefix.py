@@ -36,7 +36,7 @@ import torch
 import edged
 from edged.bench.bounds import Machine, Sizes, measure_machine
 from edged.bench.prefix import ALONE, SHARING, SIDES, Job, side_arguments
-from edged.bench.random_llama import MAX_POSITIONS, SHAPES, write_random_llama
+from edged.bench.random_llama import SHAPES, write_random_llama
 from edged.bench.sharing import Bound, bound, scaled, whole_conversations
 from edged.bench.traces import Trace, TraceError, TraceRow, read_trace
 from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
@@ -44,6 +44,8 @@ from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
 TURNS = (2, 3, 4, 6)
+CONTEXT_TOKENS = 2048
+"""Longer requests of the trace are cut to this."""
 RATES = ("requests_per_s", "prompt_tokens_per_s")
 
 
@@ -92,7 +94,7 @@ def run(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
             workloads=str(folder / "workloads.json"),
             trace_block_tokens=trace.block_tokens,
             block_tokens=options.block_tokens,
-            context_tokens=MAX_POSITIONS,
+            context_tokens=CONTEXT_TOKENS,
             concurrency=options.concurrency,
             memory_mb=options.memory_mb,
         )

@@ -158,9 +158,27 @@ def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
 def measure_machine(device: torch.device, dtype: str) -> Machine:
     """Read a large tensor and multiply two large matrices for about a second in all; the fastest of each counts."""
     machine = Machine(_bytes_per_s(device), _operations_per_s(device, getattr(torch, dtype)))
+    _give_back(device)
+    return machine
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes that a copy of a large tensor reads and writes in a second: what is called a GPU's copy bandwidth."""
+    rate = _copied_bytes_per_s(device)
+    _give_back(device)
+    return rate
+
+
+def _give_back(device: torch.device) -> None:
+    """Memory that is not used any more, to those who ask the device how much is free."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return machine
+
+
+def _copied_bytes_per_s(device: torch.device) -> float:
+    numbers = torch.ones(_READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    copied = torch.empty_like(numbers)
+    return 2 * numbers.nbytes / _fastest_s(lambda: copied.copy_(numbers), device)
 
 
 def _bytes_per_s(device: torch.device) -> float:

@@ -108,3 +108,16 @@ def test_the_machine_is_measured() -> None:
     assert 1e8 < machine.bytes_per_s < 1e13
     assert 1e8 < machine.operations_per_s < 1e15
     assert "GB/s" in machine.text()
+
+
+def test_a_copy_moves_every_byte_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    monkeypatch.setattr(bounds, "_READ_BYTES", {"cpu": 1 << 20})
+
+    def two_seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+        copies.append(work().nbytes)
+        return 2.0
+
+    monkeypatch.setattr(bounds, "_fastest_s", two_seconds)
+    assert bounds.copy_bytes_per_s(torch.device("cpu")) == 1 << 20
+    assert copies == [1 << 20]

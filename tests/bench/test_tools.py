@@ -62,6 +62,19 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> None:
+    report = run_tool("bench_iteration.py", "--size", "4m", "--device", "cpu", report=tmp_path / "report.json")
+    assert set(report["decodes"]) == {"1", "8", "32"}
+    for mixes in report["decodes"].values():
+        assert {"greedy", "temperature", "top_p", "penalties"} <= set(mixes)
+        for found in mixes.values():
+            assert 0 < found["outside_share"]["median"] < 1
+            assert 0 < found["floor_ms"] < found["iteration_ms"]["median"]
+    assert set(report["shares"]) == {"decode, batch 1", "decode, batch 8", "decode, batch 32", "prompt of 2048"}
+    assert all(share["of_copy_bandwidth"] > 0 < share["of_matmul_rate"] for share in report["shares"].values())
+
+
+@pytest.mark.slow
 def test_a_trace_is_analysed_without_measuring(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "trace.jsonl")
     report = run_tool("bench_prefix.py", str(trace), "--analyse", report=tmp_path / "report.json")
