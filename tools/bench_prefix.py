@@ -36,7 +36,7 @@ import torch
 import edged
 from edged.bench.bounds import Machine, Sizes, measure_machine
 from edged.bench.prefix import ALONE, SHARING, SIDES, Job, side_arguments
-from edged.bench.random_llama import SHAPES, write_random_llama
+from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.bench.sharing import Bound, bound, scaled, whole_conversations
 from edged.bench.traces import Trace, TraceError, TraceRow, read_trace
 from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
@@ -82,7 +82,7 @@ def main() -> None:
 def run(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, printed and returned."""
     size = "4m" if options.quick else "135m"
-    dtype = "bfloat16" if options.device.startswith("cuda") else "float32"
+    dtype = device_dtype(options.device)
     machine = measure_machine(torch.device(options.device), dtype)
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as name:
         folder = Path(name)

@@ -135,7 +135,8 @@ class WatchedEngine:
 
     def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int, mix: dict[str, Any]) -> list[Ran]:
         """Answer all prompts at once; the iterations that it took. RuntimeError where one is not answered."""
-        self.ran = ran = []
+        ran: list[Ran] = []
+        self.ran = ran
         for prompt in prompts:
             sampling = Sampling(max_tokens=tokens, ignore_eos=True, seed=0, **mix)
             self._engine.submit(Request(f"watched {next(self._names)}", prompt, sampling))

@@ -41,12 +41,9 @@ def device_dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
-def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> Path:
-    """Write config and weights of `dtype` to `directory` as save_pretrained does, and return it.
-
-    No token ends an answer, so that every answer has the length that was asked for.
-    """
-    config = LlamaConfig(
+def config_of(shape: Shape) -> LlamaConfig:
+    """The configuration. No token ends an answer, so that every answer has the length that was asked for."""
+    return LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -59,8 +56,12 @@ def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", se
         eos_token_id=None,
         pad_token_id=None,
     )
+
+
+def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write config and weights of `dtype` to `directory` as save_pretrained does, and return it."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config_of(shape), dtype=getattr(torch, dtype)).save_pretrained(directory)
     return directory
 
 

@@ -31,7 +31,10 @@ def run_tool(name: str, *arguments: str, report: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_serving_is_compared_on_equal_greedy_answers(tmp_path: Path) -> None:
-    report = run_tool("bench_serving.py", "--rounds", "1", "--requests", "4", report=tmp_path / "report.json")
+    report = run_tool(
+        "bench_serving.py", "--size", "4m", "--rounds", "1", "--requests", "4", report=tmp_path / "out.json"
+    )
+    assert report["model"] == "4m"
     assert report["equal_answers_share"] == {"transformers continuous batching": 1.0, "transformers generate": 1.0}
     assert all(ratio["median"] > 0 for ratio in report["ratios"].values())
 
@@ -138,7 +141,8 @@ def test_every_tool_tells_its_options(tool: str) -> None:
 @pytest.mark.slow
 def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 20)
-    report = run_tool("bench_dpo.py", str(pairs), "--steps", "1", report=tmp_path / "report.json")
+    report = run_tool("bench_dpo.py", str(pairs), "--size", "4m", "--steps", "1", report=tmp_path / "report.json")
+    assert report["model"] == "4m"
     ours, *theirs = (report["losses"][name] for name in SIDES)
     for losses in theirs:
         # Only the random start of LoRA's A differs, which one step of learning hardly shows.
