@@ -231,6 +231,55 @@ def test_ratios_that_left_their_range_are_told() -> None:
     assert verdict(before, None) == "new"
 
 
+@pytest.mark.usefixtures("tools")
+def test_a_check_names_the_ratios_and_counts_that_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench_all
+
+    (tmp_path / "bench.json").write_text(json.dumps({"ratios": {"a": spread(1.0), "b": spread(2.0)}}))
+    monkeypatch.setattr(bench_all, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_all, "COMMITTED", tmp_path / "bench.json")
+    monkeypatch.setattr(bench_all, "measure", lambda *_: {"a": spread(1.0), "b": spread(3.0), "c": spread(1.0)})
+    counts = {"instructions_per_call": {"plan": 7}, "moved": {"plan": 1.1}}
+    monkeypatch.setattr(bench_all, "count_instructions", lambda *_: counts)
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", "--check"])
+    with pytest.raises(SystemExit, match=r"committed results: b, instructions of plan$"):
+        bench_all.main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["instructions"] == counts
+    assert {name: ratio["verdict"] for name, ratio in told["ratios"].items()} == {
+        "a": "same",
+        "b": "higher",
+        "c": "new",
+    }
+    monkeypatch.setattr(bench_all, "measure", lambda *_: {"a": spread(1.0), "b": spread(2.0)})
+    monkeypatch.setattr(bench_all, "count_instructions", lambda *_: None)
+    bench_all.main()
+    monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--check"])
+    with pytest.raises(SystemExit):
+        bench_all.main()
+    assert "--check needs a full run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tools")
+def test_counts_come_back_with_what_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import bench_all
+
+    if missing := missing_program():
+        pytest.skip(f"{missing} is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    counts = bench_all.count_instructions(tmp_path / "report.json", sys.__stderr__)
+    assert counts is not None
+    assert counts["instructions_per_call"]["plan, mixed"] > 100_000
+    assert set(counts["moved"]) <= set(counts["instructions_per_call"])
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "low": 0.9 * value, "high": 1.1 * value}
+
+
 @pytest.mark.slow
 def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path: Path) -> None:
     model, pairs = save_tiny(tmp_path / "model"), tmp_path / "pairs.jsonl"
