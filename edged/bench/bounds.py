@@ -155,6 +155,24 @@ def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
     )
 
 
+def unit(sizes: Sizes, kind: str, tokens: int) -> Work:
+    """A packed forward ("forward") or a unit of fine-tuning (`edged.scheduler.task.Unit`) over `tokens`.
+
+    Attention is left out, as what attends to what is not known of a unit.
+    """
+    layer, adapter = sizes.layer_numbers / sizes.layers, sizes.adapter_numbers / sizes.layers
+    if kind == "forward":
+        return Work(sizes.layer_numbers * sizes.itemsize, 2 * tokens * sizes.layer_numbers)
+    if kind == "step":
+        # AdamW reads weight, gradient and two moments in float32 and writes all but the gradient; tokens are adapters.
+        return Work(tokens * sizes.adapter_numbers * 7 * 4, 0)
+    if kind in ("head", "score", "test"):
+        return Work(sizes.head_numbers * sizes.itemsize, (4 if kind == "head" else 2) * tokens * sizes.head_numbers)
+    # A forward, the way back through it (frozen matrices: the gradient of their inputs alone), or both.
+    frozen, trained = {"graph": (2, 2), "grad": (2, 4), "layer": (4, 6)}[kind]
+    return Work(layer * sizes.itemsize, tokens * (frozen * layer + trained * adapter))
+
+
 def measure_machine(device: torch.device, dtype: str) -> Machine:
     """Read a large tensor and multiply two large matrices for about a second in all; the fastest of each counts."""
     machine = Machine(_bytes_per_s(device), _operations_per_s(device, getattr(torch, dtype)))

@@ -62,6 +62,8 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
         assert found["sides"]["edged without"]["hit_share"] == [0.0]
         assert found["sides"]["edged with prefix sharing"]["hit_share"][0] <= found["bound"]["hit_share"]
         assert found["ratios"]["requests_per_s"]["median"] > 0
+        assert found["bound"]["all_s"] > found["bound"]["unseen_s"] > 0
+        assert found["bound"]["first_token_s"] >= found["bound"]["unseen_first_token_s"] > 0
 
 
 @pytest.mark.slow
@@ -105,6 +107,8 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
     assert report["all"]["arrivals"] == 5
     assert sum(found["arrivals"] for found in report["by_kind"].values()) == 5
     assert report["all"]["delay_ms"]["p100"] > 0
+    for found in report["by_kind"].values():
+        assert found["piece_ms"] is None or found["piece_floor_ms"]["p50"] > 0
 
 
 def test_every_policys_decisions_are_timed() -> None:
