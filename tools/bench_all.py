@@ -5,7 +5,8 @@
 
 Only ratios are compared: both sides of each were measured in one run on one machine. `--save` makes this run the one
 that later runs are compared with (docs/results/bench.json). At last instructions are counted and compared with
-docs/results/instructions.json, which `tools/bench_instructions.py --save` writes.
+docs/results/instructions.json, which `tools/bench_instructions.py --save` writes. With `--check` the exit status is 1
+where a ratio or a count moved, up or down.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "docs" / "results" / "bench.json"
+OUTSIDE_AT_BATCH = 8
 
 Ratios = dict[str, dict[str, float]]
 """By name: median, low and high of a ratio."""
@@ -36,36 +38,23 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a Mooncake trace; without it shared prefixes are left out")
     parser.add_argument("--quick", action="store_true", help="small models: does everything run?")
     parser.add_argument("--save", action="store_true", help=f"write {COMMITTED.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio or a count moved")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if options.save and (options.quick or not options.pairs or not options.trace):
         parser.error("--save needs a full run with --pairs and --trace: later runs are compared with it")
-    found: Ratios = {}
+    if options.check and options.quick:
+        parser.error("--check needs a full run: what --quick measures is compared with nothing")
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         output = Path(folder) / "report.json"
-        quick = ["--quick"] if options.quick else []
-        found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
-        if options.pairs:
-            steps = quick or ["--steps", "3"]
-            found |= dpo(run("bench_dpo.py", output, str(options.pairs), "--peer", "TRL", *steps))
-            arrivals = quick or ["--requests", "40", "--gap-s", "0.3"]
-            found |= preemption(run("bench_preemption.py", output, str(options.pairs), *arrivals))
-        if options.trace:
-            requests = quick or ["--requests", "24", "--rounds", "1"]
-            found |= prefix(
-                run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests)
-            )
-        found |= adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
-    committed: Ratios = {} if options.quick or not COMMITTED.is_file() else json.loads(COMMITTED.read_text())["ratios"]
+        found = measure(options, output)
+        committed = {} if options.quick or not COMMITTED.is_file() else json.loads(COMMITTED.read_text())["ratios"]
+        judged = {name: {**ratio, "verdict": verdict(ratio, committed.get(name))} for name, ratio in found.items()}
+        if not options.json:
+            show(found, committed)
+        counts = count_instructions(output, sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(
-            json.dumps(
-                {name: {**ratio, "verdict": verdict(ratio, committed.get(name))} for name, ratio in found.items()}
-            )
-        )
-    else:
-        show(found, committed)
-    print_instructions(sys.stderr if options.json else sys.stdout)
+        print(json.dumps({"ratios": judged, "instructions": counts}))
     if options.save:
         report = {
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -73,6 +62,25 @@ def main() -> None:
             "ratios": found,
         }
         COMMITTED.write_text(json.dumps(report, indent=2) + "\n")
+    if options.check and (names := moved(judged, counts)):
+        sys.exit(f"tools/bench: moved since the committed results: {', '.join(names)}")
+
+
+def measure(options: argparse.Namespace, output: Path) -> Ratios:
+    """Every benchmark's ratios, one after the other; each report goes through `output`."""
+    found: Ratios = {}
+    quick = ["--quick"] if options.quick else []
+    found |= iteration(run("bench_iteration.py", output, *quick))
+    found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
+    if options.pairs:
+        steps = quick or ["--steps", "3"]
+        found |= dpo(run("bench_dpo.py", output, str(options.pairs), "--peer", "TRL", *steps))
+        arrivals = quick or ["--requests", "40", "--gap-s", "0.3"]
+        found |= preemption(run("bench_preemption.py", output, str(options.pairs), *arrivals))
+    if options.trace:
+        requests = quick or ["--requests", "24", "--rounds", "1"]
+        found |= prefix(run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests))
+    return found | adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
 
 
 def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
@@ -85,12 +93,32 @@ def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-def print_instructions(file: TextIO) -> None:
-    """Counts and what moved among them, or in a line why there are none."""
-    file.flush()
-    script = str(ROOT / "tools" / "bench_instructions.py")
-    if subprocess.run([sys.executable, script], stdout=file).returncode:
+def count_instructions(output: Path, table: TextIO) -> dict[str, Any] | None:
+    """What tools/bench_instructions.py reports, its table to `table`; None, and a line why, where it cannot count."""
+    table.flush()
+    command = [sys.executable, str(ROOT / "tools" / "bench_instructions.py"), "--output", str(output)]
+    if subprocess.run(command, stdout=table).returncode:
         print("tools/bench: instructions were not counted; the line above says why", file=sys.stderr)
+        return None
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def moved(judged: dict[str, dict[str, Any]], counts: dict[str, Any] | None) -> list[str]:
+    """Names of ratios that left their range and of counts that are others. What is new has not moved."""
+    ratios = [name for name, ratio in judged.items() if ratio["verdict"] in ("higher", "lower")]
+    return ratios + [f"instructions of {name}" for name in (counts["moved"] if counts else {})]
+
+
+def iteration(report: dict[str, Any]) -> Ratios:
+    """The share of an iteration that is not the model's forward."""
+    ratios = {}
+    for name, mix in report["decodes"][str(OUTSIDE_AT_BATCH)].items():
+        share = _spread(mix["outside_share"])
+        # One run; a hundredth of an iteration more or less is no news.
+        wide = {"median": share["median"], "low": share["low"] - 0.01, "high": share["high"] + 0.01}
+        ratios[f"share outside the model, {OUTSIDE_AT_BATCH} answers, {name}"] = wide
+    return ratios
 
 
 def serving(report: dict[str, Any]) -> Ratios:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Measure edged's DPO steps against TRL's DPOTrainer, in turns, on the same pairs.
 
-A random-weight Llama of SmolLM2-135M's shape, LoRA of rank 16 on all linear layers, reference log-probabilities
-computed beforehand on both sides. Prints ratios of pairs/s (median and quartiles over the steps), of peak memory
-above the weights, and how many times its floor each side took: what this machine must read and compute for the step, at
-the bandwidth and the rate that it reached when the benchmark began. Writes every step to --output.
+A random-weight Llama, of SmolLM2-135M's shape unless --size says another (3b: Llama-3.2-3B's, on a GPU); LoRA of rank
+16 on all linear layers, reference log-probabilities computed beforehand on both sides. Prints ratios of pairs/s (median
+and quartiles over the steps), of peak memory above the weights, and how many times its floor each side took: what this
+machine must read and compute for the step, at the bandwidth and the rate that it reached when the benchmark began.
+Writes every step to --output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import edged
 from edged.align.formats import read_pairs
 from edged.bench.bounds import Machine, Sizes, dpo_step, measure_machine
 from edged.bench.dpo import EDGED, SIDES, TRL, Job, side_arguments
-from edged.bench.random_llama import SHAPES, write_random_llama, write_tokenizer
+from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
 from edged.bench.turns import Side, Spread, open_sides, paired_ratio, take_turns
 
 LONGEST_PAIR_TOKENS = 1024
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("pairs", type=Path, help="preference pairs: a (gzipped) JSONL file")
     parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the file (default hh)")
     parser.add_argument("--quick", action="store_true", help="a 4 M parameter model and two steps: a smoke test")
+    parser.add_argument("--size", choices=SHAPES, default=None, help="of the model (default 135m; quick: 4m)")
     parser.add_argument("--steps", type=int, default=None, help="measured optimizer steps (default 12; quick: 2)")
     parser.add_argument("--pairs-per-step", type=int, default=4, help="pairs of one optimizer step (default 4)")
     parser.add_argument(
@@ -52,12 +54,12 @@ def main() -> None:
     options = parser.parse_args()
 
     steps = options.steps or (2 if options.quick else 12)
-    size = "4m" if options.quick else "135m"
+    size, dtype = options.size or ("4m" if options.quick else "135m"), device_dtype(options.device)
     shape = SHAPES[size]
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as name:
         folder = Path(name)
-        write_random_llama(folder / "model", shape)
-        write_random_llama(folder / "warm", replace(SHAPES["4m"], vocab=shape.vocab))
+        write_random_llama(folder / "model", shape, dtype)
+        write_random_llama(folder / "warm", replace(SHAPES["4m"], vocab=shape.vocab), dtype)
         texts = [pair for _, pair in read_pairs(options.pairs, options.format) if isinstance(pair, dict)]
         chosen = choose_pairs(
             [as_text(pair) for pair in texts],
@@ -71,7 +73,7 @@ def main() -> None:
             warm_model=str(folder / "warm"),
             pairs=str(folder / "texts.json"),
             device=options.device,
-            dtype="bfloat16" if options.device.startswith("cuda") else "float32",
+            dtype=dtype,
             pairs_per_step=options.pairs_per_step,
         )
         Path(job.pairs).write_text(json.dumps(chosen))

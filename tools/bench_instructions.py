@@ -34,18 +34,17 @@ def main() -> None:
     """Count, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write docs/results/instructions.json")
-    parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
+    parser.add_argument("--output", type=Path, default=None, help="write a JSON report here, with what moved")
     options = parser.parse_args()
     if missing := missing_program():
         sys.exit(f"instructions cannot be counted: {missing} is not installed (it comes with the package valgrind)")
     report = measure()
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.is_file() else None
     print(table(report, committed))
-    text = json.dumps(report, indent=2) + "\n"
     if options.save:
-        COMMITTED.write_text(text)
+        COMMITTED.write_text(json.dumps(report, indent=2) + "\n")
     if options.output:
-        options.output.write_text(text)
+        options.output.write_text(json.dumps({**report, "moved": moved(report, committed)}, indent=2) + "\n")
 
 
 def measure() -> dict[str, Any]:

@@ -6,8 +6,10 @@
 An engine fine-tunes without pause for --adapters users (default 2: as many steps as the engine has open at once) while
 requests of 64 tokens come one at a time, at random. For each, the delay from its submission to the start of the packed
 forward that computes its first tokens, in milliseconds and in lengths of the piece (a unit, or a packed forward) that
-ran when it came, and the number of units that ended in between. Without --model: a random-weight Llama of
-SmolLM2-135M's shape.
+ran when it came, and the number of units that ended in between. The floor of a delay is none, as nothing must be read
+or computed before a prompt is begun. Beside a piece's length stands its floor: what this machine must read and compute
+for it, attention aside, at the bandwidth and the rate that it reached when the benchmark began. Without --model: a
+random-weight Llama of SmolLM2-135M's shape.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ import torch  # noqa: E402
 
 import edged  # noqa: E402
 from edged.align.formats import read_pairs  # noqa: E402
+from edged.bench.bounds import Machine, Sizes, measure_machine, unit  # noqa: E402
 from edged.bench.preemption import Wait, measure  # noqa: E402
-from edged.bench.random_llama import SHAPES, write_random_llama, write_tokenizer  # noqa: E402
+from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
 from edged.config import Settings  # noqa: E402
 from edged.engine.text import Codec  # noqa: E402
@@ -96,6 +99,9 @@ def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     shared = [replace(pair, adapter=f"user{number % options.adapters}") for number, pair in enumerate(pairs)]
     requests = options.requests or (20 if options.quick else 200)
     gap_s = options.gap_s or (0.1 if options.quick else 0.5)
+    dtype = device_dtype(options.device)
+    machine = apart(lambda: measure_machine(torch.device(options.device), dtype))
+    floors = Floors(Sizes.of(model, dtype, settings.align.rank), machine)
     waits, learnt = measure(model, settings, shared, requests, gap_s, options.seed)
     return {
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
@@ -106,14 +112,28 @@ def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "mean_gap_s": gap_s,
         "adapters": options.adapters,
         "learnt_meanwhile": learnt,
-        "all": summary(waits),
+        "machine": machine.as_json(),
+        "all": summary(waits, floors),
         "by_kind": {
-            kind: summary([wait for wait in waits if wait.kind == kind]) for kind in sorted({w.kind for w in waits})
+            kind: summary([wait for wait in waits if wait.kind == kind], floors)
+            for kind in sorted({w.kind for w in waits})
         },
     }
 
 
-def summary(waits: Sequence[Wait]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """Of pieces of one model on one machine."""
+
+    sizes: Sizes
+    machine: Machine
+
+    def ms(self, wait: Wait) -> float:
+        """Of the piece that an arrival met."""
+        return 1e3 * unit(self.sizes, wait.kind, wait.tokens).floor_s(self.machine)
+
+
+def summary(waits: Sequence[Wait], floors: Floors) -> dict[str, Any]:
     """Percentiles of the delay, and how many units ended in it."""
     pieces = [wait for wait in waits if wait.piece_s]
     return {
@@ -122,6 +142,7 @@ def summary(waits: Sequence[Wait]) -> dict[str, Any]:
         "outside_ms": percentiles([1e3 * wait.outside_s for wait in waits]),
         "delay_in_pieces": percentiles([wait.delay_s / wait.piece_s for wait in pieces]),
         "piece_ms": percentiles([1e3 * wait.piece_s for wait in pieces]),
+        "piece_floor_ms": percentiles([floors.ms(wait) for wait in pieces]),
         "unit_ends": {str(ends): count for ends, count in sorted(Counter(wait.unit_ends for wait in waits).items())},
     }
 
@@ -140,14 +161,14 @@ def table(report: dict[str, Any]) -> str:
         f"({report['learnt_meanwhile']['steps']} steps), {report['device']}",
         "",
         "| what ran at the arrival | arrivals | delay p50, p95, p99, longest (ms) | in lengths of it p50, p95, longest "
-        "| its own ms p50 | delay outside pieces p50, p95 (ms) | units ended before the start |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| its own ms p50 | floor p50 | delay outside pieces p50, p95 (ms) | units ended before the start |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for label, found in [("anything", report["all"]), *report["by_kind"].items()]:
         outside = ", ".join(f"{found['outside_ms'][key]:.1f}" for key in ("p50", "p95"))
         delay, lengths, piece = found["delay_ms"], found["delay_in_pieces"], found["piece_ms"]
         in_lengths = ", ".join(f"{lengths[key]:.2f}" for key in ("p50", "p95", "p100")) if lengths else "-"
-        own = f"{piece['p50']:.1f}" if piece else "-"
+        own = f"{piece['p50']:.1f} | {found['piece_floor_ms']['p50']:.1f}" if piece else "- | -"
         ends = ", ".join(f"{ends}: {count}" for ends, count in found["unit_ends"].items())
         lines.append(
             f"| {label} | {found['arrivals']} | {', '.join(f'{value:.1f}' for value in delay.values())} | "

@@ -3,13 +3,14 @@
 
     python tools/bench_serving.py                           16 requests at once
     python tools/bench_serving.py --requests 1 --adapter    a single stream, also with an adapter applied
+    python tools/bench_serving.py --size 3b                 Llama-3.2-3B's shape, on a GPU
 
-A random-weight Llama of SmolLM2-135M's shape; prompts of 256 tokens, answers of 64. The peers: transformers'
-continuous batching and static-batch `generate`; and llama.cpp, for a single request and where `llama_cpp` and `gguf`
-can be imported (the extra [peers]). Prints ratios of output tokens/s (median and quartiles over the rounds), and how
-many times its floor each side took: what this machine must read and compute for the job, at the bandwidth and the rate
-that it reached when the benchmark began. Every round goes to --output. Rates are shown for a GPU only: on a CPU they
-say more about the machine than about the sides.
+A random-weight Llama, of SmolLM2-135M's shape unless --size says another; prompts of 256 tokens, answers of 64. The
+peers: transformers' continuous batching and static-batch `generate`; and llama.cpp, for a single request and where
+`llama_cpp` and `gguf` can be imported (the extra [peers]). Prints ratios of output tokens/s (median and quartiles over
+the rounds), and how many times its floor each side took: what this machine must read and compute for the job, at the
+bandwidth and the rate that it reached when the benchmark began. Every round goes to --output. Rates are shown for a GPU
+only: on a CPU they say more about the machine than about the sides.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import transformers
 
 import edged
 from edged.bench.bounds import Machine, Sizes, decode, measure_machine, prefill
-from edged.bench.random_llama import SHAPES, write_random_llama
+from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.bench.serving import ADAPTED, EDGED, LLAMA_CPP, PEERS, Job, side_arguments
 from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
 
@@ -40,6 +41,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a 4 M parameter model and short answers: a smoke test")
+    parser.add_argument("--size", choices=SHAPES, default=None, help="of the model (default 135m; quick: 4m)")
     parser.add_argument("--rounds", type=int, default=None, help="measured rounds (default 7; quick: 2)")
     parser.add_argument("--requests", type=int, default=16, help="requests at once (default 16)")
     parser.add_argument("--prompt-tokens", type=int, default=None, help="of each (default 256; quick: 64)")
@@ -52,16 +54,16 @@ def main() -> None:
     options = parser.parse_args()
 
     rounds = options.rounds or (2 if options.quick else 7)
-    size = "4m" if options.quick else "135m"
+    size, dtype = options.size or ("4m" if options.quick else "135m"), device_dtype(options.device)
     sides = [EDGED, *([ADAPTED] if options.adapter else []), *choose_peers(options.peer, options.requests)]
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         job = Job(
-            model=str(write_random_llama(Path(folder) / "model", SHAPES[size])),
+            model=str(write_random_llama(Path(folder) / "model", SHAPES[size], dtype)),
             adapters=str(Path(folder) / "adapters"),
             gguf=str(Path(folder) / "model.gguf"),
             gguf_half=options.llama_f16,
             device=options.device,
-            dtype="bfloat16" if options.device.startswith("cuda") else "float32",
+            dtype=dtype,
             vocab=SHAPES[size].vocab,
             requests=options.requests,
             prompt_tokens=options.prompt_tokens or (64 if options.quick else 256),

@@ -155,12 +155,48 @@ def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
     )
 
 
+def unit(sizes: Sizes, kind: str, tokens: int) -> Work:
+    """A packed forward ("forward") or a unit of fine-tuning (`edged.scheduler.task.Unit`) over `tokens`.
+
+    Attention is left out, as what attends to what is not known of a unit.
+    """
+    layer, adapter = sizes.layer_numbers / sizes.layers, sizes.adapter_numbers / sizes.layers
+    if kind == "forward":
+        return Work(sizes.layer_numbers * sizes.itemsize, 2 * tokens * sizes.layer_numbers)
+    if kind == "step":
+        # AdamW reads weight, gradient and two moments in float32 and writes all but the gradient; tokens are adapters.
+        return Work(tokens * sizes.adapter_numbers * 7 * 4, 0)
+    if kind in ("head", "score", "test"):
+        return Work(sizes.head_numbers * sizes.itemsize, (4 if kind == "head" else 2) * tokens * sizes.head_numbers)
+    # A forward, the way back through it (frozen matrices: the gradient of their inputs alone), or both.
+    frozen, trained = {"graph": (2, 2), "grad": (2, 4), "layer": (4, 6)}[kind]
+    return Work(layer * sizes.itemsize, tokens * (frozen * layer + trained * adapter))
+
+
 def measure_machine(device: torch.device, dtype: str) -> Machine:
     """Read a large tensor and multiply two large matrices for about a second in all; the fastest of each counts."""
     machine = Machine(_bytes_per_s(device), _operations_per_s(device, getattr(torch, dtype)))
+    _give_back(device)
+    return machine
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes that a copy of a large tensor reads and writes in a second: what is called a GPU's copy bandwidth."""
+    rate = _copied_bytes_per_s(device)
+    _give_back(device)
+    return rate
+
+
+def _give_back(device: torch.device) -> None:
+    """Memory that is not used any more, to those who ask the device how much is free."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return machine
+
+
+def _copied_bytes_per_s(device: torch.device) -> float:
+    numbers = torch.ones(_READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    copied = torch.empty_like(numbers)
+    return 2 * numbers.nbytes / _fastest_s(lambda: copied.copy_(numbers), device)
 
 
 def _bytes_per_s(device: torch.device) -> float:

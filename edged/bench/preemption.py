@@ -37,6 +37,8 @@ class Piece:
     """What ran, and when: seconds of the monotonic clock."""
 
     kind: str
+    tokens: int
+    """Of an optimizer step the adapters that take one."""
     begin_s: float
     end_s: float
 
@@ -46,6 +48,8 @@ class Wait:
     """One arrival: the piece that it met, and how long until its own packed forward began."""
 
     kind: str
+    tokens: int
+    """Of the piece, as `Piece` has them."""
     delay_s: float
     piece_s: float
     """How long the piece took in all; 0 between pieces."""
@@ -62,6 +66,7 @@ def wait_of(pieces: Sequence[Piece], arrived_s: float, started_s: float) -> Wait
     ended = [piece for piece in pieces[max(index, 0) :] if arrived_s < piece.end_s <= started_s]
     return Wait(
         kind=met.kind if met else BETWEEN,
+        tokens=met.tokens if met else 0,
         delay_s=started_s - arrived_s,
         piece_s=met.end_s - met.begin_s if met else 0.0,
         outside_s=started_s - arrived_s - sum(piece.end_s - max(arrived_s, piece.begin_s) for piece in ended),
@@ -88,9 +93,10 @@ class Watch:
         work = self._run(plan, sequences, jobs, interrupted, meanwhile)
         moment = time.monotonic() - sum(seconds for _, seconds in work.units)
         if work.forward_s:
-            self.pieces.append(Piece(FORWARD, moment - work.forward_s, moment))
+            tokens = sum(count for _, count in (*work.prefilled, *work.finetuned))
+            self.pieces.append(Piece(FORWARD, tokens, moment - work.forward_s, moment))
         for unit, seconds in work.units:
-            self.pieces.append(Piece(unit.kind, moment, moment + seconds))
+            self.pieces.append(Piece(unit.kind, unit.tokens, moment, moment + seconds))
             moment += seconds
         return work
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,20 @@ class Shape:
 SHAPES = {
     "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152),
     "4m": Shape(hidden=192, layers=4, heads=6, kv_heads=2, intermediate=512, vocab=8192),
+    "3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, intermediate=8192, vocab=128256),
 }
-"""135m is SmolLM2-135M's shape; 4m is for trying a benchmark out."""
-MAX_POSITIONS = 2048
+"""135m is SmolLM2-135M's shape, 3b is Llama-3.2-3B's; 4m is for trying a benchmark out."""
+MAX_POSITIONS = 4096
 
 
-def write_random_llama(directory: Path, shape: Shape, seed: int = 0) -> Path:
-    """Write config and fp32 weights to `directory` as save_pretrained does, and return it.
+def device_dtype(device: str) -> str:
+    """What the benchmarks compute in: bfloat16 on CUDA, float32 elsewhere, as an engine chooses by itself."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
-    No token ends an answer, so that every answer has the length that was asked for.
-    """
-    config = LlamaConfig(
+
+def config_of(shape: Shape) -> LlamaConfig:
+    """The configuration. No token ends an answer, so that every answer has the length that was asked for."""
+    return LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -53,8 +56,12 @@ def write_random_llama(directory: Path, shape: Shape, seed: int = 0) -> Path:
         eos_token_id=None,
         pad_token_id=None,
     )
+
+
+def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write config and weights of `dtype` to `directory` as save_pretrained does, and return it."""
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config_of(shape), dtype=getattr(torch, dtype)).save_pretrained(directory)
     return directory
 
 

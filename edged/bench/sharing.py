@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from edged.bench.bounds import Machine, Sizes, decode, prefill
@@ -21,7 +22,8 @@ class Bound:
     """A load's prompts with a cache that forgets nothing, and the speed-ups over none that follow.
 
     `prefill_speedup`: floor of computing all prompts over that of what was not seen before. `speedup`: the same with
-    the decoding of the recorded answers added to both.
+    the decoding of the recorded answers added to both: `all_s` over `unseen_s`. `first_token_s` and
+    `unseen_first_token_s` are the medians of the prompts' floors, whole and without what was seen before.
     """
 
     requests: int
@@ -30,6 +32,10 @@ class Bound:
     hit_share: float
     prefill_speedup: float
     speedup: float
+    all_s: float
+    unseen_s: float
+    first_token_s: float
+    unseen_first_token_s: float
 
     def as_json(self) -> dict[str, Any]:
         """For reports."""
@@ -96,11 +102,11 @@ def bound(rows: Sequence[TraceRow], block_tokens: int, sizes: Sizes, machine: Ma
     hits = unbounded_hits(rows, block_tokens)
     prompt_tokens = sum(row.prompt_tokens for row in rows)
     output_tokens = sum(row.output_tokens for row in rows)
-    all_s = sum(prefill(sizes, row.prompt_tokens).floor_s(machine) for row in rows)
-    missed_s = sum(
+    whole = [prefill(sizes, row.prompt_tokens).floor_s(machine) for row in rows]
+    unseen = [
         prefill(sizes, row.prompt_tokens - hit, context=hit).floor_s(machine)
         for row, hit in zip(rows, hits, strict=True)
-    )
+    ]
     context = round((prompt_tokens + output_tokens / 2) / len(rows))
     decode_s = output_tokens / concurrency * decode(sizes, concurrency, context).floor_s(machine)
     return Bound(
@@ -108,6 +114,10 @@ def bound(rows: Sequence[TraceRow], block_tokens: int, sizes: Sizes, machine: Ma
         mean_prompt_tokens=prompt_tokens / len(rows),
         mean_output_tokens=output_tokens / len(rows),
         hit_share=sum(hits) / prompt_tokens,
-        prefill_speedup=all_s / missed_s,
-        speedup=(all_s + decode_s) / (missed_s + decode_s),
+        prefill_speedup=sum(whole) / sum(unseen),
+        speedup=(sum(whole) + decode_s) / (sum(unseen) + decode_s),
+        all_s=sum(whole) + decode_s,
+        unseen_s=sum(unseen) + decode_s,
+        first_token_s=median(whole),
+        unseen_first_token_s=median(unseen),
     )

@@ -260,6 +260,11 @@ class DecodeGraphs:
         replays["greedy" if greedy else "draw"]()
         return SampledRows(fixed.tokens[:n], fixed.broken[:n], rows, fixed.logits[:n])
 
+    def watch(self, through: Callable[[Replay], Replay]) -> None:
+        """From now on every forward is replayed as what `through` makes of its replay."""
+        for replays in self._replays.values():
+            replays |= {name: through(replays[name]) for name in ("adapted", "base")}
+
     def report(self) -> dict[str, object]:
         """Captured batch sizes, their memory and use."""
         return {

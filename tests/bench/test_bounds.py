@@ -79,6 +79,18 @@ def test_a_step_is_a_forward_and_the_gradient_of_its_inputs(model_dir: Path, mod
     assert counted == pytest.approx(operations(step) - hidden_half - first, rel=1e-3)
 
 
+def test_the_units_of_a_step_come_to_the_step() -> None:
+    """Without attention (one layer, whose inputs need no gradient in a whole step), as `dpo_step` counts it."""
+    sizes = Sizes(hidden=8, layers=1, heads=0, kv_heads=0, head_dim=4, intermediate=16, vocab=32, itemsize=4, rank=2)
+    whole = bounds.dpo_step(sizes, [(0, 5, 0)])
+    for kinds in (("graph", "grad", "head"), ("layer", "head")):
+        units = [bounds.unit(sizes, kind, 5) for kind in kinds]
+        assert sum(work.operations for work in units) == whole.operations
+    assert bounds.unit(sizes, "forward", 5).operations == 2 * 5 * sizes.layer_numbers
+    assert bounds.unit(sizes, "score", 5).operations == bounds.unit(sizes, "head", 5).operations / 2
+    assert bounds.unit(sizes, "step", 3).bytes == 3 * 28 * sizes.adapter_numbers
+
+
 def test_the_answers_see_the_prompt_and_themselves() -> None:
     sizes = Sizes(hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, itemsize=4)
     prompt, chosen, rejected = 5, 3, 4
@@ -108,3 +120,16 @@ def test_the_machine_is_measured() -> None:
     assert 1e8 < machine.bytes_per_s < 1e13
     assert 1e8 < machine.operations_per_s < 1e15
     assert "GB/s" in machine.text()
+
+
+def test_a_copy_moves_every_byte_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    monkeypatch.setattr(bounds, "_READ_BYTES", {"cpu": 1 << 20})
+
+    def two_seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+        copies.append(work().nbytes)
+        return 2.0
+
+    monkeypatch.setattr(bounds, "_fastest_s", two_seconds)
+    assert bounds.copy_bytes_per_s(torch.device("cpu")) == 1 << 20
+    assert copies == [1 << 20]

@@ -6,12 +6,17 @@ import pytest
 
 from edged.bench.preemption import BETWEEN, FORWARD, Piece, wait_of
 
-PIECES = [Piece("layer", 1.0, 2.0), Piece("head", 2.0, 2.5), Piece(FORWARD, 2.6, 4.0), Piece("step", 4.0, 4.1)]
+PIECES = [
+    Piece("layer", 30, 1.0, 2.0),
+    Piece("head", 20, 2.0, 2.5),
+    Piece(FORWARD, 70, 2.6, 4.0),
+    Piece("step", 1, 4.0, 4.1),
+]
 
 
 def test_a_unit_that_ends_after_the_arrival_counts() -> None:
     wait = wait_of(PIECES[:1], arrived_s=1.25, started_s=2.05)
-    assert (wait.kind, wait.unit_ends) == ("layer", 1)
+    assert (wait.kind, wait.tokens, wait.unit_ends) == ("layer", 30, 1)
     assert (wait.delay_s, wait.piece_s, wait.outside_s) == pytest.approx((0.8, 1.0, 0.05))
 
 

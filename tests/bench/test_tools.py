@@ -31,7 +31,10 @@ def run_tool(name: str, *arguments: str, report: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_serving_is_compared_on_equal_greedy_answers(tmp_path: Path) -> None:
-    report = run_tool("bench_serving.py", "--rounds", "1", "--requests", "4", report=tmp_path / "report.json")
+    report = run_tool(
+        "bench_serving.py", "--size", "4m", "--rounds", "1", "--requests", "4", report=tmp_path / "out.json"
+    )
+    assert report["model"] == "4m"
     assert report["equal_answers_share"] == {"transformers continuous batching": 1.0, "transformers generate": 1.0}
     assert all(ratio["median"] > 0 for ratio in report["ratios"].values())
 
@@ -59,6 +62,21 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
         assert found["sides"]["edged without"]["hit_share"] == [0.0]
         assert found["sides"]["edged with prefix sharing"]["hit_share"][0] <= found["bound"]["hit_share"]
         assert found["ratios"]["requests_per_s"]["median"] > 0
+        assert found["bound"]["all_s"] > found["bound"]["unseen_s"] > 0
+        assert found["bound"]["first_token_s"] >= found["bound"]["unseen_first_token_s"] > 0
+
+
+@pytest.mark.slow
+def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> None:
+    report = run_tool("bench_iteration.py", "--size", "4m", "--device", "cpu", report=tmp_path / "report.json")
+    assert set(report["decodes"]) == {"1", "8", "32"}
+    for mixes in report["decodes"].values():
+        assert {"greedy", "temperature", "top_p", "penalties"} <= set(mixes)
+        for found in mixes.values():
+            assert 0 < found["outside_share"]["median"] < 1
+            assert 0 < found["floor_ms"] < found["iteration_ms"]["median"]
+    assert set(report["shares"]) == {"decode, batch 1", "decode, batch 8", "decode, batch 32", "prompt of 2048"}
+    assert all(share["of_copy_bandwidth"] > 0 < share["of_matmul_rate"] for share in report["shares"].values())
 
 
 @pytest.mark.slow
@@ -89,6 +107,8 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
     assert report["all"]["arrivals"] == 5
     assert sum(found["arrivals"] for found in report["by_kind"].values()) == 5
     assert report["all"]["delay_ms"]["p100"] > 0
+    for found in report["by_kind"].values():
+        assert found["piece_ms"] is None or found["piece_floor_ms"]["p50"] > 0
 
 
 def test_every_policys_decisions_are_timed() -> None:
@@ -125,7 +145,8 @@ def test_every_tool_tells_its_options(tool: str) -> None:
 @pytest.mark.slow
 def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 20)
-    report = run_tool("bench_dpo.py", str(pairs), "--steps", "1", report=tmp_path / "report.json")
+    report = run_tool("bench_dpo.py", str(pairs), "--size", "4m", "--steps", "1", report=tmp_path / "report.json")
+    assert report["model"] == "4m"
     ours, *theirs = (report["losses"][name] for name in SIDES)
     for losses in theirs:
         # Only the random start of LoRA's A differs, which one step of learning hardly shows.
@@ -212,6 +233,55 @@ def test_ratios_that_left_their_range_are_told() -> None:
     assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
     assert verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
     assert verdict(before, None) == "new"
+
+
+@pytest.mark.usefixtures("tools")
+def test_a_check_names_the_ratios_and_counts_that_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench_all
+
+    (tmp_path / "bench.json").write_text(json.dumps({"ratios": {"a": spread(1.0), "b": spread(2.0)}}))
+    monkeypatch.setattr(bench_all, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_all, "COMMITTED", tmp_path / "bench.json")
+    monkeypatch.setattr(bench_all, "measure", lambda *_: {"a": spread(1.0), "b": spread(3.0), "c": spread(1.0)})
+    counts = {"instructions_per_call": {"plan": 7}, "moved": {"plan": 1.1}}
+    monkeypatch.setattr(bench_all, "count_instructions", lambda *_: counts)
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", "--check"])
+    with pytest.raises(SystemExit, match=r"committed results: b, instructions of plan$"):
+        bench_all.main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["instructions"] == counts
+    assert {name: ratio["verdict"] for name, ratio in told["ratios"].items()} == {
+        "a": "same",
+        "b": "higher",
+        "c": "new",
+    }
+    monkeypatch.setattr(bench_all, "measure", lambda *_: {"a": spread(1.0), "b": spread(2.0)})
+    monkeypatch.setattr(bench_all, "count_instructions", lambda *_: None)
+    bench_all.main()
+    monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--check"])
+    with pytest.raises(SystemExit):
+        bench_all.main()
+    assert "--check needs a full run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tools")
+def test_counts_come_back_with_what_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import bench_all
+
+    if missing := missing_program():
+        pytest.skip(f"{missing} is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    counts = bench_all.count_instructions(tmp_path / "report.json", sys.__stderr__)
+    assert counts is not None
+    assert counts["instructions_per_call"]["plan, mixed"] > 100_000
+    assert set(counts["moved"]) <= set(counts["instructions_per_call"])
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "low": 0.9 * value, "high": 1.1 * value}
 
 
 @pytest.mark.slow

@@ -166,6 +166,18 @@ def test_what_a_batch_left_behind_is_not_seen_by_the_next(rig: Rig, captured: De
     assert captured.run(rig.decodes([2]), rows[:1]).read().tokens == alone
 
 
+def test_every_replayed_forward_can_be_watched(rig: Rig) -> None:
+    graphs, seen = rig.graphs(recorder()), []
+
+    def through(replay: Replay) -> Replay:
+        return lambda: (replay(), seen.append(1))[0]
+
+    graphs.watch(through)
+    for which, base in (([2], False), ([0, 1], True)):
+        graphs.run(rig.decodes(which, base), KINDS["drawn"][: len(which)])
+    assert len(seen) == 2
+
+
 def test_sizes_without_memory_are_left_out(rig: Rig) -> None:
     captured = rig.graphs(Again(too_large=(1, 2)))
     assert captured.report()["sizes"] == [1]
