@@ -43,6 +43,9 @@ class ModelSettings(Section):
         description="CPU threads of an operation; 0: 1 for small models, else as many as other programs leave cores",
     )
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
+    short_layers: bool = Field(
+        True, description="with packed weights: few tokens pass layers of the common kind in fewer operations"
+    )
     decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
         "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )

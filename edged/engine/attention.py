@@ -60,6 +60,12 @@ def attention_pass(current: AttentionPass) -> Iterator[None]:
         _current.value = before
 
 
+def current_pass() -> AttentionPass:
+    """What answers this thread's attention calls at present."""
+    current: AttentionPass = _current.value
+    return current
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -80,8 +86,7 @@ def paged_attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedAttention("the model's attention is not plainly causal (it passes a mask)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    current: AttentionPass = _current.value
-    out = current.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window, softcap)  # type: ignore[arg-type]
+    out = current_pass().attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window, softcap)  # type: ignore[arg-type]
     return out[None], None
 
 

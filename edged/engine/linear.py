@@ -32,7 +32,7 @@ Place = tuple[nn.Module, str, nn.Linear]
 """A linear, with the module and the attribute that hold it."""
 
 
-class _Product:
+class Product:
     """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -41,7 +41,7 @@ class _Product:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-        self._sizes = [linear.out_features for linear in linears]
+        self.sizes = [linear.out_features for linear in linears]
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
         """Outputs for `_input` that nobody took yet."""
@@ -49,15 +49,15 @@ class _Product:
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """The output of linear `index`; nothing of `x` is kept once all have been asked for theirs."""
         if x is not self._input or index not in self._outputs:
-            whole = self._multiply(x)
-            self._input, self._outputs = x, dict(enumerate(whole.split(self._sizes, -1)))
+            whole = self.whole(x)
+            self._input, self._outputs = x, dict(enumerate(whole.split(self.sizes, -1)))
         out = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return out
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
         rows = x.reshape(-1, x.shape[-1])
         outs = [
             torch.ops.mkldnn._linear_pointwise(tile, self._packed, self._bias, "none", [], "")
@@ -79,18 +79,18 @@ def tiles(rows: int) -> list[int]:
 class PackedLinear(nn.Module):
     """`base`, computed from the packed copy wherever no gradient is asked for."""
 
-    def __init__(self, base: nn.Linear, product: _Product, index: int) -> None:
+    def __init__(self, base: nn.Linear, product: Product, index: int) -> None:
         super().__init__()
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
-        self._product, self._index = product, index
+        self.product, self._index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         if torch.is_grad_enabled():
             out: torch.Tensor = self.base(x)
             return out
-        return self._product.part(x, self._index)
+        return self.product.part(x, self._index)
 
 
 def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
@@ -109,7 +109,7 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 def pack_linears(model: nn.Module) -> None:
     """Replace every plain linear by its packed form."""
     for group in _groups(_linears(model)):
-        product = _Product([linear for _, _, linear in group])
+        product = Product([linear for _, _, linear in group])
         for index, (parent, name, linear) in enumerate(group):
             setattr(parent, name, PackedLinear(linear, product, index))
 
@@ -129,7 +129,9 @@ def _groups(linears: dict[str, Place]) -> Iterator[list[Place]]:
     left = dict(linears)
     for path in linears:
         parent, _, leaf = path.rpartition(".")
-        names = next((names for names in _SIBLINGS if leaf == names[0]), (leaf,))
+        names = next((names for names in _SIBLINGS if leaf == names[0]), None)
+        if names is None:
+            continue
         group = [left.get(f"{parent}.{name}".removeprefix(".")) for name in names]
         whole = [place for place in group if place is not None]
         if len(whole) == len(names) and len({(p[2].in_features, p[2].bias is None) for p in whole}) == 1:

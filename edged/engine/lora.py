@@ -133,14 +133,19 @@ class LoraLinear(nn.Module):
         elif state.single or state.together is not None:
             # Rows may lie apart (one product for several linears), but not a row's features.
             y = y if y.stride(-1) == 1 else y.contiguous()
-            if state.threads:
-                torch.set_num_threads(1)
-            try:
-                self._add(x.view(-1, self.in_features), y.view(-1, self.out_features), state)
-            finally:
-                if state.threads:
-                    torch.set_num_threads(state.threads)
+            self.add(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
+
+    def add(self, rows_in: torch.Tensor, rows_out: torch.Tensor) -> None:
+        """Add the updates of torch's runs to `rows_out` [tokens, out_features]; `rows_in` [tokens, in_features]."""
+        state = self._runs
+        if state.threads:
+            torch.set_num_threads(1)
+        try:
+            self._add(rows_in, rows_out, state)
+        finally:
+            if state.threads:
+                torch.set_num_threads(state.threads)
 
     def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
         """Every adapter's update of its own rows, with autograd."""

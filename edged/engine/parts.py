@@ -28,6 +28,7 @@ from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.prices import first_cost_model, subject_of
 from edged.engine.pruning import Pruner
+from edged.engine.short_layers import shorten_layers
 from edged.engine.slots import SlotTable
 from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
@@ -148,6 +149,8 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     if settings.model.pack_weights and (reason := model.pack_weights()):
         log.info("weights are not packed: %s", reason)
+    if settings.model.short_layers and (reason := shorten_layers(model)):
+        log.info("layers are computed as the model has them: %s", reason)
     pages = page_count(model, settings)
     kv = model.new_kv(pages, settings.cache.page_size)
     usable = pages - 1
