@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from edged.align.copies import Copies
 from edged.config import AlignSettings
 from edged.store.folder import sync
 
@@ -145,11 +146,22 @@ class AdapterState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by PEFT's names, copied to the host."""
+        return self._copied_weights().on_host()
+
+    def copied(self) -> CopiedVersion:
+        """The present version, copied where it is."""
+        moments = {
+            f"{index}.{key}": value
+            for index, parameter in enumerate(self.parameters())
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        return CopiedVersion(self.name, self.version, self._copied_weights(), Copies(moments))
+
+    def _copied_weights(self) -> Copies:
         named = {}
         for name, (a, b) in self.weights.items():
-            named[f"{_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().clone()
-            named[f"{_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().clone()
-        return named
+            named[f"{_PREFIX}{name}.lora_A.weight"], named[f"{_PREFIX}{name}.lora_B.weight"] = a, b
+        return Copies(named)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Take over weights (PEFT's names) as `version`, with a fresh optimizer. Raises AdapterError on a mismatch."""
@@ -167,13 +179,8 @@ class AdapterState:
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
 
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step count by parameter index, copied to the host."""
-        state = self._optimizer.state_dict()["state"]
-        return {f"{i}.{key}": value.detach().cpu().clone() for i, slot in state.items() for key, value in slot.items()}
-
     def restore_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `optimizer_tensors` gave."""
+        """Take over AdamW's state as a `Snapshot` has it."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             index, name = key.split(".", 1)
@@ -190,7 +197,23 @@ class Snapshot:
     adapter: str
     version: int
     weights: dict[str, torch.Tensor]
+    """By PEFT's names."""
     optimizer: dict[str, torch.Tensor]
+    """AdamW's moments and step counts: "<index of the parameter>.<name>"."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedVersion:
+    """A version that no later step changes; `snapshot` may be called on any thread."""
+
+    adapter: str
+    version: int
+    weights: Copies
+    optimizer: Copies
+
+    def snapshot(self) -> Snapshot:
+        """The version, brought to the host."""
+        return Snapshot(self.adapter, self.version, self.weights.on_host(), self.optimizer.on_host())
 
 
 class AdapterFiles:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import torch
 
-from edged.align.adapter import AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.adapter import AdapterFiles, AdapterState, CopiedVersion, LoraSpec
 from edged.config import AlignSettings
 
 
@@ -133,15 +133,16 @@ class Shelf:
         due = [place.saved_at_s + every_s for place in self._places.values() if place.state.version != place.saved]
         return min(due, default=None)
 
-    def to_save(self, now: float, every_s: float) -> list[Snapshot]:
-        """Copies of the versions that are due, which count as saved from here on, until `save_ended` says otherwise."""
-        snapshots = []
-        for place in self._places.values():
-            state = place.state
-            if state.version != place.saved and now >= place.saved_at_s + every_s:
-                snapshots.append(Snapshot(state.name, state.version, state.tensors(), state.optimizer_tensors()))
-                place.saved, place.saved_at_s = state.version, now
-        return snapshots
+    def to_save(self, now: float, every_s: float) -> CopiedVersion | None:
+        """A copy of the version that is due for the longest time, which counts as saved from here on, until
+        `save_ended` says otherwise; None when none is due."""
+        unsaved = [place for place in self._places.values() if place.state.version != place.saved]
+        place = min(unsaved, key=lambda place: place.saved_at_s, default=None)
+        if place is None or now < place.saved_at_s + every_s:
+            return None
+        copied = place.state.copied()
+        place.saved, place.saved_at_s = copied.version, now
+        return copied
 
     def save_ended(self, adapter: str, version: int, written: bool) -> None:
         """A version is on disk, or could not be written: then it is due again."""

@@ -310,6 +310,7 @@ class Status(_Answer):
     latency: dict[str, Any]
     totals: dict[str, float]
     model: dict[str, Any]
+    paths: dict[str, Any]
     pages: dict[str, int]
     prefix: dict[str, Any]
     finetune: dict[str, Any]

@@ -109,11 +109,22 @@ class Executor:
         self._tap = LayerTap(model)
         self._end_ids: frozenset[int] = frozenset()
         self.graphs: DecodeGraphs | None = None
+        self.why_not: dict[str, str] = {}
+        """Why "decode", "prefill", "lora" or "graphs" go the slower way."""
         """Where iterations of decodes alone are replayed."""
         self.spill: PageSpill | None = None
         """Where the trie's evicted pages go."""
         self.pruner: Pruner | None = None
         """Where sequences are pruned."""
+
+    def paths_report(self) -> dict[str, Any]:
+        """Which implementations compute attention and the adapters' updates, and why not faster ones."""
+        return {
+            "decode": self._paths.decode,
+            "prefill": "triton" if self._paths.tile_tokens else "gathered",
+            "lora": self._lora.runs.kernel,
+            "why_not": self.why_not,
+        }
 
     def set_end_ids(self, end_ids: frozenset[int]) -> None:
         """Tokens that end an answer; they are forbidden before `min_tokens`."""

@@ -197,7 +197,7 @@ class Learning:
     # -- the record --------------------------------------------------------------------------------------------------
 
     def flush(self, now: float) -> None:
-        """Hand records to the journal and due versions to the saver."""
+        """Hand records to the journal and a due version to the saver."""
         self.pairs_queued, self.pairs_waiting = self._trainer.pairs_queued, self._trainer.waiting()
         self.alarms = self._trainer.alarms()
         if self._trainer.records:

@@ -103,20 +103,15 @@ class LoraRuns:
 class LoraLinear(nn.Module):
     """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
-    def __init__(self, base: nn.Module, name: str, slots: int, rank: int, runs: LoraRuns, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
+        """`down` [slots, in_features, rank] and `up` [slots, rank, out_features], which `LoraSlots` fills."""
         super().__init__()
         self.base, self.name, self._runs = base, name, runs
-        device = next(itertools.chain(base.parameters(), base.buffers())).device
-        self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
-        self.register_buffer("down", torch.zeros(slots, self.in_features, rank, dtype=dtype, device=device), False)
-        self.register_buffer("up", torch.zeros(slots, rank, self.out_features, dtype=dtype, device=device), False)
+        self.in_features, self.out_features = down.shape[1], up.shape[2]
+        self.register_buffer("down", down, False)
+        self.register_buffer("up", up, False)
         # Views made once: at one row, making them takes a fifth of the update's time.
-        self._by_slot = list(zip(self.down.unbind(), self.up.unbind(), strict=True))  # type: ignore[operator]
-
-    def load(self, slot: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
-        """Copy an adapter's A and B into `slot`, transposed, with the scaling folded into B."""
-        self.down[slot].copy_(a.t())  # type: ignore[index]
-        self.up[slot].copy_(b.t() * scaling)  # type: ignore[index]
+        self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` is [1, tokens, in_features]."""
@@ -212,6 +207,25 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     return found
 
 
+class _Bank:
+    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once."""
+
+    def __init__(self, side: int, names: list[str], whole: torch.Tensor) -> None:
+        """`whole` [linears, slots, in_features, rank], of B [linears, slots, rank, out_features]."""
+        self._side, self._names, self._whole = side, names, whole
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every linear's own slots, by its name."""
+        return zip(self._names, self._whole.unbind(), strict=True)
+
+    def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
+        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded into B."""
+        together = torch.stack([weights[name][self._side] for name in self._names])
+        if self._side == 1:
+            together.mul_(scaling)
+        self._whole[:, slot].copy_(together.transpose(1, 2))
+
+
 class LoraSlots:
     """All wrapped linears of a model, and which adapter version sits in which slot."""
 
@@ -220,12 +234,31 @@ class LoraSlots:
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.device = next(model.parameters()).device
-        for name in targets:
+        bases = {name: model.get_submodule(name) for name in targets}
+        downs = self._banks(0, bases)
+        ups = self._banks(1, bases)
+        self._all_banks = downs + ups
+        down = dict(itertools.chain.from_iterable(bank.parts() for bank in downs))
+        up = dict(itertools.chain.from_iterable(bank.parts() for bank in ups))
+        for name, base in bases.items():
             parent_name, _, attribute = name.rpartition(".")
-            parent = model.get_submodule(parent_name)
-            wrapped = LoraLinear(getattr(parent, attribute), name, slots, rank, self.runs, dtype)
-            setattr(parent, attribute, wrapped)
+            wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
+            setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
+
+    def _banks(self, side: int, bases: Mapping[str, nn.Module]) -> list[_Bank]:
+        """Empty slots of one side of all linears, those of one size on one device together."""
+        alike: dict[tuple[int, torch.device], list[str]] = {}
+        for name, base in bases.items():
+            size = int(base.out_features if side else base.in_features)  # type: ignore[arg-type]
+            device = next(itertools.chain(base.parameters(), base.buffers())).device
+            alike.setdefault((size, device), []).append(name)
+        banks = []
+        for (size, device), names in alike.items():
+            shape = (self.rank, size) if side else (size, self.rank)
+            whole = torch.zeros(len(names), self.slots, *shape, dtype=self.dtype, device=device)
+            banks.append(_Bank(side, names, whole))
+        return banks
 
     @property
     def size_bytes(self) -> int:
@@ -236,9 +269,8 @@ class LoraSlots:
     @torch.no_grad()
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
         """Put an adapter's weights into `slot`."""
-        for name, linear in self.linears.items():
-            a, b = weights[name]
-            linear.load(slot, a, b, scaling)
+        for bank in self._all_banks:
+            bank.load(slot, weights, scaling)
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:

@@ -102,6 +102,7 @@ class EngineParts:
             },
             "memory": self._memory(),
             "pruning": {"mode": "off"} if self.executor.pruner is None else self.executor.pruner.report(),
+            "paths": self.executor.paths_report(),
             "decode_graphs": None if self.executor.graphs is None else self.executor.graphs.report(),
             "prefix": _prefix_report(trie, self.executor.spill),
         }
@@ -209,21 +210,36 @@ def _build_executor(
     spill = pick_spill(kv, settings.cache, folder) if shares else None
     trie = PrefixTrie(pool, spill) if shares else None
     assert model.lora is not None
-    pick_lora_kernel(model.lora, settings.model)
+    why_not_lora = pick_lora_kernel(model.lora, settings.model)
     paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
     executor = Executor(model, kv, pool, trie, paths)
     executor.spill = spill
-    executor.graphs = _graphs(model, kv, paths, settings)
+    why_not_graphs = _why_not_graphs(model, paths, settings)
+    if not why_not_graphs:
+        executor.graphs = _graphs(model, kv, paths, settings)
+    elif model.device.type == "cuda":
+        log.info("decode iterations are not captured: %s", why_not_graphs)
+    reasons = {**paths.why_not, "lora": why_not_lora, "graphs": why_not_graphs}
+    executor.why_not = {part: reason for part, reason in reasons.items() if reason}
     executor.pruner = _pruner(executor, policy, settings, max_context)
     return executor
 
 
-def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -> DecodeGraphs | None:
-    """Captured decode iterations, where a GPU's kernels can be captured."""
+def _why_not_graphs(model: ServedModel, paths: Paths, settings: Settings) -> str:
+    """Why decode iterations are not captured; "" where they are."""
     assert model.lora is not None
-    kernels = paths.decode == "triton" and model.lora.runs.kernel == "triton"
-    if model.device.type != "cuda" or not kernels or not settings.model.graph_memory_mb:
-        return None
+    if model.device.type != "cuda":
+        return f"there are no graphs on {model.device.type}"
+    if not settings.model.graph_memory_mb:
+        return "model.graph_memory_mb = 0"
+    torchs_own = [
+        part for part, used in (("decode", paths.decode), ("lora", model.lora.runs.kernel)) if used != "triton"
+    ]
+    return f"{' and '.join(torchs_own)} must be computed by triton" if torchs_own else ""
+
+
+def _graphs(model: ServedModel, kv: KvStore, paths: Paths, settings: Settings) -> DecodeGraphs:
+    """Captured decode iterations, of a GPU's kernels."""
     from edged.engine.graphs import CudaRecorder, DecodeGraphs
 
     recorder = CudaRecorder(model.device, settings.model.graph_memory_mb << 20)

@@ -6,8 +6,8 @@ Owns the choice and the trials that a kernel passes before anybody waits for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class Paths:
 
     decode: DecodePath = "padded"
     tile_tokens: int = 0
+    why_not: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Why "decode" or "prefill" is not what was asked for, or what is fastest."""
 
 
 def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
@@ -41,21 +43,22 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
     """
     cuda = kv.keys.device.type == "cuda"
     decode, prefill = settings.decode_attention, settings.prefill_attention
+    why_not: dict[str, str] = {}
     if decode == "auto":
         decode = "triton" if cuda else "ragged"
     if reason := _why_not_decode(kv, decode, group):
         log.info("decode attention gathers pages (%s is not used: %s)", decode, reason)
-        decode = "padded"
+        decode, why_not["decode"] = "padded", reason
     if prefill == "gathered" or (prefill == "auto" and not cuda):
-        return Paths(decode)
+        return Paths(decode, why_not=why_not)
     from edged.engine import triton_prefill  # triton is slow to import, and not everywhere
 
     reason = triton_prefill.why_not(kv)
     tile_tokens = 0 if reason else triton_prefill.tile_tokens(kv, group)
     if reason := reason or trial(kv, group, Paths("padded", tile_tokens)):
         log.info("prefill attention gathers pages (triton is not used: %s)", reason)
-        return Paths(decode)
-    return Paths(decode, tile_tokens)
+        return Paths(decode, why_not={**why_not, "prefill": reason})
+    return Paths(decode, tile_tokens, why_not)
 
 
 def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
@@ -96,16 +99,20 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
     return _compared(lambda: attended(paths), lambda: attended(Paths()))
 
 
-def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> None:
-    """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products where that cannot be."""
+def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
+    """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products where that cannot be.
+
+    Returns why it cannot, or "".
+    """
     if settings.lora_kernel == "torch" or (settings.lora_kernel == "auto" and lora.device.type != "cuda"):
-        return
+        return ""
     from edged.engine import triton_lora
 
     if reason := triton_lora.why_not(lora.device, lora.dtype, lora.rank) or trial_of_lora(lora):
         log.info("LoRA updates are multiplied by torch (triton is not used: %s)", reason)
     else:
         lora.runs.kernel = "triton"
+    return reason
 
 
 def trial_of_lora(lora: LoraSlots) -> str:

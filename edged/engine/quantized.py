@@ -24,14 +24,23 @@ _PACKAGES: dict[str, dict[str, str]] = {
     "quanto": {"optimum.quanto": "optimum-quanto"},
     "hqq": {"hqq": "hqq"},
     "aqlm": {"aqlm": "aqlm"},
+    "fp8": {"kernels": "kernels"},
+    "mxfp4": {"triton": "triton", "kernels": "kernels"},
 }
 """What transformers imports for a method -> what pip calls it."""
 MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 """Values of `model.quantize` -> the method that makes them."""
 INT4_GROUP = 64
 """Weights that share a scale: small enough to divide the hidden size of small models, too."""
+_GPU_ONLY = ("fp8", "mxfp4")
+"""Methods that transformers dequantizes on a CPU."""
 _GPU_ONLY_INT4 = ("tile_packed_to_4d", "plain", "preshuffled", "plain_int32")
 """torchao's int4 layouts: all of them are read by kernels of one kind of GPU."""
+
+_NO_KERNELS = (
+    "it would be dequantized to bfloat16, in up to four times the memory): give the plain checkpoint, and "
+    "model.quantize where it is too large"
+)
 
 
 class CannotQuantize(ValueError):
@@ -58,16 +67,25 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
     if method not in known:
         # transformers itself would go on and take the packed numbers for weights.
         raise CannotQuantize(f"quantization {method!r} is not known to transformers ({', '.join(sorted(known))})")
-    _need_packages(str(method))
+    # A checkpoint that says so itself is dequantized knowingly.
+    dequantizes = bool(stored.get("dequantize"))
+    if not dequantizes:
+        if method in _GPU_ONLY and device.type == "cpu":
+            raise CannotQuantize(f"quantization {method} needs a GPU ({_NO_KERNELS}")
+        _need_packages(str(method))
     if method == "torchao" and device.type == "cpu" and (layout := _int4_layout(stored)):
         raise CannotQuantize(
             f'torchao int4 in the layout "{layout}" is read by GPU kernels alone: give model.device = "cuda", or the '
             'plain checkpoint and model.quantize = "int4"'
         )
     try:
-        AutoHfQuantizer.from_config(stored, pre_quantized=True).validate_environment(device_map={"": device})
+        quantizer = AutoHfQuantizer.from_config(stored, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device})
     except Exception as error:
         raise CannotQuantize(f"quantization {method}: {_first_line(error)}") from error
+    # transformers' way to say that there are no kernels for it here, with a warning that is easily missed.
+    if getattr(quantizer.quantization_config, "dequantize", False) and not dequantizes:
+        raise CannotQuantize(f"quantization {method} cannot be computed on this {device.type} ({_NO_KERNELS}")
     return str(method)
 
 

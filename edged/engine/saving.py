@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from edged.align.adapter import Snapshot
+from edged.align.adapter import CopiedVersion
 from edged.align.pair import Record, VersionSaved
 from edged.align.shelf import Shelf
 from edged.config import StoreSettings
@@ -34,6 +34,9 @@ class Saver:
         """`post` has the engine thread run something; the journal's future resolves when all it was given is there."""
         self._shelf, self._store, self._post, self._journal = shelf, store, post, journal
         self._thread = one_beside("edged-saver")
+        self._writing = False
+        """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
+        made after."""
 
     def configure(self, store: StoreSettings) -> None:
         """Write and keep versions by other settings."""
@@ -41,13 +44,22 @@ class Saver:
         self._shelf.files.keep = store.keep_versions
 
     def save_due(self, now: float) -> None:
-        """Have the versions that are due written; what was journalled so far is on record before they are."""
-        for snapshot in self._shelf.to_save(now, self._store.save_every_s):
-            self._thread.submit(self._save, snapshot, self._journal([]))
+        """Have a version that is due written, unless one is; what was journalled so far is on record before it is."""
+        if not self._writing:
+            self._save_next(now)
+
+    def _save_next(self, now: float) -> bool:
+        """Whether a version was due."""
+        copied = self._shelf.to_save(now, self._store.save_every_s)
+        if copied is None:
+            return False
+        self._writing = True
+        self._thread.submit(self._save, copied, self._journal([]))
+        return True
 
     def next_save_s(self) -> float | None:
-        """When the next version is due; None when all are on disk or on their way."""
-        return self._shelf.next_save_s(self._store.save_every_s)
+        """When the next version is due; None when all are on disk, or one is on its way."""
+        return None if self._writing else self._shelf.next_save_s(self._store.save_every_s)
 
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone."""
@@ -55,28 +67,34 @@ class Saver:
         return self._thread.submit(self._shelf.files.forget, adapter)
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Have every unsaved version written, and wait until all are."""
+        while self._save_next(float("inf")):
+            pass
         self._thread.shutdown(wait=True)
 
-    def _save(self, snapshot: Snapshot, recorded: Future[None] | None) -> None:
+    def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
         """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
 
         Nothing of an adapter that was forgotten meanwhile.
         """
+        written: bool | None = None
         try:
             if recorded is not None:
                 recorded.result()
-            if self._shelf.files.hidden(snapshot.adapter):
-                return
-            path, removed = self._shelf.files.save(snapshot)
+            if not self._shelf.files.hidden(copied.adapter):
+                path, removed = self._shelf.files.save(copied.snapshot())
+                written = True
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
-            log.error("adapter %s version %d could not be saved: %s", snapshot.adapter, snapshot.version, error)
-            self._ended(snapshot, False)
-            return
-        self._ended(snapshot, True)
-        self._journal([VersionSaved(snapshot.adapter, snapshot.version, str(path), removed)])
-
-    def _ended(self, snapshot: Snapshot, written: bool) -> None:
+            log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
+            written = False
         with contextlib.suppress(EngineStopping):
-            self._post(lambda: self._shelf.save_ended(snapshot.adapter, snapshot.version, written))
+            self._post(lambda: self._ended(copied.adapter, copied.version, written))
+        if written:
+            self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
+
+    def _ended(self, adapter: str, version: int, written: bool | None) -> None:
+        """On the engine's thread; None: it was forgotten."""
+        self._writing = False
+        if written is not None:
+            self._shelf.save_ended(adapter, version, written)

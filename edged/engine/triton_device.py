@@ -12,7 +12,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
     """Why no kernel can run on `device` in `dtype`; "" when it can."""
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
+        return "the package triton is not installed: pip install triton"
     if device.type != "cuda":
         return f"Triton has no kernels for {device.type}"
     if dtype not in _DTYPES:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from edged.align.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.shelf import Shelf
 from edged.config import AlignSettings
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.up_proj": (8, 10)}
@@ -36,7 +37,7 @@ def stepped(times: int = 1) -> AdapterState:
 
 
 def snapshot(made: AdapterState) -> Snapshot:
-    return Snapshot(made.name, made.version, made.tensors(), made.optimizer_tensors())
+    return made.copied().snapshot()
 
 
 def files(root: Path, **kwargs: str) -> AdapterFiles:
@@ -74,6 +75,33 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         made.step(gradients, 1)
     assert made.version == 0
     assert all(torch.equal(before[key], value) for key, value in made.tensors().items())
+
+
+def test_a_copied_version_is_what_it_was_when_later_steps_are_made() -> None:
+    made, twin = stepped(1), stepped(1)
+    copied = made.copied()
+    gradients = {name: (torch.ones_like(a), torch.ones_like(b)) for name, (a, b) in made.weights.items()}
+    made.step(gradients, 2)
+    found = copied.snapshot()
+    assert (found.adapter, found.version) == ("ann", 1)
+    for part in ("weights", "optimizer"):
+        was, now = getattr(snapshot(twin), part), getattr(snapshot(made), part)
+        assert all(torch.equal(getattr(found, part)[key], value) for key, value in was.items())
+        assert not all(torch.equal(value, was[key]) for key, value in now.items())
+
+
+def test_versions_that_are_due_are_copied_one_by_one_the_longest_waiting_first(tmp_path: Path) -> None:
+    shelf = Shelf(spec(), AlignSettings(rank=4, alpha=8.0), CPU, files(tmp_path))
+    for name in ("ann", "bob", "cy"):
+        made = shelf.get(name)
+        made.step({key: (torch.ones_like(a), torch.ones_like(b)) for key, (a, b) in made.weights.items()}, 1)
+    taken = [shelf.to_save(now, 5.0) for now in (10.0, 11.0, 12.0, 13.0)]
+    assert [copied and copied.adapter for copied in taken] == ["ann", "bob", "cy", None]
+    for name in ("cy", "ann"):
+        made = shelf.get(name)
+        made.step({key: (torch.ones_like(a), torch.ones_like(b)) for key, (a, b) in made.weights.items()}, 1)
+    again = [shelf.to_save(now, 5.0) for now in (16.0, 16.0, 17.0)]
+    assert [copied and copied.adapter for copied in again] == ["ann", None, "cy"]
 
 
 def test_what_was_saved_comes_back_with_its_optimizer(tmp_path: Path) -> None:
@@ -173,7 +201,8 @@ def test_an_optimizer_that_fails_half_way_leaves_weights_and_moments_as_they_wer
         with pytest.raises(RuntimeError, match="out of memory"):
             made.step(gradients, 2)
     assert made.version == times
-    for found, wanted in ((made.tensors(), twin.tensors()), (made.optimizer_tensors(), twin.optimizer_tensors())):
+    for part in ("weights", "optimizer"):
+        found, wanted = getattr(snapshot(made), part), getattr(snapshot(twin), part)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert made.step(gradients, 2) == twin.step(gradients, 2)

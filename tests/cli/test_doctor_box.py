@@ -72,7 +72,15 @@ def test_a_clock_that_went_back_is_found(tmp_path: Path) -> None:
     assert "were written at" in finding.seen
 
 
-GPU = {"torch": "2.8", "cuda_build": "12.6", "cuda": True, "gpu": "Orin", "integrated": True, "gpu_bytes": 2**35}
+GPU = {
+    "torch": "2.8",
+    "cuda_build": "12.6",
+    "cuda": True,
+    "gpu": "Orin",
+    "integrated": True,
+    "gpu_bytes": 2**35,
+    "triton": True,
+}
 
 
 def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
@@ -101,7 +109,16 @@ def test_kernels_for_another_gpu_are_found(
     tmp_path: Path, capability: list[int], architectures: list[str], state: str
 ) -> None:
     found = {**GPU, "capability": capability, "architectures": architectures}
-    assert only(device.torch_build(examination(tmp_path), found)).state == state
+    assert next(device.torch_build(examination(tmp_path), found)).state == state
+
+
+def test_a_gpu_without_triton_is_told_how_to_get_it(tmp_path: Path) -> None:
+    for there, state in ((True, "ok"), (False, "warn")):
+        _, told = device.torch_build(
+            examination(tmp_path), {**GPU, "capability": [8, 7], "architectures": ["sm_87"], "triton": there}
+        )
+        assert (told.name, told.state) == ("triton", state)
+    assert told.way_out == "pip install triton"
 
 
 def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from concurrent.futures import Future
@@ -391,3 +392,15 @@ def test_rollback_and_forget(tmp_path: Path) -> None:
         engine.forget("ann").result(10)
         assert engine.adapters() == {}
         assert not list((tmp_path / "data").glob("adapters/*/ann"))
+
+
+def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: Path) -> None:
+    with running_engine(tmp_path, model__device="cpu", model__lora_kernel="triton") as (engine, _):
+        paths = engine.status()["paths"]
+    assert (paths["decode"], paths["prefill"], paths["lora"]) == ("ragged", "gathered", "torch")
+    assert paths["why_not"] == {
+        "lora": "Triton has no kernels for cpu"
+        if importlib.util.find_spec("triton")
+        else "the package triton is not installed: pip install triton",
+        "graphs": "there are no graphs on cpu",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,34 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
         engine._inbox.ask(lambda: engine._learning.fetcher.fetch("ann")).result(10)
         client.wait(lambda: len(client.of(PairRetired)) == 4)
     assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]
+
+
+def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.01, "align__joint_adapters": 3}
+    written: Future[None] = Future()
+    names = ["ann", "bob", "cy"]
+    with running_engine(tmp_path, **settings) as (engine, client):
+        saver = engine._learning._saver
+        journal, saver._journal = saver._journal, lambda records: (journal(records), written)[1]
+        handed: list[str] = []
+        submit = saver._thread.submit
+
+        def noted(what: Callable[..., Any], *given: Any) -> Future[Any]:
+            handed.append(given[0].adapter)
+            return submit(what, *given)
+
+        saver._thread.submit = noted  # type: ignore[method-assign, assignment]
+        for i, name in enumerate(names):
+            engine.submit_pairs(random_pairs(4, name, seed=i, first_id=1 + 10 * i))
+        client.wait(lambda: len(client.of(PairRetired)) == 12)
+        wait_idle(engine)
+        assert len(handed) == 1, "the others wait until the disk has the first"
+        written.set_result(None)
+        client.wait(lambda: {record.adapter for record in client.of(VersionSaved)} == set(names))
+        assert sorted(handed) == names
+        saver._store = engine.settings.store.model_copy(update={"save_every_s": 3600.0})
+        for i, name in enumerate(names):
+            engine.submit_pairs(random_pairs(4, name, seed=9 + i, first_id=101 + 10 * i))
+        client.wait(lambda: len(client.of(PairRetired)) == 24)
+    for name in names:
+        assert engine.adapter_files.versions(name)[-1] == engine.adapters()[name]

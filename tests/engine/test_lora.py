@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from edged.config import AlignSettings, ModelSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
@@ -38,6 +39,34 @@ def wrapped(
     for slot, (a, b) in loaded.items():
         slots.load(slot, {"0": (a, b)}, scaling=0.5)
     return base, model, slots, loaded
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_to_load(layers: int) -> int:
+    """Operations that put an adapter of a model with so many layers into a slot."""
+    model = nn.Sequential(*(nn.Linear(WIDE_IN, WIDE_IN) for _ in range(layers))).requires_grad_(False)
+    names = [str(i) for i in range(layers)]
+    slots = LoraSlots(model, names, SLOTS, RANK, torch.float32)
+    weights = {name: (torch.randn(RANK, WIDE_IN), torch.randn(WIDE_IN, RANK)) for name in names}
+    with Counted() as counted:
+        slots.load(1, weights, 2.0)
+    for name, (a, b) in weights.items():
+        assert torch.equal(slots.linears[name].down[1], a.t())  # type: ignore[index]
+        assert torch.equal(slots.linears[name].up[1], b.t() * 2.0)  # type: ignore[index]
+    return counted.count
+
+
+def test_an_adapter_of_many_layers_is_loaded_in_as_few_operations_as_one_of_few() -> None:
+    assert operations_to_load(40) == operations_to_load(2)
 
 
 CASES = {

@@ -166,6 +166,9 @@ def test_a_wide_weight_that_is_only_known_by_its_products_is_found_part_by_part(
         ({"bits": 4}, "quantization None is not known to transformers"),
         ({"quant_method": "spqr"}, "quantization spqr: GPU is required"),
         ({"quant_method": "fbgemm_fp8"}, "quantization fbgemm_fp8: .* requires a GPU"),
+        ({"quant_method": "mxfp4"}, "quantization mxfp4 needs a GPU .*: give the plain checkpoint"),
+        ({"quant_method": "fp8"}, "quantization fp8 needs a GPU .*: give the plain checkpoint"),
+        ({"quant_method": "metal"}, "quantization metal cannot be computed on this cpu .*: give the plain checkpoint"),
     ],
 )
 def test_what_cannot_be_multiplied_here_is_refused_before_the_weights_are_read(

@@ -66,6 +66,14 @@ def torch_build(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
         yield doubtful("torch", f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
     else:
         yield fine("torch", seen)
+    if found["cuda"]:
+        yield _triton(found["triton"])
+
+
+def _triton(there: bool) -> Finding:
+    if there:
+        return fine("triton", "installed: kernels for attention and adapters, captured decode iterations")
+    return doubtful("triton", "not installed: the GPU is used without edged's kernels for it", "pip install triton")
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:

@@ -6,6 +6,7 @@ torch and the device, then one on memory. Must not be imported for more than `Pr
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -64,6 +65,7 @@ def _device(wanted: str) -> dict[str, Any]:
         found["architectures"] = torch.cuda.get_arch_list()
         found["integrated"] = bool(getattr(told, "is_integrated", False))
         found["gpu_bytes"] = told.total_memory
+        found["triton"] = importlib.util.find_spec("triton") is not None
     return found
 
 
