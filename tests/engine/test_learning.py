@@ -286,10 +286,12 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
         saver._thread.submit = noted  # type: ignore[method-assign, assignment]
         for i, name in enumerate(names):
             engine.submit_pairs(random_pairs(4, name, seed=i, first_id=1 + 10 * i))
-        client.wait(lambda: len(client.of(PairRetired)) == 12)
-        wait_idle(engine)
-        assert len(handed) == 1, "the others wait until the disk has the first"
-        written.set_result(None)
+        try:
+            client.wait(lambda: len(client.of(PairRetired)) == 12)
+            wait_idle(engine)
+            assert len(handed) == 1, "the others wait until the disk has the first"
+        finally:
+            written.set_result(None)
         client.wait(lambda: {record.adapter for record in client.of(VersionSaved)} == set(names))
         assert sorted(handed) == names
         saver._store = engine.settings.store.model_copy(update={"save_every_s": 3600.0})
