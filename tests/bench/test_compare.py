@@ -122,6 +122,7 @@ def test_figures_are_medians_over_seeds_and_ratios_are_taken_seed_by_seed() -> N
     assert len({metric.path for metric in METRICS}) == len(METRICS)
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_capacity_and_prints_a_row_for_each_policy(
     workload_files: Path, tmp_path: Path
 ) -> None:

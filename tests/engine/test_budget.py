@@ -105,7 +105,8 @@ def test_adapters_take_a_quarter_of_what_the_base_leaves() -> None:
     assert adapters_that_fit(42_000_000, settings, torch.bfloat16, 0) == (2, 2)
 
 
-@pytest.mark.parametrize("quantize", ["", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["", "nf4"])
 def test_an_engine_that_serves_and_learns_takes_what_was_predicted(quantize: str, tmp_path: Path) -> None:
     if quantize:
         pytest.importorskip(MADE_BY[quantize])
