@@ -172,14 +172,16 @@ def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
     """(acknowledged pairs that are missing, what is wrong with the database)."""
     with sqlite3.connect(database) as db:
         (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
-        pairs = db.execute("SELECT chosen, state, epochs_done FROM pairs WHERE chosen LIKE 'good %'").fetchall()
+        pairs = db.execute("SELECT chosen, state, note FROM pairs WHERE chosen LIKE 'good %'").fetchall()
         twice = db.execute("SELECT count(*) FROM pairs WHERE epochs_done > 1").fetchone()[0]
     missing = {f"good {number}" for number in acknowledged} - {chosen for chosen, _, _ in pairs}
     problems = [f"integrity_check: {integrity}"] if integrity != "ok" else []
     problems += [f"{len(missing)} acknowledged pairs are missing"] if missing else []
     problems += [f"{twice} pairs were trained twice"] if twice else []
-    skipped = [state for _, state, _ in pairs if state == "skipped"]
-    return len(missing), problems + ([f"{len(skipped)} pairs were skipped"] if skipped else [])
+    # What schemathesis drops from quarantine was an admin's decision.
+    skipped = [note for _, state, note in pairs if state == "skipped" and note != "dropped from quarantine"]
+    reasons = "; ".join(sorted(set(skipped)))
+    return len(missing), problems + ([f"{len(skipped)} pairs were skipped: {reasons}"] if skipped else [])
 
 
 def table(result: dict[str, Any]) -> str:
