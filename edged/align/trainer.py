@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 import numpy as np
@@ -26,7 +26,6 @@ from edged.align.memory import StepSize, out_of_memory
 from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.roster import Roster
 from edged.align.shelf import Shelf
-from edged.align.suspicion import Past
 from edged.align.versions import Versions, Weights
 from edged.config import AlignSettings, FeedbackSettings, GuardSettings
 
@@ -54,7 +53,8 @@ class Trainer:
         """
         self.shelf, self._align, self._guard = shelf, align, guard
         self.size = StepSize(align)
-        self._roster = Roster(shelf.versions, guard, feedback)
+        self.roster = Roster(shelf.versions, guard, feedback)
+        """Who has work. Pairs come in by `submit`, and leave by steps, or by the roster's own word."""
         self._versions = Versions(shelf, self._announce)
         self._decoder, self._release = decoder, release
         self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
@@ -69,7 +69,7 @@ class Trainer:
 
     def _announce(self, state: AdapterState, record: VersionPublished) -> None:
         self.records.append(record)
-        self._roster.note(self._roster.learner(state.name))
+        self.roster.note(self.roster.learner(state.name))
         self._published(state, record.parent)
 
     def configure(self, align: AlignSettings, guard: GuardSettings) -> None:
@@ -77,7 +77,7 @@ class Trainer:
         self._align, self._guard = align, guard
         self.shelf.configure(align)
         self.size.configure(align)
-        self._roster.configure(guard)
+        self.roster.configure(guard)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Trainer:
 
     def loss(self, step: FineTuneStep) -> float:
         """Mean loss of its adapters' latest steps; ln 2 stands for one that has had none."""
-        return sum(self._roster.learners[name].loss for name in step.adapters) / len(step.adapters)
+        return sum(self.roster.learners[name].loss for name in step.adapters) / len(step.adapters)
 
     def adopt(self, state: AdapterState, problems: list[str]) -> None:
         """Take in a state that was read from disk; what is due may follow from the version that was found there."""
@@ -105,62 +105,29 @@ class Trainer:
 
     def set_unreadable(self, adapter: str, unreadable: bool = True) -> None:
         """The adapter's files could not be read: nothing of it is ready until `adopt` has it after all."""
-        self._roster.set_unreadable(adapter, unreadable)
+        self.roster.set_unreadable(adapter, unreadable)
 
     def tidy(self, busy: Collection[str], most: int | None = None) -> None:
         """Drop idle states from memory when there are more than `most`, or than is set; `busy` ones answer somebody."""
-        working = {learner.name for learner in self._roster.with_step()}
+        working = {learner.name for learner in self.roster.with_step()}
         for name in self.shelf.tidy(working.union(busy), most):
-            if name in self._roster.learners:
-                self._roster.learners[name].best_weights = None
+            if name in self.roster.learners:
+                self.roster.learners[name].best_weights = None
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
-
-    def tick(self, now: float) -> None:
-        """See `Roster.tick`."""
-        self._roster.tick(now)
-
-    def next_pair_s(self) -> float | None:
-        """See `Roster.next_pair_s`."""
-        return self._roster.next_pair_s()
 
     def submit(self, pairs: Sequence[TokenPair]) -> None:
         """Take pairs in: new ones are queued, held out or quarantined; earlier ones go where their state says."""
         for pair in pairs:
-            learner, version = self._roster.learner(pair.adapter), self.version(pair.adapter)
+            learner, version = self.roster.learner(pair.adapter), self.version(pair.adapter)
             if pair.tokens > self._most_tokens:
                 reason = f"{pair.tokens} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
                 self._retire(pair, "skipped", version, pair.epochs_done, reason)
-            elif (taken := self._roster.take_in(learner, pair)) is not None:
+            elif (taken := self.roster.take_in(learner, pair)) is not None:
                 state, reason = taken
                 self._retire(pair, state, version, 0, reason)
 
-    def recall(self, adapter: str, past: Past) -> None:
-        """See `Roster.recall`."""
-        self._roster.recall(adapter, past)
-
-    def calm(self, adapter: str) -> None:
-        """See `Roster.calm`."""
-        self._roster.calm(adapter)
-
-    def waiting(self) -> int:
-        """See `Roster.waiting`."""
-        return self._roster.waiting()
-
-    def alarms(self) -> tuple[str, ...]:
-        """See `Roster.alarms`."""
-        return self._roster.alarms()
-
-    @property
-    def pairs_queued(self) -> int:
-        """See `Roster.pairs_queued`."""
-        return self._roster.pairs_queued
-
     # -- work out ----------------------------------------------------------------------------------------------------
-
-    def ready(self) -> KeysView[str]:
-        """See `Roster.ready`."""
-        return self._roster.ready()
 
     def open(self, adapter: str, keep_graph: bool, admit: Callable[[str], bool]) -> FineTuneStep:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
@@ -168,29 +135,29 @@ class Trainer:
         A step may keep its graph, which takes memory and saves time, where `keep_graph` is set. It is shared with
         other adapters whose pairs fit the same window, as far as `admit` lets each of them in.
         """
-        learner = self._roster.learner(adapter)
-        if self._roster.test_due(learner):
+        learner = self.roster.learner(adapter)
+        if self.roster.test_due(learner):
             return self._open_test(learner)
-        others = (self._roster.learners[name] for name in islice(self._roster.ready(), _MOST_ASKED))
-        draws = joint_draws(learner, (x for x in others if not self._roster.test_due(x)), self.size.align, admit)
+        others = (self.roster.learners[name] for name in islice(self.roster.ready(), _MOST_ASKED))
+        draws = joint_draws(learner, (x for x in others if not self.roster.test_due(x)), self.size.align, admit)
         for name, draw in draws.items():
-            self._roster.learners[name].begin(draw)
+            self.roster.learners[name].begin(draw)
         try:
             members = [
-                Member(self.shelf.get(name), draw.fresh, draw.replay, self._roster.learners[name].suspicion)
+                Member(self.shelf.get(name), draw.fresh, draw.replay, self.roster.learners[name].suspicion)
                 for name, draw in draws.items()
             ]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
             if out_of_memory(error) and not self.size.exhausted:
-                self._roster.put_back(draws)
+                self.roster.put_back(draws)
             else:
                 self._failed(draws, f"{type(error).__name__}: {error}")
                 self.size.give_up()
             raise
         for name in draws:
-            self._roster.learners[name].step = step
-            self._roster.note(self._roster.learners[name])
+            self.roster.learners[name].step = step
+            self.roster.note(self.roster.learners[name])
         return step
 
     def _open_test(self, learner: Learner) -> HeldOutTest:
@@ -201,10 +168,10 @@ class Trainer:
             # Not again at once: the next versions will be tested.
             learner.tested_version = version
             learner.unscored.clear()
-            self._roster.note(learner)
+            self.roster.note(learner)
             raise
         learner.step = test
-        self._roster.note(learner)
+        self.roster.note(learner)
         return test
 
     def close(self, step: FineTuneStep, seconds: float) -> None:
@@ -212,7 +179,7 @@ class Trainer:
 
         What fails for one adapter is on record and leaves the others their outcomes.
         """
-        learners = [self._roster.learners[name] for name in step.adapters]
+        learners = [self.roster.learners[name] for name in step.adapters]
         for learner in learners:
             learner.end()
         for learner in learners:
@@ -226,7 +193,7 @@ class Trainer:
                 log.exception("a step or test of %s ended, and its outcome could not be taken in", learner.name)
                 if isinstance(step, DpoStep):
                     self._stranded(learner, step.members[learner.name], begun, f"{type(error).__name__}: {error}")
-            self._roster.note(learner)
+            self.roster.note(learner)
 
     def _stranded(self, learner: Learner, member: Member, begun: int, reason: str) -> None:
         """Skip those of a member's pairs that got no outcome among the records since `begun`."""
@@ -242,8 +209,8 @@ class Trainer:
             self.size.shrink()
             return
         if member.burst:
-            self.records += outcomes.of_burst(learner, member, member.version, self._roster.now)
-            self._roster.alarmed(learner.name)
+            self.records += outcomes.of_burst(learner, member, member.version, self.roster.now)
+            self.roster.alarmed(learner.name)
             return
         if member.error and (sick := outcomes.of_sick(learner, member, member.version)):
             self.records += sick
@@ -290,7 +257,7 @@ class Trainer:
 
         What they are worth is not known: no earlier test is held against them.
         """
-        learner = self._roster.learner(adapter)
+        learner = self.roster.learner(adapter)
         self.abandon(adapter)
         self._versions.restore(learner, weights, reason)
         learner.best, learner.best_weights = None, None
@@ -299,15 +266,15 @@ class Trainer:
     def introduce(self, adapter: str) -> None:
         """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""
         if not self.version(adapter):
-            self._versions.restore(self._roster.learner(adapter), None, "introduced")
+            self._versions.restore(self.roster.learner(adapter), None, "introduced")
 
     def suspect(self, adapter: str, version: int) -> bool:
         """See `Versions.suspect`; False for an adapter that is gone."""
-        return adapter in self.shelf.versions and self._versions.suspect(self._roster.learner(adapter), version)
+        return adapter in self.shelf.versions and self._versions.suspect(self.roster.learner(adapter), version)
 
     def withdraw(self, adapter: str, reason: str) -> None:
         """See `Versions.withdraw`."""
-        self._versions.withdraw(self._roster.learner(adapter), reason)
+        self._versions.withdraw(self.roster.learner(adapter), reason)
 
     # -- steps that end otherwise ------------------------------------------------------------------------------------
 
@@ -317,11 +284,11 @@ class Trainer:
         So do those of all who share the step: nothing of it has become anyone's yet, so they are stepped again as if
         it had not begun.
         """
-        learner = self._roster.learners.get(adapter)
+        learner = self.roster.learners.get(adapter)
         if learner is None or learner.step is None:
             return
         learner.step.free()
-        self._roster.put_back(learner.step.adapters)
+        self.roster.put_back(learner.step.adapters)
 
     def skip(self, step: FineTuneStep, reason: str) -> None:
         """Drop a step under way because it failed."""
@@ -329,17 +296,17 @@ class Trainer:
         if isinstance(step, DpoStep):
             self._failed(step.adapters, reason)
             return
-        learner = self._roster.learners[step.adapters[0]]
+        learner = self.roster.learners[step.adapters[0]]
         learner.end()
         learner.tested_version = step.version
         learner.unscored.clear()
-        self._roster.note(learner)
+        self.roster.note(learner)
 
     def _failed(self, adapters: Collection[str], reason: str) -> None:
         """Retire the pairs that a failed step took as skipped; but those of several adapters are first tried apart,
         for one of them alone may be at fault."""
         for name in adapters:
-            learner = self._roster.learners[name]
+            learner = self.roster.learners[name]
             if len(adapters) > 1:
                 learner.put_back()
                 learner.alone = True
@@ -347,7 +314,7 @@ class Trainer:
                 pairs = learner.taken
                 learner.end()
                 self._skipped(learner, pairs, reason)
-            self._roster.note(learner)
+            self.roster.note(learner)
 
     def _skipped(self, learner: Learner, fresh: Sequence[TokenPair], reason: str) -> None:
         version = self.version(learner.name)
@@ -355,17 +322,9 @@ class Trainer:
         for pair in fresh:
             self._retire(pair, "skipped", version, pair.epochs_done, reason)
 
-    def learners_of(self, pair_ids: Collection[int]) -> list[str]:
-        """See `Roster.holding`."""
-        return self._roster.holding(pair_ids)
-
-    def drop_pairs(self, pair_ids: Collection[int]) -> None:
-        """See `Roster.drop`."""
-        self._roster.drop(pair_ids)
-
     def forget(self, adapter: str) -> None:
         """Remove the adapter and its pairs; its files wait for `files.forget`. Raises UnknownAdapter."""
         self._versions.demand(adapter)
         self.abandon(adapter)
-        self._roster.forget(adapter)
+        self.roster.forget(adapter)
         self.shelf.forget(adapter)

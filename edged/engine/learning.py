@@ -66,19 +66,19 @@ class Learning:
         """Hand pairs to the trainer."""
         if not self.trains:
             return
-        self._trainer.tick(time.monotonic())
+        self._trainer.roster.tick(time.monotonic())
         self._trainer.submit(pairs)
         self.versions = self._trainer.versions()
 
     def recall(self, pasts: dict[str, Past]) -> None:
-        """See `Trainer.recall`."""
-        self._trainer.tick(time.monotonic())
+        """See `Roster.recall`."""
+        self._trainer.roster.tick(time.monotonic())
         for adapter, past in pasts.items():
-            self._trainer.recall(adapter, past)
+            self._trainer.roster.recall(adapter, past)
 
     def calm(self, adapter: str) -> None:
-        """See `Trainer.calm`."""
-        self._trainer.calm(adapter)
+        """See `Roster.calm`."""
+        self._trainer.roster.calm(adapter)
 
     # -- when steps are opened ---------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Learning:
 
         None while requests wait for LoRA slots.
         """
-        self._trainer.tick(now)
+        self._trainer.roster.tick(now)
         if self._scheduler.degraded:
             self._steps.abandon_all()
         rested = self._steps.rested(now)
@@ -123,7 +123,7 @@ class Learning:
 
     def _next_ready(self) -> str | None:
         """The first adapter with work that is in memory; those before it are read, few at once."""
-        for adapter in self._trainer.ready():
+        for adapter in self._trainer.roster.ready():
             if self._trainer.shelf.resident(adapter):
                 return adapter
             if self.fetcher.count < self._most_open:
@@ -183,9 +183,9 @@ class Learning:
         Raises UnknownAdapter.
         """
         self.fetcher.forget(adapter)
-        for name in self._trainer.learners_of(pair_ids):
+        for name in self._trainer.roster.holding(pair_ids):
             self._steps.abandon(name)
-        self._trainer.drop_pairs(pair_ids)
+        self._trainer.roster.drop(pair_ids)
         self._steps.abandon(adapter)
         if self._parts.executor.trie is not None:
             self._parts.executor.trie.expire_all(adapter)
@@ -198,8 +198,8 @@ class Learning:
 
     def flush(self, now: float) -> None:
         """Hand records to the journal and a due version to the saver."""
-        self.pairs_queued, self.pairs_waiting = self._trainer.pairs_queued, self._trainer.waiting()
-        self.alarms = self._trainer.alarms()
+        self.pairs_queued, self.pairs_waiting = self._trainer.roster.pairs_queued, self._trainer.roster.waiting()
+        self.alarms = self._trainer.roster.alarms()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             self._count(records)
@@ -217,7 +217,7 @@ class Learning:
 
     def next_due_s(self) -> float | None:
         """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
-        dues_s = (self._saver.next_save_s(), self._trainer.next_pair_s())
+        dues_s = (self._saver.next_save_s(), self._trainer.roster.next_pair_s())
         return min((due for due in dues_s if due is not None), default=None)
 
     def close(self) -> None:

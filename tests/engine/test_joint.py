@@ -37,10 +37,10 @@ class Watch:
             return work
 
         def checked() -> Plan:
-            learners = trainer._roster.learners.values()
-            due = {x.name for x in learners if x.step is None and (x.queue or trainer._roster.test_due(x))}
-            assert set(trainer.ready()) == due
-            assert trainer.pairs_queued == sum(x.pairs for x in learners)
+            learners = trainer.roster.learners.values()
+            due = {x.name for x in learners if x.step is None and (x.queue or trainer.roster.test_due(x))}
+            assert set(trainer.roster.ready()) == due
+            assert trainer.roster.pairs_queued == sum(x.pairs for x in learners)
             return plan()
 
         engine._parts.executor.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]

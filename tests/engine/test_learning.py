@@ -263,7 +263,7 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
             patch.setattr(trainer.shelf, "load", damaged)
             engine.submit_pairs(random_pairs(2, "ann") + random_pairs(2, "bob", first_id=3))
             client.wait(lambda: len(client.of(PairRetired)) == 2)
-            assert engine._inbox.ask(lambda: list(trainer.ready())).result(10) == []
+            assert engine._inbox.ask(lambda: list(trainer.roster.ready())).result(10) == []
         engine._inbox.ask(lambda: engine._learning.fetcher.fetch("ann")).result(10)
         client.wait(lambda: len(client.of(PairRetired)) == 4)
     assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]
