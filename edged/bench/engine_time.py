@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from edged.bench.profiling import Progress
+from edged.bench.recorder import Recorder
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
 from edged.engine.parts import EngineParts
-from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from edged.engine.request import Request, Sampling
 
 _REQUESTS, _TOKENS = 8, 48
 """Of the load that shows what lies between iterations."""
@@ -53,14 +53,13 @@ def engine_time(parts: EngineParts, quick: bool, progress: Progress) -> EngineTi
 
 
 class _Running:
-    """An engine and the moments at which things happened to it (seconds of the monotonic clock)."""
+    """An engine, and the seconds between the work of its iterations."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._ended = threading.Semaphore(0)
-        self._first_token_s: dict[str, float] = {}
+        self._recorder = Recorder()
         self._numbers, self._generator = count(), random.Random(0)
-        self._engine = Engine(parts, self._deliver, lambda _records: None)
+        self._engine = Engine(parts, self._recorder.deliver, lambda _records: None)
         self._run = parts.executor.run
         self._gaps: list[float] = []
         self._last_end_s = 0.0
@@ -76,8 +75,7 @@ class _Running:
         tokens = min(_TOKENS, self._parts.max_context_tokens // 2)
         for _ in range(_REQUESTS):
             self._submit(tokens, answer=tokens)
-        for _ in range(_REQUESTS):
-            self._wait()
+        self._wait()
         return statistics.median(self._gaps) if self._gaps else 0.0
 
     def rest_s(self, rounds: int, progress: Progress) -> float:
@@ -100,30 +98,21 @@ class _Running:
 
     def _first_token_after_s(self, tokens: int) -> float:
         """Seconds from a lone prompt's submission to its first token."""
-        began_s = time.monotonic()
         name = self._submit(tokens, _ANSWER_TOKENS)
         self._wait()
-        return self._first_token_s[name] - began_s
+        return self._recorder.answers[name].ttft_s or 0.0
 
     def _submit(self, tokens: int, answer: int) -> str:
         """A prompt that shares no beginning with another one."""
         vocab = self._parts.model.shape.vocab_size
         prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
         name = f"timed {next(self._numbers)}"
+        self._recorder.expect(name, time.monotonic(), tokens)
         self._engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
         return name
 
     def _wait(self) -> None:
-        if not self._ended.acquire(timeout=_LONGEST_WAIT_S):
-            raise RuntimeError(self._engine.error or "no answer in time")
-
-    def _deliver(self, events: list[Event]) -> None:
-        now = time.monotonic()
-        for event in events:
-            if isinstance(event, TokenEvent):
-                self._first_token_s.setdefault(event.request_id, now)
-            elif isinstance(event, FinishEvent):
-                self._ended.release()
+        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
 
     def _watched(self, *arguments: Any, **named: Any) -> Work:
         began_s = time.perf_counter()

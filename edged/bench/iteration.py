@@ -6,7 +6,6 @@ what the engine does between two forwards: both are timed from outside.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from edged.bench.recorder import Recorder
 from edged.bench.turns import Spread
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
 from edged.engine.parts import EngineParts, build_parts
-from edged.engine.request import Event, FinishEvent, Request, Sampling
+from edged.engine.request import Request, Sampling
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 24
@@ -104,11 +104,10 @@ class WatchedEngine:
         self.ran: list[Ran] = []
         self._clock = ForwardClock(parts.model.device)
         self._run = parts.executor.run
-        self._ended = threading.Semaphore(0)
-        self._problem = ""
+        self._recorder = Recorder()
         self._names = count()
         self._watch(parts)
-        self._engine = Engine(parts, self._deliver, lambda _records: None)
+        self._engine = Engine(parts, self._recorder.deliver, lambda _records: None)
         self._engine.start()
 
     def _watch(self, parts: EngineParts) -> None:
@@ -126,23 +125,16 @@ class WatchedEngine:
         self.ran.append(Ran(began_s, time.perf_counter(), forward_s, len(work.segments), tokens))
         return work
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, FinishEvent):
-                if event.reason != "length":
-                    self._problem = event.error or f"a request ended with {event.reason}"
-                self._ended.release()
-
     def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int, mix: dict[str, Any]) -> list[Ran]:
         """Answer all prompts at once; the iterations that it took. RuntimeError where one is not answered."""
         ran: list[Ran] = []
         self.ran = ran
         for prompt in prompts:
             sampling = Sampling(max_tokens=tokens, ignore_eos=True, seed=0, **mix)
-            self._engine.submit(Request(f"watched {next(self._names)}", prompt, sampling))
-        for _ in prompts:
-            if not self._ended.acquire(timeout=_LONGEST_WAIT_S) or self._problem:
-                raise RuntimeError(f"the engine: {self._engine.error or self._problem or 'no answer in time'}")
+            name = f"watched {next(self._names)}"
+            self._recorder.expect(name, time.monotonic(), len(prompt))
+            self._engine.submit(Request(name, prompt, sampling))
+        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
         return ran
 
     def close(self) -> None:

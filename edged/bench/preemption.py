@@ -7,7 +7,6 @@ forward or a unit.
 from __future__ import annotations
 
 import random
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from edged.align.pair import TokenPair
+from edged.bench.recorder import Recorder
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.parts import build_parts
-from edged.engine.request import Event, FinishEvent, Request, Sampling
+from edged.engine.request import Request, Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.scheduler.task import Plan
 
@@ -105,21 +105,13 @@ class Bench:
     """An engine that learns without pause while requests come one at a time."""
 
     def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
-        self._ended = threading.Semaphore(0)
-        self._finish: FinishEvent | None = None
-        self._records = 0
+        self._recorder = Recorder()
         parts = build_parts(settings, model, None)
         self.watch = Watch(parts.executor.run)
         setattr(parts.executor, "run", self.watch)  # noqa: B010 - a method of one object is watched
-        self.engine = Engine(parts, self._deliver, lambda _records: None)
+        self.engine = Engine(parts, self._recorder.deliver, lambda _records: None)
         self.engine.start()
         self.engine.submit_pairs(list(pairs))
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, FinishEvent):
-                self._finish = event
-                self._ended.release()
 
     def wait_until_learning(self) -> None:
         """Until the first step has been taken: what is loaded late is loaded then."""
@@ -133,12 +125,12 @@ class Bench:
         """One request from its arrival to its end: the moments of its arrival and of its forward's start."""
         sampling = Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
         arrived_s = time.monotonic()
+        self._recorder.expect(name, arrived_s, len(prompt))
         self.engine.submit(Request(name, prompt, sampling))
-        if not self._ended.acquire(timeout=_LONGEST_WAIT_S) or self._finish is None:
-            raise RuntimeError(f"the engine: {self.engine.error or 'no answer in time'}")
-        if self._finish.reason != "length":
-            raise RuntimeError(f"a request ended with {self._finish.reason}: {self._finish.error}")
-        return arrived_s, arrived_s + self._finish.queue_s
+        self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)
+        finish = self._recorder.answers[name].finish
+        assert finish is not None, "a whole answer has ended"
+        return arrived_s, arrived_s + finish.queue_s
 
     def close(self) -> None:
         """Stop the engine."""

@@ -123,6 +123,20 @@ class Recorder:
                 self._changed.wait(min(left, 0.5))
         return not self._open
 
+    def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[Answer]:
+        """Wait until every request is answered to its full length.
+
+        `problem` tells why the engine no longer runs. RuntimeError with it, when time is up, or when a request ended
+        otherwise.
+        """
+        if not self.wait_until_answered(timeout_s, lambda: not problem()):
+            raise RuntimeError(f"the engine: {problem() or 'no answer in time'}")
+        answers = list(self.answers.values())
+        ends = [answer.finish for answer in answers if answer.finish is not None]
+        if bad := [end.error or end.reason for end in ends if end.reason != "length"]:
+            raise RuntimeError(f"{len(bad)} of {len(answers)} requests failed, the first with: {bad[0]}")
+        return answers
+
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     """Mean and percentiles in milliseconds; None where there is nothing to tell."""
