@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edged.align.recent import OTHER, AdapterReading
+from edged.engine.process import heap_bytes
 from edged.observe.catalogue import Samples
 
 _STAGES = ("waiting", "prefill", "decode")
@@ -92,6 +94,7 @@ def put_device(reading: Mapping[str, Any], samples: Samples) -> None:
     samples.put("edged_temperature_limit_celsius", reading.get("temperature_limit_c"))
     samples.put("edged_power_watts", reading.get("power_w"))
     samples.put("edged_process_memory_bytes", reading.get("process_rss_bytes"))
+    _put_heap(samples)
     for of, key in (("box", "cpu_percent"), ("daemon", "process_cpu_percent")):
         percent = reading.get(key)
         samples.put("edged_cpu_ratio", None if percent is None else percent / 100.0, of)
@@ -103,6 +106,15 @@ def put_device(reading: Mapping[str, Any], samples: Samples) -> None:
     if total is not None and used is not None:
         samples.put("edged_gpu_memory_bytes", total - used, "available")
         samples.put("edged_gpu_memory_bytes", used, "used")
+
+
+def _put_heap(samples: Samples) -> None:
+    samples.put("edged_python_blocks", sys.getallocatedblocks())
+    heap = heap_bytes()
+    if heap is not None:
+        in_use, free = heap
+        samples.put("edged_heap_bytes", in_use, "in_use")
+        samples.put("edged_heap_bytes", free, "free")
 
 
 def put_store(database: Path, errors: int, samples: Samples) -> None:

@@ -29,7 +29,7 @@ def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], i
     noise = np.random.default_rng(0).normal(0.0, 1.0, len(passed))
     rss = 700.0 + rss_mib(passed) + noise
     return [
-        Held(share * MINUTES * 60, int(mib * 2**20), files(share), 6, 30)
+        Held(share * MINUTES * 60, int(mib * 2**20), 0, 0, files(share), 6, 30)
         for share, mib in zip(passed, rss, strict=True)
     ]
 

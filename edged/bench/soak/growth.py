@@ -33,10 +33,13 @@ _POINTS = 240
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds: resident bytes, open files without sockets, sockets, threads."""
+    """What the process holds: resident bytes, those in use of its C heap (0: unknown), blocks of Python objects, open
+    files without sockets, sockets, threads."""
 
     at_s: float
     rss_bytes: int
+    heap_bytes: int
+    python_blocks: int
     files: int
     sockets: int
     threads: int
@@ -44,10 +47,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Over `seconds` after the warm-up. Both rates are MiB of resident memory a minute; `rss_mib` is the last."""
+    """Over `seconds` after the warm-up. `slope` and `steady` are MiB of resident memory a minute, `heap` is MiB in use
+    of the C heap a minute, `python_blocks` so many a minute; `rss_mib` is the last."""
 
     slope: float = 0.0
     steady: float = 0.0
+    heap: float = 0.0
+    python_blocks: float = 0.0
     rss_mib: float = 0.0
     files: float = 0.0
     threads: float = 0.0
@@ -77,6 +83,8 @@ def growth(samples: Sequence[Held]) -> Growth:
     return Growth(
         slope=theil_sen(at, rss_mib) * 60,
         steady=steady(at, rss_mib) * 60,
+        heap=theil_sen(at, np.array([sample.heap_bytes for sample in kept]) / 2**20) * 60,
+        python_blocks=theil_sen(at, np.array([sample.python_blocks for sample in kept])) * 60,
         rss_mib=float(rss_mib[-1]),
         files=_more([sample.files for sample in kept]),
         threads=_more([sample.threads for sample in kept]),

@@ -9,6 +9,7 @@ the end under those that it must live through, and what it holds is watched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sqlite3
 import tempfile
@@ -28,7 +29,7 @@ from edged.bench.soak.traffic import Traffic
 from edged.cli.client import DaemonError
 
 _HARD_SHARE = 0.25
-_SAMPLE_EVERY_S = 1.0
+_SAMPLE_EVERY_S = 2.0
 _FAULT_EVERY_S = 8.0
 _SOCKETS = 8
 """The listening ones, the event loop's own, and a connection that is just being asked or closed."""
@@ -95,7 +96,9 @@ class Soak:
 
     async def _watch(self, subject: Subject) -> None:
         while True:
-            self.samples.append(await asyncio.to_thread(subject.held))
+            # A thousand connections or a full disk may be in the way of asking.
+            with contextlib.suppress(DaemonError):
+                self.samples.append(await asyncio.to_thread(subject.held))
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class Soak:
             "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
             "queue_at_the_end": queue,
             "growth": held.json(),
-            "rss_mib_every_30_s": [round(sample.rss_bytes / 2**20, 1) for sample in self.samples[::30]],
+            "held": [row(sample, self.samples[0].at_s) for sample in self.samples[::5]],
             "data_mib": round(subject.data_bytes / 2**20, 1),
             "pages": pages,
             "sockets_when_idle": sockets,
@@ -166,6 +169,13 @@ def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int
         if idle or time.monotonic() > end:
             return {name: pages[name] for name in ("total", "free", "cached", "retired")}
         time.sleep(0.5)
+
+
+def row(sample: Held, begun_s: float) -> list[float]:
+    """[seconds, resident MiB, MiB in use of the C heap, blocks of Python objects], as it goes into a file."""
+    mib = 2**20
+    seconds, rss, heap = sample.at_s - begun_s, sample.rss_bytes / mib, sample.heap_bytes / mib
+    return [round(seconds, 1), round(rss, 1), round(heap, 1), sample.python_blocks]
 
 
 def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from edged.bench.soak.growth import Held
 from edged.bench.soak.manager import Manager
@@ -151,7 +152,20 @@ class Subject:
                 kinds.append(os.readlink(descriptor).startswith("socket:"))
         sockets = sum(kinds)
         rss, threads = process.memory_info().rss, process.num_threads()
-        return Held(time.monotonic(), rss, len(kinds) - sockets, sockets, threads)
+        heap, blocks = self._allocated()
+        return Held(time.monotonic(), rss, heap, blocks, len(kinds) - sockets, sockets, threads)
+
+    def _allocated(self) -> tuple[int, int]:
+        """(bytes in use of the C heap or 0, blocks of Python objects), as its metrics say. Raises DaemonError."""
+        with self.client() as client:
+            text = b"\n".join(client.lines("/metrics")).decode()
+        found = {
+            (sample.name, sample.labels.get("state", "")): int(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in ("edged_heap_bytes", "edged_python_blocks")
+        }
+        return found.get(("edged_heap_bytes", "in_use"), 0), found[("edged_python_blocks", "")]
 
     @property
     def data_bytes(self) -> int:
