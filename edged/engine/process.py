@@ -131,7 +131,7 @@ class _HeapState(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = [(name, ctypes.c_size_t) for name in _names]  # noqa: RUF012 (ctypes wants a list)
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
 def _glibc() -> ctypes.CDLL | None:
