@@ -2,6 +2,7 @@
 
 import { ApiError, call } from "./api.js";
 import { CURVES, drawCurves, RECENT } from "./curves.js";
+import { mayTeach } from "./speaker.js";
 import { announce, byId, h, moment, number, plural, setText, signed } from "./text.js";
 
 const PAIRS = 500;
@@ -18,6 +19,8 @@ let current = 0;
 let counts = null;
 let waiting = false;
 let refreshing = [];
+/** Whether "Roll back" stands beside the versions that are drawn. */
+let offered = false;
 
 /** Wire the panel up. */
 export function startLearning() {
@@ -146,7 +149,13 @@ function drawMeans() {
   byId("means").replaceChildren(...items);
 }
 
+/** Draw the versions anew if the caller has turned out to be one who may (not) roll back. */
+export function showRights() {
+  if (mayTeach() !== offered) drawVersions();
+}
+
 function drawVersions() {
+  offered = mayTeach();
   const held = document.activeElement?.dataset?.version;
   const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
     onclick: () => rollBack(version) }, "Roll back");
@@ -156,8 +165,8 @@ function drawVersions() {
     h("td", { class: each.reason === "trained" ? "" : "turned" }, each.reason),
     h("td", { class: "number" }, each.pairs ? number(each.pairs) : "–"),
     h("td", { class: "number" }, number(each.loss, 3)),
-    h("td", { class: "number" }, each.version === current ? "in use" : each.on_disk ? rolled(each.version) : "")));
-  if (current) {
+    h("td", { class: "number" }, each.version === current ? "in use" : each.on_disk && mayTeach() ? rolled(each.version) : "")));
+  if (current && mayTeach()) {
     lines.push(h("tr", {}, h("td", {}, "0"), h("td", {}, "–"), h("td", {}, "untrained"), h("td", { class: "number" }, "–"), h("td", { class: "number" }, "–"),
       h("td", { class: "number" }, rolled(0))));
   }

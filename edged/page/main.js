@@ -3,7 +3,7 @@
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
 import { startChat } from "./chat.js";
-import { addPair, addVersion, showAdapter, showList, startLearning } from "./learning.js";
+import { addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
 import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
 import { addIterations, startTimeline } from "./timeline.js";
@@ -39,6 +39,7 @@ watch(
     iterations: (data) => addIterations(data.iterations),
     status: (status) => {
       showCaller(status.caller);
+      showRights();
       showStatus(status);
     },
     pair: addPair,

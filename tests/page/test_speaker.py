@@ -17,6 +17,7 @@ from tests.page.browser import PATIENT_MS, Person, accessible, chromium, free_po
 TOKENS = [
     {"name": "phone", "roles": ["use", "train"], "users": ["ann", "team-*"]},
     {"name": "reader", "roles": ["use"], "users": ["ann"]},
+    {"name": "watcher", "roles": ["use"], "users": ["ben"]},
     {"name": "desk", "roles": ["admin"], "users": []},
 ]
 
@@ -102,6 +103,14 @@ def test_who_may_not_teach_is_promised_no_learning(browser: Browser, port: int) 
         answer = Person(page).asks("How do I cook rice?")
         expect(answer.locator(".candidate")).to_have_count(1)
         expect(answer.get_by_role("button", name="Good")).to_have_count(0)
+
+
+@pytest.mark.parametrize(("token", "buttons"), [("watcher", 0), ("desk", 1)])
+def test_rolling_back_is_offered_to_who_may(token: str, buttons: int, browser: Browser, port: int) -> None:
+    with shown_to(token, browser, port) as page:
+        expect(page.locator("#versions tr.current")).to_contain_text("in use", timeout=PATIENT_MS)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.get_by_role("button", name="Roll back to version 0")).to_have_count(buttons)
 
 
 def test_a_question_waits_until_the_page_knows_who_asks(browser: Browser, port: int) -> None:
