@@ -1,7 +1,7 @@
 """The packed batch: the new tokens of many sequences in one row, and the tables that attention needs.
 
 Owns the segment table. Must not know requests, policies or the model: it is built from segments and read by
-`edged.engine.attention` and `edged.engine.lora`.
+`edged.engine.attention` and `edged.engine.lora_updates`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from edged.align.transfer import upload
 from edged.engine.compacted import Compacted, HeadTables
 from edged.engine.kv import KvStore
-from edged.engine.lora import LoraTiles, Run
+from edged.engine.lora_updates import LoraTiles, Run
 from edged.engine.watch import Watch
 
 NO_SLOT = -1

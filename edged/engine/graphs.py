@@ -27,7 +27,7 @@ from edged.engine import triton_lora
 from edged.engine.attention import PagedPass, attention_pass
 from edged.engine.batch import PackedBatch, Segment, packed_rows, page_tables
 from edged.engine.kv import KvStore
-from edged.engine.lora import LoraTiles
+from edged.engine.lora_updates import LoraTiles
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths
 from edged.engine.sampling import Row, SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from edged.engine.quantized import is_quantized
+from edged.engine.siblings import siblings
 
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
@@ -24,10 +25,6 @@ oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that
 cost gigabytes, and milliseconds each time that one is new.
 """
 _SHARE_OF_FREE_MEMORY = 0.25
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""What transformers' decoders call linears of one parent that are given the same input."""
-
-
 Place = tuple[nn.Module, str, nn.Linear]
 """A linear, with the module and the attribute that hold it."""
 
@@ -126,16 +123,7 @@ def _linears(model: nn.Module) -> dict[str, Place]:
 
 def _groups(linears: dict[str, Place]) -> Iterator[list[Place]]:
     """Siblings that are given the same input together, everything else alone."""
-    left = dict(linears)
-    for path in linears:
-        parent, _, leaf = path.rpartition(".")
-        names = next((names for names in _SIBLINGS if leaf == names[0]), None)
-        if names is None:
-            continue
-        group = [left.get(f"{parent}.{name}".removeprefix(".")) for name in names]
-        whole = [place for place in group if place is not None]
-        if len(whole) == len(names) and len({(p[2].in_features, p[2].bias is None) for p in whole}) == 1:
-            for name in names:
-                del left[f"{parent}.{name}".removeprefix(".")]
-            yield whole
-    yield from ([place] for place in left.values())
+    for names in siblings(linears):
+        group = [linears[name] for name in names]
+        together = len({(linear.in_features, linear.bias is None) for _, _, linear in group}) == 1
+        yield from [group] if together else [[place] for place in group]

@@ -9,109 +9,38 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from edged.align.decoder import LoraRows
-from edged.align.transfer import upload
+from edged.engine.lora_updates import LoraRuns, LoraTiles, LoraUpdates, Run
+from edged.engine.siblings import siblings
 
 LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
 
 
-Run = tuple[int, int, int]
-"""(start, stop, slot) of consecutive packed rows that one adapter answers."""
-
-_FEW_ROWS = 16
-"""Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
-_ALONE_ROWS = 16
-"""Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
-_MOST_SPARE = 2
-"""Slots multiplied together lie side by side; at most so many times as many as are used."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Together:
-    """Short runs as one batched product over the slots [low, high): `gather` [slots * width] rows of the packed batch,
-    padded with any row; `rows` [n] are those with an adapter and `places` [n] where they are among the gathered."""
+class Downs:
+    """A of linears of one input side by side, `whole` [slots, in_features, linears * rank]; `own` is one linear's."""
 
-    low: int
-    high: int
-    gather: torch.Tensor
-    rows: torch.Tensor
-    places: torch.Tensor
-    span: slice | None
-    """`rows`, where they lie side by side."""
-    even: bool
-    """Whether `gather` is `span`: runs of one length, of neighbouring slots. Then nothing is copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraTiles:
-    """Runs cut into tiles of at most `rows` rows, for `triton_lora`: `table` [tiles, 3] of (first row, rows, slot)."""
-
-    table: torch.Tensor
-    rows: int
-
-
-class LoraRuns:
-    """What the wrapped linears of one model do at present; shared by all of them."""
-
-    def __init__(self) -> None:
-        self.single: list[Run] = []
-        """Runs that are multiplied one by one; rows in no run see the base model."""
-        self.together: _Together | None = None
-        self.kernel: Literal["torch", "triton"] = "torch"
-        """What multiplies the runs: torch, one by one or `together`, or Triton's kernels, in `tiles`."""
-        self.tiles: LoraTiles | None = None
-        self.training: Sequence[LoraRows] = ()
-        """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
-        self.threads = 0
-        """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
-
-    def set(self, runs: list[Run], device: torch.device, tiles: LoraTiles | None = None) -> None:
-        """The runs of the coming forward; `tiles` are the same for Triton's kernels, if they are on the device."""
-        if self.kernel == "triton":
-            from edged.engine import triton_lora  # triton is slow to import, and not everywhere
-
-            self.tiles = tiles if tiles is not None or not runs else triton_lora.cut(runs, device)
-            return
-        rows_in_runs = sum(stop - start for start, stop, _ in runs)
-        self.threads = torch.get_num_threads() if device.type == "cpu" and rows_in_runs <= _ALONE_ROWS else 0
-        few = [run for run in runs if run[1] - run[0] <= _FEW_ROWS]
-        slots = [slot for _, _, slot in few]
-        if len(few) < 2 or max(slots) + 1 - min(slots) > _MOST_SPARE * len(few):
-            self.single, self.together = runs, None
-            return
-        self.single = [run for run in runs if run[1] - run[0] > _FEW_ROWS]
-        low, high = min(slots), max(slots) + 1
-        width = max(stop - start for start, stop, _ in few)
-        gather = np.zeros((high - low, width), np.int64)
-        rows = np.concatenate([np.arange(start, stop) for start, stop, _ in few])
-        places = np.concatenate([(slot - low) * width + np.arange(stop - start) for start, stop, slot in few])
-        gather.reshape(-1)[places] = rows
-        first, last = int(rows[0]), int(rows[-1]) + 1
-        span = slice(first, last) if last - first == len(rows) else None
-        even = span is not None and np.array_equal(gather.reshape(-1), rows)
-        tables = upload([gather.reshape(-1), rows, places], device)
-        self.together = _Together(low, high, tables[0], tables[1], tables[2], span, even)
+    whole: torch.Tensor
+    own: slice
 
 
 class LoraLinear(nn.Module):
     """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
-    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
-        """`down` [slots, in_features, rank] and `up` [slots, rank, out_features], which `LoraSlots` fills."""
+    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, downs: Downs, up: torch.Tensor) -> None:
+        """`downs.whole[..., downs.own]` [slots, in_features, rank] is this linear's own, as is `up` [slots, rank,
+        out_features]; `LoraSlots` fills both."""
         super().__init__()
-        self.base, self.name, self._runs = base, name, runs
-        self.in_features, self.out_features = down.shape[1], up.shape[2]
-        self.register_buffer("down", down, False)
+        self.base, self.name, self.downs, self._runs = base, name, downs, runs
+        self.in_features, self.out_features = downs.whole.shape[1], up.shape[2]
+        self.register_buffer("down", downs.whole[..., downs.own], False)
         self.register_buffer("up", up, False)
-        # Views made once: at one row, making them takes a fifth of the update's time.
-        self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
+        self._alone = LoraUpdates(runs, downs.whole[..., downs.own], [(slice(0, up.shape[1]), up)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` is [1, tokens, in_features]."""
@@ -128,19 +57,8 @@ class LoraLinear(nn.Module):
         elif state.single or state.together is not None:
             # Rows may lie apart (one product for several linears), but not a row's features.
             y = y if y.stride(-1) == 1 else y.contiguous()
-            self.add(x.view(-1, self.in_features), y.view(-1, self.out_features))
+            self._alone.add(x.view(-1, self.in_features), [y.view(-1, self.out_features)])
         return y
-
-    def add(self, rows_in: torch.Tensor, rows_out: torch.Tensor) -> None:
-        """Add the updates of torch's runs to `rows_out` [tokens, out_features]; `rows_in` [tokens, in_features]."""
-        state = self._runs
-        if state.threads:
-            torch.set_num_threads(1)
-        try:
-            self._add(rows_in, rows_out, state)
-        finally:
-            if state.threads:
-                torch.set_num_threads(state.threads)
 
     def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
         """Every adapter's update of its own rows, with autograd."""
@@ -153,30 +71,18 @@ class LoraLinear(nn.Module):
             updates.append((own @ a.t().to(x.dtype)) @ (b.t() * part.leaves.scaling).to(x.dtype))
         return updates[0] if alone else torch.cat(updates, dim=1)
 
-    def _add(self, rows_in: torch.Tensor, rows_out: torch.Tensor, state: LoraRuns) -> None:
-        """Add every run's update to its rows of the output."""
-        for start, stop, slot in state.single:
-            down, up = self._by_slot[slot]
-            if stop - start == len(rows_in):
-                rows_out.addmm_(rows_in @ down, up)
-            else:
-                rows_out[start:stop].addmm_(rows_in[start:stop] @ down, up)
-        if state.together is not None:
-            self._add_together(rows_in, rows_out, state.together)
 
-    def _add_together(self, rows_in: torch.Tensor, rows_out: torch.Tensor, runs: _Together) -> None:
-        slots = slice(runs.low, runs.high)
-        rows = rows_in[runs.span] if runs.even else rows_in.index_select(0, runs.gather)
-        padded = rows.view(runs.high - runs.low, -1, self.in_features)
-        added = torch.bmm(torch.bmm(padded, self.down[slots]), self.up[slots])  # type: ignore[index]
-        own = added.view(-1, self.out_features)
-        if not runs.even:
-            own = own.index_select(0, runs.places)
-        if runs.span is not None:
-            rows_out[runs.span].add_(own)
-        else:
-            # Not index_add_, which on the CPU takes ten times as long.
-            rows_out.index_copy_(0, runs.rows, own.add_(rows_out.index_select(0, runs.rows)))
+def updates_of(linears: Sequence[LoraLinear]) -> list[tuple[list[int], LoraUpdates]]:
+    """Those of linears of one input, in as few products as their A's lie in, each with the indices of its linears."""
+    alike: dict[int, list[int]] = {}
+    for index, linear in enumerate(linears):
+        alike.setdefault(id(linear.downs.whole), []).append(index)
+    found = []
+    for indices in alike.values():
+        own = [linears[index] for index in indices]
+        members = [(linear.downs.own, linear.get_buffer("up")) for linear in own]
+        found.append((indices, LoraUpdates(own[0]._runs, own[0].downs.whole, members)))
+    return found
 
 
 class NoSuchLinears(ValueError):
@@ -207,22 +113,42 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     return found
 
 
-class _Bank:
-    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once."""
+class _Downs:
+    """A of all linears to which it has one shape, so that an adapter's are copied at once; `groups` of linears of one
+    input, equally many in each, have theirs side by side."""
 
-    def __init__(self, side: int, names: list[str], whole: torch.Tensor) -> None:
-        """`whole` [linears, slots, in_features, rank], of B [linears, slots, rank, out_features]."""
-        self._side, self._names, self._whole = side, names, whole
+    def __init__(self, groups: list[list[str]], whole: torch.Tensor) -> None:
+        """`whole` [groups, slots, in_features, linears of a group * rank]."""
+        self._groups, self._whole = groups, whole
+
+    def parts(self) -> Iterator[tuple[str, Downs]]:
+        """Every linear's own slots, by its name."""
+        for names, whole in zip(self._groups, self._whole.unbind(), strict=True):
+            rank = whole.shape[2] // len(names)
+            for index, name in enumerate(names):
+                yield name, Downs(whole, slice(index * rank, (index + 1) * rank))
+
+    def load(self, slot: int, weights: LoraWeights) -> None:
+        """Copy an adapter's matrices into `slot`, transposed."""
+        together = torch.stack([weights[name][0] for names in self._groups for name in names])
+        groups, _, size, ranks = self._whole.shape
+        self._whole[:, slot].copy_(together.view(groups, ranks, size).transpose(1, 2))
+
+
+class _Ups:
+    """B of all linears to which it has one shape."""
+
+    def __init__(self, names: list[str], whole: torch.Tensor) -> None:
+        """`whole` [linears, slots, rank, out_features]."""
+        self._names, self._whole = names, whole
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every linear's own slots, by its name."""
         return zip(self._names, self._whole.unbind(), strict=True)
 
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
-        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded into B."""
-        together = torch.stack([weights[name][self._side] for name in self._names])
-        if self._side == 1:
-            together.mul_(scaling)
+        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded in."""
+        together = torch.stack([weights[name][1] for name in self._names]).mul_(scaling)
         self._whole[:, slot].copy_(together.transpose(1, 2))
 
 
@@ -235,30 +161,39 @@ class LoraSlots:
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
-        downs = self._banks(0, bases)
-        ups = self._banks(1, bases)
-        self._all_banks = downs + ups
-        down = dict(itertools.chain.from_iterable(bank.parts() for bank in downs))
-        up = dict(itertools.chain.from_iterable(bank.parts() for bank in ups))
+        self._downs, self._ups = self._down_banks(bases), self._up_banks(bases)
+        downs = dict(itertools.chain.from_iterable(bank.parts() for bank in self._downs))
+        ups = dict(itertools.chain.from_iterable(bank.parts() for bank in self._ups))
         for name, base in bases.items():
             parent_name, _, attribute = name.rpartition(".")
-            wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
+            wrapped = LoraLinear(base, name, self.runs, downs[name], ups[name])
             setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
 
-    def _banks(self, side: int, bases: Mapping[str, nn.Module]) -> list[_Bank]:
-        """Empty slots of one side of all linears, those of one size on one device together."""
+    def _down_banks(self, bases: Mapping[str, nn.Module]) -> list[_Downs]:
+        """Empty slots of A, those of one size on one device together."""
+        alike: dict[tuple[int, int, torch.device], list[list[str]]] = {}
+        for names in siblings(bases):
+            sizes = {(int(bases[name].in_features), _device(bases[name])) for name in names}  # type: ignore[arg-type]
+            # On CUDA the kernels multiply each linear's own.
+            together = len(sizes) == 1 and self.device.type == "cpu"
+            for group in [names] if together else [[name] for name in names]:
+                size, device = int(bases[group[0]].in_features), _device(bases[group[0]])  # type: ignore[arg-type]
+                alike.setdefault((size, len(group), device), []).append(group)
+        return [
+            _Downs(groups, torch.zeros(len(groups), self.slots, size, count * self.rank, dtype=self.dtype, device=at))
+            for (size, count, at), groups in alike.items()
+        ]
+
+    def _up_banks(self, bases: Mapping[str, nn.Module]) -> list[_Ups]:
+        """Empty slots of B, those of one size on one device together."""
         alike: dict[tuple[int, torch.device], list[str]] = {}
         for name, base in bases.items():
-            size = int(base.out_features if side else base.in_features)  # type: ignore[arg-type]
-            device = next(itertools.chain(base.parameters(), base.buffers())).device
-            alike.setdefault((size, device), []).append(name)
-        banks = []
-        for (size, device), names in alike.items():
-            shape = (self.rank, size) if side else (size, self.rank)
-            whole = torch.zeros(len(names), self.slots, *shape, dtype=self.dtype, device=device)
-            banks.append(_Bank(side, names, whole))
-        return banks
+            alike.setdefault((int(base.out_features), _device(base)), []).append(name)  # type: ignore[arg-type]
+        return [
+            _Ups(names, torch.zeros(len(names), self.slots, self.rank, size, dtype=self.dtype, device=at))
+            for (size, at), names in alike.items()
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -269,8 +204,10 @@ class LoraSlots:
     @torch.no_grad()
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
         """Put an adapter's weights into `slot`."""
-        for bank in self._all_banks:
-            bank.load(slot, weights, scaling)
+        for downs in self._downs:
+            downs.load(slot, weights)
+        for ups in self._ups:
+            ups.load(slot, weights, scaling)
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
@@ -298,3 +235,8 @@ class LoraSlots:
             yield
         finally:
             self.runs.training = ()
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where its weights are."""
+    return next(itertools.chain(module.parameters(), module.buffers())).device

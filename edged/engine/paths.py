@@ -18,7 +18,8 @@ from edged.engine.attention import DecodePath, PagedPass
 from edged.engine.batch import Segment, pack
 from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
-from edged.engine.lora import LoraSlots, Run
+from edged.engine.lora import LoraSlots
+from edged.engine.lora_updates import Run
 
 log = logging.getLogger("edged.engine")
 _TOLERANCE = 0.05

@@ -19,7 +19,8 @@ from torch import nn
 
 from edged.engine.attention import attention_pass, current_pass
 from edged.engine.linear import PackedLinear
-from edged.engine.lora import LoraLinear, LoraRuns
+from edged.engine.lora import LoraLinear, updates_of
+from edged.engine.lora_updates import LoraRuns
 from edged.engine.model import ServedModel
 
 _MOST_ROWS = 16
@@ -43,15 +44,19 @@ class _Together:
         self._product = packed[0].product
         if any(linear.product is not self._product for linear in packed) or len(self._product.sizes) != len(names):
             raise _NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} are not one product")
-        self._adapted = [(i, linear) for i, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
+        adapted = [(index, linear) for index, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
+        self._updates = [
+            ([adapted[place][0] for place in places], updates)
+            for places, updates in updates_of([linear for _, linear in adapted])
+        ]
 
     def whole(self, x: torch.Tensor, runs: LoraRuns) -> torch.Tensor:
         """[rows, in] -> [rows, the outputs one after the other]"""
         out = self._product.whole(x)
         if runs.single or runs.together is not None:
             parts = out.split(self._product.sizes, -1)
-            for index, linear in self._adapted:
-                linear.add(x, parts[index])
+            for indices, updates in self._updates:
+                updates.add(x, [parts[index] for index in indices])
         return out
 
     def parts(self, x: torch.Tensor, runs: LoraRuns) -> tuple[torch.Tensor, ...]:

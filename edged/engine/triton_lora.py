@@ -19,7 +19,7 @@ import torch
 
 from edged.align.transfer import upload
 from edged.engine import triton_device
-from edged.engine.lora import LoraTiles, Run
+from edged.engine.lora_updates import LoraTiles, Run
 
 FEW_ROWS, _MANY_ROWS = 16, 64
 """Rows of a tile: what a matrix unit multiplies at least, for batches of decodes; more where there is a longer run."""
@@ -48,6 +48,7 @@ if importlib.util.find_spec("triton") is not None:
         rows,
         size,
         RANK: tl.constexpr,
+        LINE: tl.constexpr,
         RANK_PAD: tl.constexpr,
         TILE: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -69,7 +70,7 @@ if importlib.util.find_spec("triton") is not None:
             there = (line[:, None] < count) & (feature[None, :] < stop)
             own = tl.load(x + row[:, None] * size + feature[None, :], mask=there, other=0.0)
             there = (feature[:, None] < stop) & (ranks[None, :] < RANK)
-            a = tl.load(down + (slot * size + feature)[:, None] * RANK + ranks[None, :], mask=there, other=0.0)
+            a = tl.load(down + (slot * size + feature)[:, None] * LINE + ranks[None, :], mask=there, other=0.0)
             total += tl.dot(own, a, input_precision="ieee")
         at = (part * rows + row)[:, None] * RANK + ranks[None, :]
         tl.store(low + at, total, mask=(line[:, None] < count) & (ranks[None, :] < RANK))
@@ -145,7 +146,8 @@ def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
 def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, tiles: LoraTiles) -> None:
     """y[rows] += (x[rows] @ down[slot]) @ up[slot] for the rows of every tile; all sums are made in float32.
 
-    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are contiguous and of one dtype.
+    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are of one dtype and contiguous, but
+    that the rows of `down` may lie apart.
     """
     n, size_in = x.shape
     _, rank, size_out = up.shape
@@ -156,7 +158,17 @@ def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.
     in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
     shared = {"RANK": rank, "TILE": tiles.rows}
     _shrink[(count, splits)](
-        x, down, low, tiles.table, n, size_in, RANK_PAD=rank_pad, BLOCK=in_block, num_stages=2, **shared
+        x,
+        down,
+        low,
+        tiles.table,
+        n,
+        size_in,
+        LINE=down.stride(1),
+        RANK_PAD=rank_pad,
+        BLOCK=in_block,
+        num_stages=2,
+        **shared,
     )
     blocks = -(-size_out // _OUT_BLOCK)
     _expand[(count, blocks)](

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edged.config import AlignSettings, ModelSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
-from edged.engine.lora import LoraSlots, LoraTiles, Run
+from edged.engine.lora import LoraSlots
+from edged.engine.lora_updates import LoraTiles, Run
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, trial_of_lora
 from tests.models import tiny_model
