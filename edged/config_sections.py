@@ -46,9 +46,8 @@ class ModelSettings(Section):
     short_layers: bool = Field(
         True, description="with packed weights: few tokens pass layers of the common kind in fewer operations"
     )
-    decode_attention: Literal["auto", "padded", "ragged", "sized", "triton"] = Field(
-        "auto",
-        description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it; sized (CPU): as it pays",
+    decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
+        "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )
     prefill_attention: Literal["auto", "gathered", "triton"] = Field(
         "auto", description="triton (CUDA) reads the K/V before a chunk in place; gathered copies it"

@@ -22,10 +22,7 @@ from edged.engine.kv import KvStore
 from edged.engine.ragged import RaggedDecode, RowsByHead
 
 IMPLEMENTATION = "edged_paged"
-DecodePath = Literal["padded", "ragged", "sized", "triton"]
-_GATHERED_BYTES = 1 << 20
-"""Contexts whose K/V of one layer are no more are gathered on the path "sized": the copy stays in the processor's
-cache, and three plain operations are sooner done than three sparse ones."""
+DecodePath = Literal["padded", "ragged", "triton"]
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
@@ -150,14 +147,13 @@ class PagedPass:
     """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
 
     Single tokens are attended together: "ragged" and "triton" read each context's pages where they lie, "padded"
-    gathers them, padded to the longest; "sized" gathers few short contexts and reads others where they lie. Longer
-    segments are attended together and where their context lies if the batch was packed in tiles, else one by one over
-    gathered pages.
+    gathers them, padded to the longest. Longer segments are attended together and where their context lies if the batch
+    was packed in tiles, else one by one over gathered pages.
     """
 
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
-        self._decode_path = self._sized() if decode_path == "sized" else decode_path
+        self._decode_path = decode_path
         self._ragged_decodes: dict[int | None, RaggedDecode] = {}
         self._rows_by_head: RowsByHead | None = None
         self._decode_masks: dict[int | None, torch.Tensor] = {}
@@ -192,11 +188,6 @@ class PagedPass:
             piece = self._prefill(layer, chunk, query, key, value, scaling, window, softcap)
             out[chunk.start : chunk.stop] = piece[0].transpose(0, 1)
         return out
-
-    def _sized(self) -> DecodePath:
-        """How the decodes are best attended on the CPU."""
-        size_bytes = 2 * self.batch.decode_tables.numel() * self.kv.page_layer_bytes
-        return "padded" if self.batch.pruned is None and size_bytes <= _GATHERED_BYTES else "ragged"
 
     def _decode_and_see(
         self, layer: int, rows: torch.Tensor, scaling: float, window: int | None, softcap: float | None

@@ -1,7 +1,7 @@
 """The packed batch: the new tokens of many sequences in one row, and the tables that attention needs.
 
 Owns the segment table. Must not know requests, policies or the model: it is built from segments and read by
-`edged.engine.attention` and `edged.engine.lora_updates`.
+`edged.engine.attention`; runs of adapters are `edged.engine.lora_updates`'.
 """
 
 from __future__ import annotations

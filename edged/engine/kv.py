@@ -39,7 +39,7 @@ class KvStore:
         self._backings: tuple[Backing, Backing] = (back(shape, dtype, device), back(shape, dtype, device))
         self.keys, self.values = (backing.tensor for backing in self._backings)
         self._pages = pages
-        self.page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
+        self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
         self._layer_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
 
@@ -102,7 +102,7 @@ class KvStore:
 
     def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
         """Where pages lie in each layer of the keys, and so of the values: (first byte, end)."""
-        size, starts = self.page_layer_bytes, range(0, self.layers * self._layer_bytes, self._layer_bytes)
+        size, starts = self._page_layer_bytes, range(0, self.layers * self._layer_bytes, self._layer_bytes)
         return [(start + first * size, start + end * size) for start in starts]
 
     def move_pages(self, moved: Mapping[int, int]) -> None:

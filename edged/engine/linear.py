@@ -53,11 +53,6 @@ class Product:
             self._input = None
         return out
 
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` plus all linears' outputs, one after the other: [rows, in], [rows, sum of `sizes`]; few rows."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
-        return out
-
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
         rows = x.reshape(-1, x.shape[-1])

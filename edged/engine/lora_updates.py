@@ -1,6 +1,6 @@
-"""Torch's low-rank updates of a packed batch: which rows see which slot, and the products.
+"""Low-rank updates of a packed batch: which rows see which slot at present, and torch's products of them.
 
-Owns how runs of rows are put together, and their arithmetic. Must not know which linears there are, nor their adapters.
+Owns what all wrapped linears of a model share. Must not know which linears there are.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class LoraUpdates:
         self._by_slot = [(down, [up[slot] for _, up in members]) for slot, down in enumerate(whole.unbind())]
 
     def _parts(self, inner: torch.Tensor) -> list[torch.Tensor]:
-        return [inner] if len(self._members) == 1 else [inner[..., own] for own, _ in self._members]
+        whole = inner.shape[-1]
+        return [inner if own == slice(0, whole) else inner[..., own] for own, _ in self._members]
 
     def add(self, rows_in: torch.Tensor, rows_out: Sequence[torch.Tensor]) -> None:
         """Add the updates to each linear's `rows_out` [tokens, out_features]; `rows_in` [tokens, in_features]."""

@@ -43,9 +43,10 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
     `group` is the number of query heads of a KV head.
     """
     cuda = kv.keys.device.type == "cuda"
-    asked, prefill = settings.decode_attention, settings.prefill_attention
+    decode, prefill = settings.decode_attention, settings.prefill_attention
     why_not: dict[str, str] = {}
-    decode: DecodePath = asked if asked != "auto" else "triton" if cuda else "sized"
+    if decode == "auto":
+        decode = "triton" if cuda else "ragged"
     if reason := _why_not_decode(kv, decode, group):
         log.info("decode attention gathers pages (%s is not used: %s)", decode, reason)
         decode, why_not["decode"] = "padded", reason
@@ -66,7 +67,7 @@ def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
         from edged.engine import triton_decode
 
         return triton_decode.why_not(kv) or trial(kv, group, Paths(path))
-    return ragged.why_not(kv) if path in ("ragged", "sized") else ""
+    return ragged.why_not(kv) if path == "ragged" else ""
 
 
 def trial(kv: KvStore, group: int, paths: Paths) -> str:

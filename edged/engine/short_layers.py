@@ -50,9 +50,9 @@ class _Together:
             for places, updates in updates_of([linear for _, linear in adapted])
         ]
 
-    def whole(self, x: torch.Tensor, runs: LoraRuns, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, in] -> [rows, the outputs one after the other], on top of `residual`."""
-        out = self._product.whole(x) if residual is None else self._product.added(x, residual)
+    def whole(self, x: torch.Tensor, runs: LoraRuns) -> torch.Tensor:
+        """[rows, in] -> [rows, the outputs one after the other]"""
+        out = self._product.whole(x)
         if runs.single or runs.together is not None:
             parts = out.split(self._product.sizes, -1)
             for indices, updates in self._updates:
@@ -115,10 +115,10 @@ class _ShortLayer:
         runs = self._runs
         (first, first_eps), (second, second_eps) = self._norms
         attended = self._attend(torch.rms_norm(x, first.shape, first, first_eps), cos, sin)
-        middle = self._o.whole(attended, runs, x)
+        middle = self._o.whole(attended, runs).add_(x)
         normed = torch.rms_norm(middle, second.shape, second, second_eps)
         gate, up = self._gate_up.parts(normed, runs)
-        return self._down.whole(self._act(gate).mul_(up), runs, middle)
+        return self._down.whole(self._act(gate).mul_(up), runs).add_(middle)
 
     def _attend(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, heads * head_dim]. Queries and keys lie side by side and are turned at once."""

@@ -93,7 +93,7 @@ CATALOGUE = (
     _gauge("edged_memory_bytes", "The box's memory", "state"),
     _gauge("edged_gpu_memory_bytes", "Memory of a GPU that has its own", "state"),
     _gauge("edged_process_memory_bytes", "Resident memory of the daemon"),
-    _gauge("edged_heap_bytes", "The daemon's C heap: in use, and freed but kept for the next iteration", "state"),
+    _gauge("edged_heap_bytes", "The daemon's C heap: in use, and free within it (kept or given back)", "state"),
     _gauge("edged_python_blocks", "Blocks that Python objects of the daemon take"),
     _gauge("edged_cpu_ratio", "Processor time: the box's as a share of all cores, the daemon's as cores", "of"),
     _gauge("edged_disk_bytes", "Size of the file system with the data folder, and what is free of it", "state"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from edged.bench.soak.faults import damage
 from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, growth
 from edged.bench.soak.inject import Injector
 from edged.bench.soak.manager import WATCHDOG_S, Manager
-from edged.bench.soak.run import first_each_then_any, held_by_nobody, in_rounds, table
+from edged.bench.soak.run import first_each_then_any, held_by_nobody, held_over_time, in_rounds, table
 from edged.service_manager import notify
 from edged.store import Store, StoreError, utc_now
 
@@ -29,7 +30,7 @@ def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], i
     noise = np.random.default_rng(0).normal(0.0, 1.0, len(passed))
     rss = 700.0 + rss_mib(passed) + noise
     return [
-        Held(share * MINUTES * 60, int(mib * 2**20), 0, 0, files(share), 6, 30)
+        Held(share * MINUTES * 60, int(mib * 2**20), (int(mib * 2**19), int(1000 * mib)), files(share), 6, 30)
         for share, mib in zip(passed, rss, strict=True)
     ]
 
@@ -60,6 +61,19 @@ def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], i
 )
 def test_a_leak_is_a_problem_and_a_step_is_none(rss_mib: Callable[[np.ndarray], np.ndarray], leaks: bool) -> None:
     assert any("resident memory" in problem for problem in growth(life(rss_mib)).problems()) == leaks
+
+
+def test_what_is_in_use_is_told_beside_what_is_resident() -> None:
+    """Half of each MiB is the heap's; a daemon may not answer now and then."""
+    told = life(lambda passed: 6.0 * passed)
+    silent = [replace(sample, allocated=None) if place % 3 else sample for place, sample in enumerate(told)]
+    for samples in (told, silent):
+        grown = growth(samples)
+        assert grown.heap == pytest.approx(0.5 * 6.0 / MINUTES, rel=0.1)
+        assert grown.python_blocks == pytest.approx(1000 * 6.0 / MINUTES, rel=0.1)
+    over_time = held_over_time(silent[:2])
+    assert over_time["heap_mib"][1] is None
+    assert over_time["heap_mib"][0] == pytest.approx(0.5 * over_time["rss_mib"][0], abs=0.1)
 
 
 def test_files_that_stay_open_are_a_problem() -> None:

@@ -17,17 +17,11 @@ from edged.engine.batch import Segment, pack
 from edged.engine.kv import KvStore
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_paths, trial
-from edged.engine.ragged import RaggedDecode
 from tests.models import ARCHITECTURES, tiny_model
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PATHS = {
-    "gathered": Paths(),
-    "ragged": Paths("ragged"),
-    "sized": Paths("sized"),
-    "triton": Paths("triton", tile_tokens=32),
-}
+PATHS = {"gathered": Paths(), "ragged": Paths("ragged"), "triton": Paths("triton", tile_tokens=32)}
 
 
 def served(kind: str, device: torch.device) -> ServedModel:
@@ -248,37 +242,14 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Paths, monkeypatch: 
     assert trial(kv, 3, paths) == "its kernels give wrong numbers here"
 
 
-@pytest.mark.parametrize(("pages", "gathered"), [([2, 3], True), ([2, 9], False)])
-def test_a_few_short_contexts_are_gathered_and_others_read_where_they_lie(
-    pages: list[int], gathered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the bytes of the longest: `pages` pages each."""
-    kv = KvStore(24, 8, 1, 2, 8, torch.float32, CPU)
-    kv.keys.normal_()
-    kv.values.normal_()
-    monkeypatch.setattr("edged.engine.attention._GATHERED_BYTES", 6 * 2 * kv.page_layer_bytes)
-    kinds, segments, first = [], [], 1
-    for count in pages:
-        segments.append(Segment([0], 8 * count - 3, np.arange(first, first + count)))
-        first += count
-    batch = pack(segments, kv, CPU)
-    new = [torch.randn(heads, len(pages), 8) for heads in (4, 2, 2)]
-    wanted = PagedPass(batch, kv, "ragged").attend(0, *new, 1.0, None, None)
-    own = RaggedDecode.attend
-    monkeypatch.setattr(RaggedDecode, "attend", lambda *arguments: kinds.append("ragged") or own(*arguments))
-    got = PagedPass(batch, kv, "sized").attend(0, *new, 1.0, None, None)
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
-    assert bool(kinds) != gathered
-
-
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     kv, plain = (KvStore(4, 8, 1, 1, 8, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
     with caplog.at_level("INFO"):
         assert pick_paths(kv, ModelSettings(), 1) == Paths("padded")
-        assert pick_paths(plain, ModelSettings(), 1) == Paths("sized")
+        assert pick_paths(plain, ModelSettings(), 1) == Paths("ragged")
         assert pick_paths(plain, ModelSettings(decode_attention="padded"), 1) == Paths("padded")
     assert [record.getMessage() for record in caplog.records] == [
-        "decode attention gathers pages (sized is not used: torch has the sparse products for float32 on the CPU, "
+        "decode attention gathers pages (ragged is not used: torch has the sparse products for float32 on the CPU, "
         "not for torch.bfloat16 on cpu)"
     ]
     caplog.clear()

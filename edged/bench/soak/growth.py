@@ -22,7 +22,7 @@ LARGEST_MIB_PER_MINUTE = 0.5
 """What half an hour can resolve: some sixteen minutes are judged, the heap grows by huge pages of 2 MiB, and up to
 three of them in that time are chance."""
 LEAST_JUDGED_S = 600.0
-"""In less the records that the daemon keeps of its latest iterations and waits are still being filled."""
+"""In less the records that the daemon keeps of its latest iterations are still being filled."""
 _LEAST_SAMPLES = 12
 _SPARE = 8
 """Files or threads that may be open by chance."""
@@ -33,13 +33,12 @@ _POINTS = 240
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds: resident bytes, those in use of its C heap (0: unknown), blocks of Python objects, open
-    files without sockets, sockets, threads."""
+    """What the process holds: resident bytes; bytes in use of its C heap and blocks of Python objects, if it said so;
+    open files without sockets, sockets, threads."""
 
     at_s: float
     rss_bytes: int
-    heap_bytes: int
-    python_blocks: int
+    allocated: tuple[int, int] | None
     files: int
     sockets: int
     threads: int
@@ -83,13 +82,19 @@ def growth(samples: Sequence[Held]) -> Growth:
     return Growth(
         slope=theil_sen(at, rss_mib) * 60,
         steady=steady(at, rss_mib) * 60,
-        heap=theil_sen(at, np.array([sample.heap_bytes for sample in kept]) / 2**20) * 60,
-        python_blocks=theil_sen(at, np.array([sample.python_blocks for sample in kept])) * 60,
+        heap=_of_those_that_said(kept, 0) / 2**20 * 60,
+        python_blocks=_of_those_that_said(kept, 1) * 60,
         rss_mib=float(rss_mib[-1]),
         files=_more([sample.files for sample in kept]),
         threads=_more([sample.threads for sample in kept]),
         seconds=float(at[-1] - at[0]),
     )
+
+
+def _of_those_that_said(samples: Sequence[Held], which: int) -> float:
+    """The slope of one of the two numbers of `allocated`."""
+    known = [(sample.at_s, sample.allocated[which]) for sample in samples if sample.allocated is not None]
+    return theil_sen(*(np.array(values, float) for values in zip(*known, strict=True))) if len(known) > 1 else 0.0
 
 
 def theil_sen(x: np.ndarray, y: np.ndarray) -> float:

@@ -15,7 +15,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Soak:
                 break
             await self._have(name, faults.soft, traffic, chance, end)
         watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError, psutil.Error):
+            await watching
 
     async def _have(self, name: str, kinds: Kinds, traffic: Traffic, chance: random.Random, end: float) -> None:
         """One fault, and some time after it."""
@@ -96,9 +98,7 @@ class Soak:
 
     async def _watch(self, subject: Subject) -> None:
         while True:
-            # A thousand connections or a full disk may be in the way of asking.
-            with contextlib.suppress(DaemonError):
-                self.samples.append(await asyncio.to_thread(subject.held))
+            self.samples.append(await asyncio.to_thread(subject.held))
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Soak:
             "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
             "queue_at_the_end": queue,
             "growth": held.json(),
-            "held": [row(sample, self.samples[0].at_s) for sample in self.samples[::5]],
+            "held_every_10_s": held_over_time(self.samples[::5]),
             "data_mib": round(subject.data_bytes / 2**20, 1),
             "pages": pages,
             "sockets_when_idle": sockets,
@@ -171,11 +171,15 @@ def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int
         time.sleep(0.5)
 
 
-def row(sample: Held, begun_s: float) -> list[float]:
-    """[seconds, resident MiB, MiB in use of the C heap, blocks of Python objects], as it goes into a file."""
-    mib = 2**20
-    seconds, rss, heap = sample.at_s - begun_s, sample.rss_bytes / mib, sample.heap_bytes / mib
-    return [round(seconds, 1), round(rss, 1), round(heap, 1), sample.python_blocks]
+def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
+    """Samples as they go into a file; None where the daemon did not answer."""
+    asked = [sample.allocated or (None, None) for sample in samples]
+    return {
+        "at_s": [round(sample.at_s - samples[0].at_s, 1) for sample in samples],
+        "rss_mib": [round(sample.rss_bytes / 2**20, 1) for sample in samples],
+        "heap_mib": [None if heap is None else round(heap / 2**20, 1) for heap, _ in asked],
+        "python_blocks": [blocks for _, blocks in asked],
+    }
 
 
 def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
@@ -212,6 +216,7 @@ def table(result: dict[str, Any]) -> str:
                 else "too short to judge"
             ),
         ),
+        ("in use", f"heap {grown['heap']:+.2f} MiB a minute, Python {grown['python_blocks']:+,.0f} blocks a minute"),
         ("open files, threads", f"{grown['files']:+g}, {grown['threads']:+g}"),
         ("pages held by nobody", str(held_by_nobody(result["pages"]))),
         ("problems", str(len(result["problems"]))),

@@ -145,27 +145,31 @@ class Subject:
 
     def held(self) -> Held:
         """What it holds now."""
-        process = psutil.Process(self.process.pid)
+        process, at_s = psutil.Process(self.process.pid), time.monotonic()
         kinds = []
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 kinds.append(os.readlink(descriptor).startswith("socket:"))
         sockets = sum(kinds)
         rss, threads = process.memory_info().rss, process.num_threads()
-        heap, blocks = self._allocated()
-        return Held(time.monotonic(), rss, heap, blocks, len(kinds) - sockets, sockets, threads)
+        return Held(at_s, rss, self._allocated(), len(kinds) - sockets, sockets, threads)
 
-    def _allocated(self) -> tuple[int, int]:
-        """(bytes in use of the C heap or 0, blocks of Python objects), as its metrics say. Raises DaemonError."""
-        with self.client() as client:
-            text = b"\n".join(client.lines("/metrics")).decode()
+    def _allocated(self) -> tuple[int, int] | None:
+        """(bytes in use of the C heap or 0, blocks of Python objects), as its metrics say; None: it does not answer."""
+        try:
+            with self.client() as client:
+                text = b"\n".join(client.lines("/metrics")).decode()
+        except DaemonError:
+            # A thousand connections or a full disk may be in the way of asking.
+            return None
         found = {
             (sample.name, sample.labels.get("state", "")): int(sample.value)
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name in ("edged_heap_bytes", "edged_python_blocks")
         }
-        return found.get(("edged_heap_bytes", "in_use"), 0), found[("edged_python_blocks", "")]
+        blocks = found.get(("edged_python_blocks", ""))
+        return None if blocks is None else (found.get(("edged_heap_bytes", "in_use"), 0), blocks)
 
     @property
     def data_bytes(self) -> int:
