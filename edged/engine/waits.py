@@ -56,4 +56,4 @@ class Waits:
 
     def latest(self, count: int) -> list[Wait]:
         """The last `count` records, newest first."""
-        return self.since(max(0, self.count - count))
+        return self.since(max(0, self.count - count))[:count]

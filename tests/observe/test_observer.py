@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,32 @@ def test_waits_are_numbered_and_read_from_where_a_reader_was(monkeypatch: pytest
     assert [number for number, _, _, _ in ring.since(0)] == [6, 5, 4, 3]
     assert ring.since(6) == []
     assert ring.latest(1) == [(6, 5.0, False, ServiceClass.INTERACTIVE)]
+
+
+def test_waits_are_read_whole_while_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "KEPT", 64)
+    ring, classes, done = Waits(), list(ServiceClass), threading.Event()
+
+    def add() -> None:
+        while not done.is_set():
+            number = ring.count + 1
+            ring.add(float(number), number % 3 == 0, classes[number % 2])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    writer = threading.Thread(target=add)
+    writer.start()
+    try:
+        while ring.count < 20_000:
+            for number, seconds, met, service in ring.since(0):
+                assert (seconds, met, service) == (float(number), number % 3 == 0, classes[number % 2])
+            latest = [number for number, *_ in ring.latest(8)]
+            assert latest == list(range(max(latest, default=0), 0, -1))[: len(latest)]
+            assert len(latest) <= 8
+    finally:
+        done.set()
+        writer.join()
+        sys.setswitchinterval(before)
 
 
 def test_every_token_and_iteration_is_in_a_histogram_once(tmp_path: Path) -> None:
