@@ -5,6 +5,7 @@ Owns the ring of records. Written by the engine thread, read by any: records are
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from edged.scheduler.task import Kind, Plan, Result, ServiceClass
 _NOBODY_WAITS_S = 1e6
 KEPT = 8192
 """Records that are kept: at ten milliseconds an iteration, more than a minute."""
+_MEMBER = struct.Struct("<BqiiiB?")
+_KINDS, _CLASSES = tuple(Kind), tuple(ServiceClass)
+_KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_CLASS_CODES = {service: code for code, service in enumerate(_CLASSES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,13 @@ class Member:
     """Tokens that were computed before this iteration."""
     service: ServiceClass
     finished: bool
+
+
+def pack_member(
+    kind: Kind, task_id: int, tokens: int, units: int, context: int, service: ServiceClass, finished: bool
+) -> bytes:
+    """A `Member` in 23 bytes, of which the object takes some 120: thousands of records with dozens of them are kept."""
+    return _MEMBER.pack(_KIND_CODES[kind], task_id, tokens, units, context, _CLASS_CODES[service], finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,8 @@ class Iteration:
     forward_s: float
     units: tuple[tuple[str, int, float], ...]
     """Kind, tokens and seconds of each unit, in the order in which they ran."""
-    members: tuple[Member, ...]
+    packed: bytes
+    """`members`, as `pack_member` has each."""
     preempted: tuple[int, ...]
     """Tasks that gave their pages back for it."""
     prefill_s: float
@@ -60,9 +73,21 @@ class Iteration:
     waiting: int
     """Requests that held no pages."""
 
+    @property
+    def members(self) -> Iterator[Member]:
+        """What each task did."""
+        for kind, task_id, tokens, units, context, service, finished in _MEMBER.iter_unpack(self.packed):
+            yield Member(_KINDS[kind], task_id, tokens, units, context, _CLASSES[service], finished)
+
+    @property
+    def member_count(self) -> int:
+        """How many tasks did something."""
+        return len(self.packed) // _MEMBER.size
+
     def tokens(self, kind: Kind) -> int:
         """Forward tokens of a kind."""
-        return sum(member.tokens for member in self.members if member.kind is kind)
+        code = _KIND_CODES[kind]
+        return sum(tokens for of, _, tokens, *_ in _MEMBER.iter_unpack(self.packed) if of == code)
 
     def report(self) -> dict[str, Any]:
         """As the status shows it; times in milliseconds."""
@@ -109,15 +134,15 @@ class Iterations:
             predicted_units_s=plan.predicted_units_s,
             forward_s=result.forward_s,
             units=tuple((unit.kind, unit.tokens, seconds) for unit, seconds in result.units),
-            members=tuple(
-                Member(
-                    kind=outcome.task.kind,
-                    task_id=outcome.task.task_id,
-                    tokens=outcome.tokens,
-                    units=outcome.units,
-                    context=outcome.task.context,
-                    service=outcome.task.service,
-                    finished=outcome.next_kind is None,
+            packed=b"".join(
+                pack_member(
+                    outcome.task.kind,
+                    outcome.task.task_id,
+                    outcome.tokens,
+                    outcome.units,
+                    outcome.task.context,
+                    outcome.task.service,
+                    outcome.next_kind is None,
                 )
                 for outcome in result.outcomes
             ),

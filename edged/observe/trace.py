@@ -104,7 +104,7 @@ def _facts(record: Iteration) -> dict[str, Any]:
     predicted_s = record.predicted_forward_s + record.predicted_units_s
     return {
         "number": record.number,
-        "members": len(record.members),
+        "members": record.member_count,
         "budget_ms": None if record.budget_s is None else record.budget_s * 1e3,
         "predicted_ms": predicted_s * 1e3,
         "forward_ms": record.forward_s * 1e3,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from edged.engine.iterations import KEPT, Iterations
-from edged.scheduler.task import Kind, Plan, Result
+from edged.engine.iterations import KEPT, Iterations, Member, pack_member
+from edged.scheduler.task import Kind, Plan, Result, ServiceClass
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 
@@ -29,6 +31,21 @@ def test_every_token_served_and_every_unit_trained_is_in_a_record(tmp_path: Path
         assert spent_s == pytest.approx(record.forward_s + sum(seconds for _, _, seconds in record.units))
         assert spent_s <= record.elapsed_s
     assert [earlier.started_s for earlier in records] == sorted(record.started_s for record in records)
+
+
+def test_members_are_read_as_they_were_packed() -> None:
+    members = [
+        Member(kind, 2**40 + place, place, 3, 100_000, service, place % 2 == 0)
+        for place, (kind, service) in enumerate(product(Kind, ServiceClass))
+    ]
+    times = {"started_s": 0.0, "elapsed_s": 0.0, "decision_s": 0.0, "spent_s": (0.0, 0.0, 0.0)}
+    empty = Iterations().add(Plan(), Result(), **times, free_pages=0, waiting=0)  # type: ignore[arg-type]
+    record = replace(empty, packed=b"".join(pack_member(*astuple(member)) for member in members))
+    assert list(record.members) == members
+    assert record.member_count == len(members)
+    for kind in Kind:
+        assert record.tokens(kind) == sum(member.tokens for member in members if member.kind is kind) > 0
+    assert (list(empty.members), empty.member_count, empty.tokens(Kind.DECODE)) == ([], 0, 0)
 
 
 def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from edged.engine.iterations import Iteration, Member
+from edged.engine.iterations import Iteration, pack_member
 from edged.observe.trace import ENGINE, FINETUNING, ITERATIONS, REQUESTS, UNITS, Tracer
 from edged.scheduler.task import Kind, ServiceClass
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
@@ -63,7 +63,7 @@ def iteration(number: int, **changes: Any) -> Iteration:
         "predicted_units_s": 0.1,
         "forward_s": 0.3,
         "units": (),
-        "members": (),
+        "packed": b"",
         "preempted": (),
         "prefill_s": 0.0,
         "decode_s": 0.3,
@@ -96,8 +96,8 @@ def test_what_an_engine_did_is_a_valid_trace_with_a_track_for_every_task(tmp_pat
 
 
 def test_units_end_with_the_iteration_and_follow_the_forward() -> None:
-    member = Member(Kind.FINETUNE, 5, 0, 2, 0, ServiceClass.INTERACTIVE, False)
-    record = iteration(1, units=(("head", 8, 0.05), ("layer", 8, 0.1)), members=(member,))
+    member = pack_member(Kind.FINETUNE, 5, 0, 2, 0, ServiceClass.INTERACTIVE, False)
+    record = iteration(1, units=(("head", 8, 0.05), ("layer", 8, 0.1)), packed=member)
     events = whole([record], [(5, "", "ann")])
     check_format(events)
     units = [e for e in events if e["ph"] == "X" and e["pid"] == ENGINE and e["tid"] == UNITS]

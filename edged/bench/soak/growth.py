@@ -51,7 +51,7 @@ class Held:
 @dataclass(frozen=True, slots=True)
 class Growth:
     """Over `seconds` after the warm-up. `slope` and `steady` are MiB of anonymous resident memory a minute, `heap` is
-    MiB in use of the C heap a minute, `python_blocks` so many a minute; `rss_mib` is the last of all resident memory."""
+    MiB in use of the C heap a minute, `python_blocks` so many a minute; `rss_mib` is all resident memory at the end."""
 
     slope: float = 0.0
     steady: float = 0.0
