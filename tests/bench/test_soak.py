@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from edged.bench.soak.faults import damage
 from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, growth
@@ -143,6 +144,17 @@ def test_the_clock_of_the_database_goes_back_as_often_as_it_is_told(monkeypatch:
         clocks.add(time.time)
     assert timedelta(hours=2.9) < begun - utc_now() < timedelta(hours=3.1)
     assert len(clocks) == 1
+
+
+def test_memory_that_nobody_missed_does_not_run_short_longer() -> None:
+    injector, layer = Injector(marker=7), torch.nn.Identity()
+    layer.register_forward_pre_hook(injector._allocate, with_kwargs=True)
+    for times in (3, 1, 2):
+        injector.obey({"fault": "memory", "where": "finetune", "times": times})
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            layer(torch.zeros(1, 4, 8))
+    layer(torch.zeros(1, 4, 8))
 
 
 def test_acknowledged_pairs_that_are_missing_are_in_the_table() -> None:

@@ -59,7 +59,8 @@ class Injector:
         """Do as a datagram says."""
         match order["fault"]:
             case "memory":
-                self._short[order["where"]] += order["times"]
+                # Not a sum: what no step has met yet, for none had a gradient, would come all at once.
+                self._short[order["where"]] = max(self._short[order["where"]], order["times"])
             case "policy":
                 self._policy_fails = True
             case "restore" if self._engine is not None:
