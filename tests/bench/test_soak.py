@@ -31,15 +31,7 @@ def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], i
     noise = np.random.default_rng(0).normal(0.0, 1.0, len(passed))
     rss = 700.0 + rss_mib(passed) + noise
     return [
-        Held(
-            share * MINUTES * 60,
-            int(2 * mib * 2**20),
-            int(mib * 2**20),
-            (int(mib * 2**19), int(1000 * mib)),
-            files(share),
-            6,
-            30,
-        )
+        Held(share * MINUTES * 60, int(mib * 2**20), (int(mib * 2**19), int(1000 * mib)), files(share), 6, 30)
         for share, mib in zip(passed, rss, strict=True)
     ]
 
@@ -82,7 +74,7 @@ def test_what_is_in_use_is_told_beside_what_is_resident() -> None:
         assert grown.python_blocks == pytest.approx(1000 * 6.0 / MINUTES, rel=0.1)
     over_time = held_over_time(silent[:2])
     assert over_time["heap_mib"][1] is None
-    assert over_time["heap_mib"][0] == pytest.approx(0.5 * over_time["anonymous_mib"][0], abs=0.1)
+    assert over_time["heap_mib"][0] == pytest.approx(0.5 * over_time["rss_mib"][0], abs=0.1)
 
 
 def test_files_that_stay_open_are_a_problem() -> None:

@@ -2,9 +2,6 @@
 
 Owns the statistics and the bounds. Must not know how samples are taken.
 
-Judged is resident memory that is no file's. Pages of libraries and of mapped weights are the system's to drop and to
-read again: they come and go with what was used lately, and nothing can leak into them.
-
 A heap that keeps what was freed grows by steps: the largest step of fine-tuning, the longest prompt, a thousand
 connections at once. A leak grows all the time. Two rates tell them apart, and both must be too large: the median of the
 slopes between all pairs of samples (Theil 1950; Sen 1968), which hardly feels what few samples say, and the median of
@@ -36,12 +33,11 @@ _POINTS = 240
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds: resident bytes, and those of them that are no file's; bytes in use of its C heap and
-    blocks of Python objects, if it said so; open files without sockets, sockets, threads."""
+    """What the process holds: resident bytes; bytes in use of its C heap and blocks of Python objects, if it said so;
+    open files without sockets, sockets, threads."""
 
     at_s: float
     rss_bytes: int
-    anonymous_bytes: int
     allocated: tuple[int, int] | None
     files: int
     sockets: int
@@ -50,8 +46,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Over `seconds` after the warm-up. `slope` and `steady` are MiB of anonymous resident memory a minute, `heap` is
-    MiB in use of the C heap a minute, `python_blocks` so many a minute; `rss_mib` is all resident memory at the end."""
+    """Over `seconds` after the warm-up. `slope` and `steady` are MiB of resident memory a minute, `heap` is MiB in use
+    of the C heap a minute, `python_blocks` so many a minute; `rss_mib` is the last."""
 
     slope: float = 0.0
     steady: float = 0.0
@@ -82,13 +78,13 @@ def growth(samples: Sequence[Held]) -> Growth:
     if len(kept) < _LEAST_SAMPLES:
         return Growth()
     at = np.array([sample.at_s for sample in kept])
-    anonymous_mib = np.array([sample.anonymous_bytes for sample in kept]) / 2**20
+    rss_mib = np.array([sample.rss_bytes for sample in kept]) / 2**20
     return Growth(
-        slope=theil_sen(at, anonymous_mib) * 60,
-        steady=steady(at, anonymous_mib) * 60,
+        slope=theil_sen(at, rss_mib) * 60,
+        steady=steady(at, rss_mib) * 60,
         heap=_of_those_that_said(kept, 0) / 2**20 * 60,
         python_blocks=_of_those_that_said(kept, 1) * 60,
-        rss_mib=kept[-1].rss_bytes / 2**20,
+        rss_mib=float(rss_mib[-1]),
         files=_more([sample.files for sample in kept]),
         threads=_more([sample.threads for sample in kept]),
         seconds=float(at[-1] - at[0]),

@@ -177,7 +177,6 @@ def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
     return {
         "at_s": [round(sample.at_s - samples[0].at_s, 1) for sample in samples],
         "rss_mib": [round(sample.rss_bytes / 2**20, 1) for sample in samples],
-        "anonymous_mib": [round(sample.anonymous_bytes / 2**20, 1) for sample in samples],
         "heap_mib": [None if heap is None else round(heap / 2**20, 1) for heap, _ in asked],
         "python_blocks": [blocks for _, blocks in asked],
     }
@@ -208,7 +207,7 @@ def table(result: dict[str, Any]) -> str:
         ("answers", ", ".join(f"{name}: {count}" for name, count in result["statuses"].items())),
         ("acknowledged pairs", f"{result['acknowledged']}, {f'{missing} missing' if missing else 'all there'}"),
         (
-            "anonymous resident memory",
+            "resident memory",
             f"{grown['slope']:+.2f} MiB a minute over {grown['seconds']:.0f} s (Theil-Sen), "
             f"{grown['steady']:+.2f} from one sixth of it to the next; "
             + (

@@ -151,10 +151,8 @@ class Subject:
             with contextlib.suppress(FileNotFoundError):
                 kinds.append(os.readlink(descriptor).startswith("socket:"))
         sockets = sum(kinds)
-        threads, memory = process.num_threads(), process.memory_info()
-        # psutil's `shared` is what of it lies in files and in shared memory.
-        anonymous = memory.rss - memory.shared
-        return Held(at_s, memory.rss, anonymous, self._allocated(), len(kinds) - sockets, sockets, threads)
+        rss, threads = process.memory_info().rss, process.num_threads()
+        return Held(at_s, rss, self._allocated(), len(kinds) - sockets, sockets, threads)
 
     def _allocated(self) -> tuple[int, int] | None:
         """(bytes in use of the C heap or 0, blocks of Python objects), as its metrics say; None: it does not answer."""
