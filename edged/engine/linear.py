@@ -25,6 +25,7 @@ oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that
 cost gigabytes, and milliseconds each time that one is new.
 """
 _SHARE_OF_FREE_MEMORY = 0.25
+
 Place = tuple[nn.Module, str, nn.Linear]
 """A linear, with the module and the attribute that hold it."""
 

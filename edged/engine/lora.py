@@ -22,8 +22,9 @@ LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Downs:
-    """A of linears of one input side by side, `whole` [slots, in_features, linears * rank]; `own` is one linear's."""
+class Columns:
+    """One linear's matrices by slot, `whole[..., own]`; in the rest of `whole` [slots, rows, columns] are those of
+    other linears with the same input."""
 
     whole: torch.Tensor
     own: slice
@@ -32,7 +33,7 @@ class Downs:
 class LoraLinear(nn.Module):
     """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
-    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, downs: Downs, up: torch.Tensor) -> None:
+    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, downs: Columns, up: torch.Tensor) -> None:
         """`downs.whole[..., downs.own]` [slots, in_features, rank] is this linear's own, as is `up` [slots, rank,
         out_features]; `LoraSlots` fills both."""
         super().__init__()
@@ -72,16 +73,19 @@ class LoraLinear(nn.Module):
         return updates[0] if alone else torch.cat(updates, dim=1)
 
 
-def updates_of(linears: Sequence[LoraLinear]) -> list[tuple[list[int], LoraUpdates]]:
-    """Those of linears of one input, in as few products as their A's lie in, each with the indices of its linears."""
-    alike: dict[int, list[int]] = {}
+def updates_of(linears: Sequence[nn.Module | None]) -> list[tuple[list[int], LoraUpdates]]:
+    """Those of linears of one input, in as few products as their A's lie in, each with the indices of its linears.
+
+    What is no linear with adapters has none.
+    """
+    alike: dict[int, dict[int, LoraLinear]] = {}
     for index, linear in enumerate(linears):
-        alike.setdefault(id(linear.downs.whole), []).append(index)
+        if isinstance(linear, LoraLinear):
+            alike.setdefault(id(linear.downs.whole), {})[index] = linear
     found = []
-    for indices in alike.values():
-        own = [linears[index] for index in indices]
-        members = [(linear.downs.own, linear.get_buffer("up")) for linear in own]
-        found.append((indices, LoraUpdates(own[0]._runs, own[0].downs.whole, members)))
+    for own in alike.values():
+        first, members = next(iter(own.values())), [(each.downs.own, each.get_buffer("up")) for each in own.values()]
+        found.append((list(own), LoraUpdates(first._runs, first.downs.whole, members)))
     return found
 
 
@@ -113,43 +117,29 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
     return found
 
 
-class _Downs:
-    """A of all linears to which it has one shape, so that an adapter's are copied at once; `groups` of linears of one
-    input, equally many in each, have theirs side by side."""
+class _Bank:
+    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once;
+    `groups` of linears, equally many in each, have theirs side by side."""
 
-    def __init__(self, groups: list[list[str]], whole: torch.Tensor) -> None:
-        """`whole` [groups, slots, in_features, linears of a group * rank]."""
-        self._groups, self._whole = groups, whole
+    def __init__(self, side: int, groups: list[list[str]], whole: torch.Tensor) -> None:
+        """`whole` [groups, slots, in_features, linears of a group * rank]; of B [groups, slots, rank, linears of a
+        group * out_features]."""
+        self._side, self._groups, self._whole = side, groups, whole
 
-    def parts(self) -> Iterator[tuple[str, Downs]]:
+    def parts(self) -> Iterator[tuple[str, Columns]]:
         """Every linear's own slots, by its name."""
         for names, whole in zip(self._groups, self._whole.unbind(), strict=True):
-            rank = whole.shape[2] // len(names)
+            width = whole.shape[2] // len(names)
             for index, name in enumerate(names):
-                yield name, Downs(whole, slice(index * rank, (index + 1) * rank))
-
-    def load(self, slot: int, weights: LoraWeights) -> None:
-        """Copy an adapter's matrices into `slot`, transposed."""
-        together = torch.stack([weights[name][0] for names in self._groups for name in names])
-        groups, _, size, ranks = self._whole.shape
-        self._whole[:, slot].copy_(together.view(groups, ranks, size).transpose(1, 2))
-
-
-class _Ups:
-    """B of all linears to which it has one shape."""
-
-    def __init__(self, names: list[str], whole: torch.Tensor) -> None:
-        """`whole` [linears, slots, rank, out_features]."""
-        self._names, self._whole = names, whole
-
-    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every linear's own slots, by its name."""
-        return zip(self._names, self._whole.unbind(), strict=True)
+                yield name, Columns(whole, slice(index * width, (index + 1) * width))
 
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
-        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded in."""
-        together = torch.stack([weights[name][1] for name in self._names]).mul_(scaling)
-        self._whole[:, slot].copy_(together.transpose(1, 2))
+        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded into B."""
+        together = torch.stack([weights[name][self._side] for names in self._groups for name in names])
+        if self._side == 1:
+            together.mul_(scaling)
+        groups, _, rows, columns = self._whole.shape
+        self._whole[:, slot].copy_(together.view(groups, columns, rows).transpose(1, 2))
 
 
 class LoraSlots:
@@ -161,39 +151,31 @@ class LoraSlots:
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
-        self._downs, self._ups = self._down_banks(bases), self._up_banks(bases)
-        downs = dict(itertools.chain.from_iterable(bank.parts() for bank in self._downs))
-        ups = dict(itertools.chain.from_iterable(bank.parts() for bank in self._ups))
+        alone = [[name] for name in bases]
+        # On CUDA the kernels multiply each linear's own.
+        downs = self._banks(0, bases, siblings(bases) if self.device.type == "cpu" else alone)
+        ups = self._banks(1, bases, alone)
+        self._all_banks = downs + ups
+        down, up = (dict(itertools.chain.from_iterable(bank.parts() for bank in banks)) for banks in (downs, ups))
         for name, base in bases.items():
             parent_name, _, attribute = name.rpartition(".")
-            wrapped = LoraLinear(base, name, self.runs, downs[name], ups[name])
+            wrapped = LoraLinear(base, name, self.runs, down[name], up[name].whole)
             setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
 
-    def _down_banks(self, bases: Mapping[str, nn.Module]) -> list[_Downs]:
-        """Empty slots of A, those of one size on one device together."""
-        alike: dict[tuple[int, int, torch.device], list[list[str]]] = {}
-        for names in siblings(bases):
-            sizes = {(int(bases[name].in_features), _device(bases[name])) for name in names}  # type: ignore[arg-type]
-            # On CUDA the kernels multiply each linear's own.
-            together = len(sizes) == 1 and self.device.type == "cpu"
-            for group in [names] if together else [[name] for name in names]:
-                size, device = int(bases[group[0]].in_features), _device(bases[group[0]])  # type: ignore[arg-type]
-                alike.setdefault((size, len(group), device), []).append(group)
-        return [
-            _Downs(groups, torch.zeros(len(groups), self.slots, size, count * self.rank, dtype=self.dtype, device=at))
-            for (size, count, at), groups in alike.items()
-        ]
-
-    def _up_banks(self, bases: Mapping[str, nn.Module]) -> list[_Ups]:
-        """Empty slots of B, those of one size on one device together."""
-        alike: dict[tuple[int, torch.device], list[str]] = {}
-        for name, base in bases.items():
-            alike.setdefault((int(base.out_features), _device(base)), []).append(name)  # type: ignore[arg-type]
-        return [
-            _Ups(names, torch.zeros(len(names), self.slots, self.rank, size, dtype=self.dtype, device=at))
-            for (size, at), names in alike.items()
-        ]
+    def _banks(self, side: int, bases: Mapping[str, nn.Module], groups: list[list[str]]) -> list[_Bank]:
+        """Empty slots of one side of all linears, those of one size on one device together; a group whose linears
+        differ in that lies apart."""
+        alike: dict[tuple[int, torch.device, int], list[list[str]]] = {}
+        for names in groups:
+            kinds = [_size_and_device(bases[name], side) for name in names]
+            for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
+                alike.setdefault((*kinds[names.index(group[0])], len(group)), []).append(group)
+        banks = []
+        for (size, device, count), same in alike.items():
+            shape = (self.rank, count * size) if side else (size, count * self.rank)
+            banks.append(_Bank(side, same, torch.zeros(len(same), self.slots, *shape, dtype=self.dtype, device=device)))
+        return banks
 
     @property
     def size_bytes(self) -> int:
@@ -204,10 +186,8 @@ class LoraSlots:
     @torch.no_grad()
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
         """Put an adapter's weights into `slot`."""
-        for downs in self._downs:
-            downs.load(slot, weights)
-        for ups in self._ups:
-            ups.load(slot, weights, scaling)
+        for bank in self._all_banks:
+            bank.load(slot, weights, scaling)
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
@@ -237,6 +217,7 @@ class LoraSlots:
             self.runs.training = ()
 
 
-def _device(module: nn.Module) -> torch.device:
-    """Where its weights are."""
-    return next(itertools.chain(module.parameters(), module.buffers())).device
+def _size_and_device(linear: nn.Module, side: int) -> tuple[int, torch.device]:
+    """Its in_features (side 0) or out_features (side 1), and where its weights are."""
+    size = int(linear.out_features if side else linear.in_features)  # type: ignore[arg-type]
+    return size, next(itertools.chain(linear.parameters(), linear.buffers())).device

@@ -97,7 +97,8 @@ class LoraUpdates:
     """Torch's updates of linears of one input, whose A's are one product."""
 
     def __init__(self, runs: LoraRuns, whole: torch.Tensor, members: Sequence[tuple[slice, torch.Tensor]]) -> None:
-        """`whole` as `Downs.whole`; of each linear its columns there and its B's [slots, rank, out_features]."""
+        """`whole` [slots, in_features, columns] holds all A's; of each linear its columns there, and its B's [slots,
+        rank, out_features]."""
         self._runs, self._whole, self._members = runs, whole, members
         # Views made once: at one row, making them takes a fifth of the update's time.
         self._by_slot = [(down, [up[slot] for _, up in members]) for slot, down in enumerate(whole.unbind())]

@@ -115,7 +115,7 @@ def give_back_memory() -> None:
 
 
 def heap_bytes() -> tuple[int, int] | None:
-    """(in use, freed and kept) of the C heap, in bytes; None without glibc 2.33 or newer.
+    """(in use, free within it) of the C heap, in bytes; None without glibc 2.33 or newer.
 
     Walks the list of free pieces: milliseconds for a heap in many of them.
     """

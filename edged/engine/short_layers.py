@@ -44,11 +44,7 @@ class _Together:
         self._product = packed[0].product
         if any(linear.product is not self._product for linear in packed) or len(self._product.sizes) != len(names):
             raise _NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} are not one product")
-        adapted = [(index, linear) for index, linear in enumerate(linears) if isinstance(linear, LoraLinear)]
-        self._updates = [
-            ([adapted[place][0] for place in places], updates)
-            for places, updates in updates_of([linear for _, linear in adapted])
-        ]
+        self._updates = updates_of(linears)
 
     def whole(self, x: torch.Tensor, runs: LoraRuns) -> torch.Tensor:
         """[rows, in] -> [rows, the outputs one after the other]"""

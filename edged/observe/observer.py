@@ -120,8 +120,8 @@ class Observer:
 
 def mix_of(record: Iteration) -> str:
     """What an iteration held, in the words of `MIXES`."""
-    trained = bool(record.units) or any(member.kind is Kind.FINETUNE for member in record.members)
-    served = any(member.kind is not Kind.FINETUNE for member in record.members)
+    kinds = {member.kind for member in record.members}
+    trained, served = bool(record.units) or Kind.FINETUNE in kinds, bool(kinds - {Kind.FINETUNE})
     return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
 
 
