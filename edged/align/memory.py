@@ -1,9 +1,11 @@
-"""Want of memory: which errors mean it, and how large fine-tune steps may be after it.
+"""Want of memory: which errors mean it, how large fine-tune steps may be after it, and what is not tried again.
 
-Owns both answers. Must not know what the memory went to, nor when a step runs.
+Owns these answers. Must not know what the memory went to, nor when a step runs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 
@@ -11,7 +13,8 @@ from edged.config import AlignSettings
 
 _SAID_BY_ALLOCATORS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In RuntimeErrors: CUDA's libraries and torch's allocator for the CPU have no exception of their own."""
-_MOST_STRIKES = 6
+_MOST_TRIES = 6
+"""Of what finds no memory alone."""
 _GROWS_AFTER = 8
 """Steps that must have gone well before they may be larger again."""
 _LONGEST_PAUSE_S = 60.0
@@ -24,6 +27,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_ALLOCATORS)
 
 
+def first_line(error: Exception) -> str:
+    """An error's kind and what it says first, for a line of the log or a note."""
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no more is known'}"[:300]
+
+
 class StepSize:
     """How many pairs a step may take: half as many when memory ran out, twice as many after some steps.
 
@@ -33,12 +42,16 @@ class StepSize:
     def __init__(self, align: AlignSettings) -> None:
         self.pairs = align.micro_batch_pairs
         self.strikes = 0
-        """How often memory ran out since a step ended well, or was given up."""
+        """How often memory ran out since a step ended well."""
         self.first_pause_s = 0.5
         self.graphs_fail = False
         """Whether a step failed with its graph kept, as for want of memory: none is kept for a while."""
         self._whole = align
         self._went_well = 0
+        self._wells = 0
+        """Steps that ended well, ever."""
+        self._tried: dict[Hashable, tuple[int, int]] = {}
+        """What found no memory alone: how often, and `_wells` at the first time."""
 
     def configure(self, align: AlignSettings) -> None:
         """Take over other settings for the steps to come; after want of memory they are no larger than they were."""
@@ -49,14 +62,29 @@ class StepSize:
     @property
     def align(self) -> AlignSettings:
         """The settings that the next step's pairs are drawn by."""
-        if self.pairs == self._whole.micro_batch_pairs:
-            return self._whole
-        return self._whole.model_copy(update={"micro_batch_pairs": self.pairs, "joint_adapters": 1})
+        less: dict[str, float] = {}
+        if self.pairs < self._whole.micro_batch_pairs or self.strikes:
+            less = {"micro_batch_pairs": self.pairs, "joint_adapters": 1}
+        if self.pairs == 1 and self.strikes:
+            less["replay_share"] = 0.0
+        return self._whole.model_copy(update=less) if less else self._whole
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether a single pair, tried again and again, finds no memory: then it is that pair's matter."""
-        return self.pairs == 1 and self.strikes >= _MOST_STRIKES
+    def hopeless(self, what: Hashable, others_first: bool = True) -> bool:
+        """Count that `what`, a pair's id say, found no memory alone; whether it is not to be tried again.
+
+        That is so after a few times; with `others_first` only if another step found memory since the first of them:
+        until then it may be anybody's want, which ends.
+        """
+        tries, wells = self._tried.get(what, (0, self._wells))
+        self._tried[what] = tries + 1, wells
+        if tries + 1 < _MOST_TRIES or (others_first and self._wells == wells):
+            return False
+        self.forgive(what)
+        return True
+
+    def forgive(self, what: Hashable) -> None:
+        """It found memory after all: nothing is counted against it."""
+        self._tried.pop(what, None)
 
     @property
     def pause_s(self) -> float:
@@ -73,13 +101,10 @@ class StepSize:
         """A step failed with its graph kept: those that follow go without, until enough of them went well."""
         self.graphs_fail, self._went_well = True, 0
 
-    def give_up(self) -> None:
-        """The pair that found no memory is not tried again; the next one has all its chances."""
-        self.strikes = 0
-
     def grow(self) -> None:
         """A step ended well."""
         self.strikes = 0
+        self._wells += 1
         self._went_well += 1
         if self._went_well >= _GROWS_AFTER:
             self._went_well = 0

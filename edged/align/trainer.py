@@ -20,9 +20,9 @@ from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore
 from edged.align.held_out import HeldOutTest
-from edged.align.learner import FIRST_LOSS, FineTuneStep, Learner, joint_draws
+from edged.align.learner import FIRST_LOSS, Draw, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
-from edged.align.memory import StepSize, out_of_memory
+from edged.align.memory import StepSize, first_line, out_of_memory
 from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.roster import Roster
 from edged.align.shelf import Shelf
@@ -149,11 +149,11 @@ class Trainer:
             ]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
-            if out_of_memory(error) and not self.size.exhausted:
-                self.roster.put_back(draws)
+            reason = first_line(error)
+            if out_of_memory(error):
+                self._starved(draws, _alone(list(draws.values())), reason)
             else:
-                self._failed(draws, f"{type(error).__name__}: {error}")
-                self.size.give_up()
+                self._failed(draws, reason)
             raise
         for name in draws:
             self.roster.learners[name].step = step
@@ -192,7 +192,7 @@ class Trainer:
             except Exception as error:
                 log.exception("a step or test of %s ended, and its outcome could not be taken in", learner.name)
                 if isinstance(step, DpoStep):
-                    self._stranded(learner, step.members[learner.name], begun, f"{type(error).__name__}: {error}")
+                    self._stranded(learner, step.members[learner.name], begun, first_line(error))
             self.roster.note(learner)
 
     def _stranded(self, learner: Learner, member: Member, begun: int, reason: str) -> None:
@@ -204,8 +204,9 @@ class Trainer:
         state = self.shelf.get(learner.name)
         self.records += member.scores
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
-        if member.starved and not self.size.exhausted:
-            learner.queue.extendleft(reversed(member.fresh))
+        if member.starved:
+            learner.taken = member.fresh
+            self._starved([learner.name], _alone([member]), member.error)
             self.size.shrink()
             return
         if member.burst:
@@ -217,13 +218,14 @@ class Trainer:
             return
         if member.error:
             self._skipped(learner, member.fresh, member.error)
-            self.size.give_up()
             if not math.isfinite(member.loss) and member.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
                 self._versions.fall_back(learner, f"guard: {member.error}")
             return
         ended = outcomes.of_step(learner, member, state.version, self._align.epochs)
         self.records += ended
+        for pair in member.fresh:
+            self.size.forgive(pair.pair_id)
         self.pairs_trained += sum(record.state in ("trained", "learnt") for record in ended)
         if member.trained and not member.strange:
             self.steps += 1
@@ -232,6 +234,7 @@ class Trainer:
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
         learner.tested_version = test.version
+        self.size.forgive((learner.name, test.version))
         scores, records = outcomes.of_test(learner, test)
         self.records += records
         if scores and test.version == self.version(learner.name):
@@ -290,6 +293,27 @@ class Trainer:
         learner.step.free()
         self.roster.put_back(learner.step.adapters)
 
+    def starved(self, step: FineTuneStep, alone: bool, reason: str) -> None:
+        """Drop a step under way that found no memory; `alone`: nothing else of fine-tuning wanted any then."""
+        if isinstance(step, DpoStep):
+            step.free()
+            self._starved(step.adapters, alone and _alone(list(step.members.values())), reason)
+        elif self.size.hopeless((step.adapters[0], step.version), others_first=False):
+            self.skip(step, reason)
+        else:
+            self.abandon(step.adapters[0])
+
+    def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
+        """The pairs that a step took wait again; a single one behind all others, and not for ever."""
+        self.roster.put_back(adapters)
+        for learner in [self.roster.learners[name] for name in adapters if alone]:
+            pair = learner.queue.popleft()
+            if self.size.hopeless(pair.pair_id):
+                self._skipped(learner, [pair], f"out of memory, also alone: {reason}")
+            else:
+                learner.queue.append(pair)
+            self.roster.note(learner)
+
     def skip(self, step: FineTuneStep, reason: str) -> None:
         """Drop a step under way because it failed."""
         step.free()
@@ -328,3 +352,8 @@ class Trainer:
         self.abandon(adapter)
         self.roster.forget(adapter)
         self.shelf.forget(adapter)
+
+
+def _alone(of_adapters: Sequence[Draw | Member]) -> bool:
+    """Whether it is a single pair: no smaller step can be made."""
+    return len(of_adapters) == 1 and len(of_adapters[0].fresh) == 1 and not of_adapters[0].replay

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from edged.align.learner import FineTuneStep
+from edged.align.memory import out_of_memory
 from edged.cache.pool import OutOfPages, PagePool
 from edged.cache.trie import PrefixTrie
 from edged.engine.attention import PagedPass, attention_pass
@@ -293,7 +294,8 @@ class Executor:
             try:
                 ran.append(Unit(*job.step.run_unit()))
             except Exception as error:
-                log.exception("a fine-tune unit failed")
+                if not out_of_memory(error):
+                    log.exception("a fine-tune unit failed")
                 work.failed[task_id] = error
                 break
             clock.lap()

@@ -10,8 +10,9 @@ import logging
 import math
 import time
 
+from edged import logs
 from edged.align.dpo import DpoStep
-from edged.align.memory import out_of_memory
+from edged.align.memory import first_line, out_of_memory
 from edged.config import AlignSettings
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
@@ -207,9 +208,11 @@ class Steps:
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
-        job, reason = self.jobs[task_id], f"{type(error).__name__}: {error}"
+        job, reason = self.jobs[task_id], first_line(error)
         if out_of_memory(error):
             self.starved({task_id}, reason, now)
+            message = f"memory ran out in fine-tuning, which waits {self._trainer.size.pause_s:.3g} s ({reason})"
+            logs.event(log, logging.WARNING, "memory_short", message)
         elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
             self._trainer.size.distrust_graphs()
@@ -220,17 +223,13 @@ class Steps:
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
-        exhausted = self._trainer.size.exhausted
-        for task_id in task_ids & self.jobs.keys():
-            if exhausted:
-                self._scheduler.remove(task_id)
-                self._skip(task_id, f"out of memory, also alone: {reason}")
-            else:
-                self.abandon(self.jobs[task_id].step.adapters[0])
-        if exhausted:
-            self._trainer.size.give_up()
-        else:
-            self._shrink(now)
+        starved = task_ids & self.jobs.keys()
+        for task_id in starved:
+            step = self.jobs[task_id].step
+            self._scheduler.remove(task_id)
+            self._drop(task_id)
+            self._trainer.starved(step, len(starved) == 1, reason)
+        self._shrink(now)
 
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()

@@ -175,6 +175,26 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
         assert "out of memory, also alone" in client.of(StepSkipped)[0].reason
 
 
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_graph: bool) -> None:
+    with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
+        engine._parts.trainer.size.first_pause_s = 1e-5
+        left = [20]
+
+        def learning(_: torch.Tensor) -> bool:
+            left[0] -= torch.is_grad_enabled()
+            return torch.is_grad_enabled() and left[0] >= 0
+
+        with shortage(layer(engine), learning):
+            engine.submit_pairs(random_pairs(3))
+            client.wait(lambda: len(client.of(PairRetired)) >= 3, 60)
+        assert left[0] < 0
+        assert sorted((pair.pair_id, pair.state) for pair in client.of(PairRetired)) == [
+            (pair_id, "trained") for pair_id in (1, 2, 3)
+        ]
+        assert not client.of(StepSkipped)
+
+
 def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
         engine._parts.trainer.size.first_pause_s = 0.01
@@ -197,17 +217,27 @@ def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, m
 
 
 def test_steps_shrink_pause_longer_and_grow_again() -> None:
-    size = StepSize(AlignSettings(micro_batch_pairs=4))
+    size = StepSize(AlignSettings(micro_batch_pairs=4, joint_adapters=4, replay_share=0.5))
     pauses = []
-    while not size.exhausted:
+    for _ in range(9):
         size.shrink()
         pauses.append(size.pause_s)
-    assert (size.align.micro_batch_pairs, size.align.joint_adapters) == (1, 1)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert (size.align.micro_batch_pairs, size.align.joint_adapters, size.align.replay_share) == (1, 1, 0.0)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     for _ in range(16):
         size.grow()
-    assert size.align.micro_batch_pairs == 4
-    assert not size.exhausted
+    assert (size.align.micro_batch_pairs, size.align.joint_adapters, size.align.replay_share) == (4, 4, 0.5)
+
+
+def test_a_pair_is_given_up_when_others_found_memory_since() -> None:
+    size = StepSize(AlignSettings())
+    assert not any(size.hopeless(1) for _ in range(20))
+    size.grow()
+    assert not size.hopeless(2)
+    assert size.hopeless(1)
+    assert [size.hopeless("a test", others_first=False) for _ in range(7)] == [False] * 5 + [True, False]
+    size.grow()
+    assert [size.hopeless(2) for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
