@@ -20,8 +20,8 @@ from edged.bench.profiling import Progress, measure
 from edged.config import Settings
 from edged.engine.loading import pick_device
 from edged.engine.memory import free_bytes, has_own_memory, total_bytes
-from edged.engine.parts import EngineParts, build_parts
-from edged.engine.threads import apart, beside
+from edged.engine.parts import EngineParts, build_parts_apart
+from edged.engine.threads import apart
 from edged.scheduler.profile import FOLDER, DeviceMemory, MemoryPeak, Profile, file_name, fit_prices, held_out_error
 
 
@@ -49,9 +49,8 @@ def profile_device(
 
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
-    beside()
     room = _device_memory(pick_device(settings.model.device))
-    parts = apart(lambda: build_parts(_for_measuring(settings), model_dir, None))
+    parts = build_parts_apart(_for_measuring(settings), model_dir, None)
     try:
         # First, while the heap has no holes that others left.
         progress(0, 1, "memory")

@@ -21,7 +21,7 @@ from edged.bench.turns import Spread
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
-from edged.engine.parts import EngineParts, build_parts
+from edged.engine.parts import EngineParts, build_parts_apart
 from edged.engine.request import Request, Sampling
 
 BATCHES = (1, 8, 32)
@@ -99,7 +99,7 @@ class WatchedEngine:
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
         settings = Settings.model_validate({"model": {"device": device, "dtype": dtype}})
-        parts = build_parts(settings, model, None)
+        parts = build_parts_apart(settings, model, None)
         self.vocab = parts.model.shape.vocab_size
         self.ran: list[Ran] = []
         self._clock = ForwardClock(parts.model.device)

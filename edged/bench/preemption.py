@@ -19,7 +19,7 @@ from edged.bench.recorder import Recorder
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.executor import FineTuneJob, Work
-from edged.engine.parts import build_parts
+from edged.engine.parts import build_parts_apart
 from edged.engine.request import Request, Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.scheduler.task import Plan
@@ -106,7 +106,7 @@ class Bench:
 
     def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
         self._recorder = Recorder()
-        parts = build_parts(settings, model, None)
+        parts = build_parts_apart(settings, model, None)
         self.watch = Watch(parts.executor.run)
         setattr(parts.executor, "run", self.watch)  # noqa: B010 - a method of one object is watched
         self.engine = Engine(parts, self._recorder.deliver, lambda _records: None)

@@ -24,9 +24,8 @@ from edged.config import Settings
 from edged.engine.inbox import STOPPING, Inbox
 from edged.engine.iterations import Iteration
 from edged.engine.loop import Loop
-from edged.engine.parts import EngineParts, build_parts
+from edged.engine.parts import EngineParts, build_parts_apart
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
-from edged.engine.threads import apart, beside
 from edged.governors.limits import Limits, Use
 
 log = logging.getLogger("edged.engine")
@@ -68,8 +67,7 @@ class Engine:
         resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
         live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
-        beside()
-        return cls(apart(lambda: build_parts(settings, model_dir, data_dir)), deliver, journal)
+        return cls(build_parts_apart(settings, model_dir, data_dir), deliver, journal)
 
     @property
     def error(self) -> str | None:

@@ -32,7 +32,7 @@ from edged.engine.short_layers import shorten_layers
 from edged.engine.slots import SlotTable
 from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
-from edged.engine.threads import CpuThreads
+from edged.engine.threads import CpuThreads, apart, beside
 from edged.scheduler.cost import CostModel
 from edged.scheduler.policies import POLICIES
 from edged.scheduler.policy import Policy
@@ -135,6 +135,13 @@ def _prefix_report(trie: PrefixTrie | None, spill: PageSpill | None) -> dict[str
             "capacity": spill.capacity if spill is not None else 0,
         },
     }
+
+
+def build_parts_apart(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
+    """As `build_parts`, for an engine's thread to compute with all cores: the calling thread works alone from now on
+    (see `threads.beside`)."""
+    beside()
+    return apart(lambda: build_parts(settings, model_dir, data_dir))
 
 
 def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
