@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from edged.scheduler.admission import Admission
 from edged.scheduler.draft import Draft
 from edged.scheduler.mace import Mace
 from edged.scheduler.packing import Item
@@ -30,6 +31,23 @@ class MacePrune(Mace):
     prunes = False
 
 
+class _ByArrival(Admission):
+    """All in the order of their arrival."""
+
+    def _ranked(self, queues: Queues, draft: Draft, now: float) -> list[Task]:
+        return sorted(super()._ranked(queues, draft, now), key=lambda task: (not task.begun, by_arrival(task)))
+
+    def _outranks_serving(self, queues: Queues, prompts: Sequence[Task], first: Task, now: float) -> bool:
+        serving = [grant.task for grant in queues.decodes[:1]] + list(prompts)
+        return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
+
+    def _asking(self, draft: Draft, tuning: list[Task], waiting: list[Task], due: bool, now: float) -> Iterator[Item]:
+        own = super()._asking(draft, tuning, [], due, now)
+        # Nobody is too late to be overtaken: deadlines count for nothing.
+        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
+        return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
+
+
 class MacePriority(Mace):
     """Without priorities (4.1; "PA" of Table 1): no base, no growth with the wait, no reward for a loss.
 
@@ -40,18 +58,4 @@ class MacePriority(Mace):
 
     name = "mace-priority"
     order = staticmethod(by_arrival)
-
-    def _ranked(self, queues: Queues, draft: Draft, now: float) -> list[Task]:
-        return sorted(super()._ranked(queues, draft, now), key=lambda task: (not task.begun, by_arrival(task)))
-
-    def _outranks_serving(
-        self, queues: Queues, prompts: Sequence[Task], first: Task, wait_s: float, now: float
-    ) -> bool:
-        serving = [grant.task for grant in queues.decodes[:1]] + list(prompts)
-        return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
-
-    def _asking(self, draft: Draft, tuning: list[Task], waiting: list[Task], due: bool, now: float) -> Iterator[Item]:
-        own = super()._asking(draft, tuning, [], due, now)
-        # Nobody is too late to be overtaken: deadlines count for nothing.
-        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
-        return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
+    admission = _ByArrival

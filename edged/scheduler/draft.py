@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from edged.scheduler.cost import Load
 from edged.scheduler.queues import Queues, by_arrival
@@ -79,6 +80,10 @@ class Draft:
     def room(self, task: Task) -> int:
         """Tokens that `task`, which has entered, could compute in this iteration."""
         return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self._page_size)
+
+    def load_beside(self, task: Task) -> Load:
+        """The bin's load with `task` beside it, before any token of it: its adapter may be one more."""
+        return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
 
     def take(self, task: Task, tokens: int, finetune: bool) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel
 from edged.scheduler.draft import Draft
+from edged.scheduler.learning import learn
 from edged.scheduler.queues import Queues, by_arrival
-from edged.scheduler.task import Grant, Plan, Resources, Task
+from edged.scheduler.task import Plan, Resources, Task
 
 NOBODY = -math.inf
 """As `before_s` of `serve`: no prompt enters."""
@@ -94,28 +95,6 @@ def tune(
         free_pages -= draft.pages(task, task.tokens)
         if free_pages < 0:
             break
-        _add(draft, task, cost, limit_s)
+        learn(draft, task, cost, limit_s, 0 if plan.grants else 1)
     plan.predicted_forward_s = cost.forward_s(draft.load)
     return plan if plan.grants else None
-
-
-def _add(draft: Draft, task: Task, cost: CostModel, limit_s: float) -> None:
-    plan = draft.plan
-    tokens = units = 0
-    if task.tokens:
-        most = draft.room(task)
-        tokens = cost.chunk(draft.load, task.context, most, limit_s - plan.predicted_units_s, finetune=True)
-        if not plan.grants:
-            tokens = max(tokens, min(most, 1))
-        if tokens:
-            draft.take(task, tokens, finetune=True)
-    if tokens == task.tokens:
-        left_s = limit_s - cost.forward_s(draft.load)
-        for unit in task.units[task.next_unit :]:
-            unit_s = cost.unit_s(unit)
-            if plan.predicted_units_s + unit_s > left_s and (units or tokens or plan.grants):
-                break
-            plan.predicted_units_s += unit_s
-            units += 1
-    if tokens or units:
-        plan.grants.append(Grant(task, tokens, units))

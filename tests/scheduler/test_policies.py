@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from edged.scheduler.cost import Load
+from edged.config import SchedulerSettings
+from edged.scheduler.cost import CostModel, Load, Prices
 from edged.scheduler.mace import SMALLEST_CHUNK
 from edged.scheduler.policies import POLICIES
 from edged.scheduler.scheduler import Scheduler
@@ -47,6 +50,11 @@ def granted(plan: Plan) -> dict[int, tuple[int, int]]:
 
 
 every = pytest.mark.parametrize("policy", POLICIES)
+
+
+@every
+def test_a_policy_is_short(policy: str) -> None:
+    assert len(inspect.getsource(inspect.getmodule(POLICIES[policy]) or POLICIES[policy]).splitlines()) < 150
 
 
 @every
@@ -211,6 +219,18 @@ class TestMaceServing:
         plan = scheduler.plan(0.0, resources())
         assert SMALLEST_CHUNK <= granted(plan)[2][0] < 1000
         assert plan.predicted_forward_s <= decode.deadline_s
+
+    @pytest.mark.parametrize("adapter", [1, 2])
+    def test_a_chunk_that_brings_an_adapter_is_shorter_by_what_the_adapter_costs(self, adapter: int) -> None:
+        prices = Prices((0.01, 0.0001, 0.0001, 0.0, 0.0, 0.0, 0.0, 0.01), 64, {"layer": (0.0, 0.001)})
+        scheduler = Scheduler(SchedulerSettings(ttft_floor_ms=60_000.0, tbt_floor_ms=80.0), CostModel(prices))
+        decode = add_decode(scheduler, 1)
+        decode.adapter = 1
+        add_prompt(scheduler, 2, 1000).adapter = adapter
+        plan = scheduler.plan(0.0, resources())
+        limit_s = decode.deadline_s * (1.0 - scheduler.cost.headroom)
+        assert granted(plan)[2][0] > SMALLEST_CHUNK
+        assert plan.predicted_forward_s <= limit_s < plan.predicted_forward_s + 0.001
 
     def test_a_prompt_that_would_be_late_is_not_held_back_by_decodes(self) -> None:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
