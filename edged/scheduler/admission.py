@@ -106,12 +106,17 @@ class Admission:
         return runnable
 
     def _asking(self, draft: Draft, tuning: list[Task], waiting: list[Task], due: bool, now: float) -> Iterator[Item]:
-        """Who asks for memory, by priority; a prompt that is late already is not to be overtaken."""
+        """Who asks for memory, by priority.
+
+        A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
+        missed its target anyway, and many that are not would wait with it.
+        """
         token_s, most = self._cost.token_s, draft.tokens_left
         steps = [Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning]
         if due:
             yield from steps
         for task in waiting:
-            yield Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s, task.deadline_s > now)
+            patient = now < task.deadline_s + (task.deadline_s - task.arrival_s)
+            yield Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
         if not due:
             yield from steps

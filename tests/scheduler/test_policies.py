@@ -244,13 +244,13 @@ class TestMaceServing:
         add_prompt(scheduler, 2, 1000)
         assert granted(scheduler.plan(0.2, resources()))[2][0] == SMALLEST_CHUNK
 
-    def test_a_small_prompt_passes_a_large_one_that_finds_no_pages_until_that_one_is_late(self) -> None:
+    def test_a_small_prompt_passes_a_large_one_that_finds_no_pages_until_that_one_is_very_late(self) -> None:
         scheduler = scheduler_of(ttft_floor_ms=1000.0, ttft_factor=0.1)
         add_decode(scheduler, 1)
         add_prompt(scheduler, 2, 40 * PAGE, arrival_s=0.0)
         add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)
-        assert 3 in granted(scheduler.plan(0.5, resources(free=30, total=100)))
-        assert 3 not in granted(scheduler.plan(1.1, resources(free=30, total=100)))
+        assert 3 in granted(scheduler.plan(1.9, resources(free=30, total=100)))
+        assert 3 not in granted(scheduler.plan(2.1, resources(free=30, total=100)))
 
 
 class TestMaceFineTuning:
