@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -39,9 +40,13 @@ class Package:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known against the packages; `problem` says why nobody could be asked, "" where somebody was."""
+    """What is known against the packages; `problem` says why nobody could be asked, "" where somebody was.
+
+    `unknown` are those that the database has never heard of: nothing is known against them, nor for them.
+    """
 
     vulnerabilities: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -97,13 +102,20 @@ def ask(packages: list[Package]) -> Known:
         except (ValueError, KeyError):
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             return Known(problem=f"the vulnerability database could not be asked: {reason[:300]}")
-    return Known(
-        tuple(
-            f"{item['name']} {item['version']}: {known['id']}, fixed in {', '.join(known['fix_versions']) or 'none'}"
-            for item in found
-            for known in item.get("vulns", ())
-        )
+    return understand(found)
+
+
+def understand(found: list[dict[str, Any]]) -> Known:
+    """From the dependencies of pip-audit's JSON report."""
+    unknown = tuple(item["name"] for item in found if "skip_reason" in item)
+    if len(unknown) == len(found):
+        return Known(unknown=unknown, problem="the vulnerability database knows none of the packages")
+    vulnerabilities = tuple(
+        f"{item['name']} {item['version']}: {known['id']}, fixed in {', '.join(known['fix_versions']) or 'none'}"
+        for item in found
+        for known in item.get("vulns", ())
     )
+    return Known(vulnerabilities, unknown)
 
 
 def main() -> int:
@@ -126,10 +138,12 @@ def main() -> int:
             print("  what was checked are the hashes above; the versions are: tools/audit --json")
         else:
             print(f"{len(known.vulnerabilities)} known vulnerabilities")
-            print("\n".join(f"  {line}" for line in known.vulnerabilities))
+            print("".join(f"  {line}\n" for line in known.vulnerabilities), end="")
+            if known.unknown:
+                print(f"NOT checked, as the vulnerability database does not know them: {', '.join(known.unknown)}")
     if changed or known.vulnerabilities:
         return 1
-    return 2 if known.problem else 0
+    return 2 if known.problem or known.unknown else 0
 
 
 if __name__ == "__main__":

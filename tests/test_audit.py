@@ -1,0 +1,39 @@
+"""What `tools/audit` makes of pip-audit's report."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SAFE = {"name": "yarl", "version": "1.25.1", "vulns": []}
+KNOWN = {"name": "aiohttp", "version": "3.9.0", "vulns": [{"id": "PYSEC-2024-24", "fix_versions": ["3.9.2"]}]}
+SKIPPED = {"name": "torch", "skip_reason": "Dependency not found on PyPI and could not be audited: torch (2.13.0)"}
+
+
+@pytest.fixture(scope="module")
+def audit() -> ModuleType:
+    path = Path(__file__).parents[1] / "tools" / "audit.py"
+    spec = importlib.util.spec_from_file_location("tools_audit", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tools_audit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_vulnerabilities_are_told_with_the_version_that_mends_them(audit: ModuleType) -> None:
+    known = audit.understand([SAFE, KNOWN])
+    assert known.vulnerabilities == ("aiohttp 3.9.0: PYSEC-2024-24, fixed in 3.9.2",)
+    assert not known.problem
+    assert not known.unknown
+
+
+def test_what_the_database_does_not_know_does_not_count_as_checked(audit: ModuleType) -> None:
+    assert audit.understand([SAFE, SKIPPED]).unknown == ("torch",)
+    assert not audit.understand([SAFE, SKIPPED]).problem
+    assert "knows none" in audit.understand([SKIPPED]).problem
