@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +20,9 @@ from edged.cli.doctor.finding import Examination
 from edged.cli.main import cli
 from edged.cli.settings import INSTALLED_DATA_DIR, settings_of
 from edged.config import load_settings
+from edged.models import demo_model_dir
 from edged.store import Store
+from tests.cli.conftest import clean_environment
 
 
 @pytest.fixture
@@ -29,6 +34,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("EDGED_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("EDGED_SOCKET", "/nonexistent/edged.sock")
+    # Also put back afterwards, whatever a command of the installed daemon's makes of it.
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     return file
 
 
@@ -50,6 +57,33 @@ def test_the_doctor_looks_at_the_installed_daemons_database(installed: Path, tmp
     assert found["settings"]["seen"] == str(installed)
     assert found["database"]["state"] == "fail"
     assert str(tmp_path / "data") in found["database"]["seen"]
+
+
+_INSTALLED_ELSEWHERE = """
+import pathlib, sys
+from edged.cli import main, settings
+settings.INSTALLED_FILE, settings.INSTALLED_MODELS = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
+main.main()
+"""
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_model_that_the_service_downloaded_is_found_unless_hf_home_names_another_folder(
+    installed: Path, tmp_path: Path, theirs: bool
+) -> None:
+    installed.write_text(f'[model]\npath = "ada/tiny"\n[store]\ndata_dir = "{tmp_path / "data"}"\n')
+    cached = tmp_path / "cache" / "hub" / "models--ada--tiny"
+    shutil.copytree(demo_model_dir(), cached / "snapshots" / "f00d")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("f00d")
+    environment = clean_environment(HF_HOME=str(tmp_path / "theirs"))
+    if not theirs:
+        del environment["HF_HOME"]
+    command = (sys.executable, "-c", _INSTALLED_ELSEWHERE, str(installed), str(tmp_path / "cache"))
+    options = ("doctor", "--json", "--within", "1", "--socket", str(tmp_path / "s"))
+    result = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
+    found = {item["name"]: item["seen"] for item in json.loads(result.stdout)["findings"]}
+    assert ("was not downloaded yet" if theirs else str(cached / "snapshots" / "f00d")) in found["model"]
 
 
 def test_what_is_named_wins_over_what_is_installed(

@@ -13,7 +13,7 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
-from edged.cli.settings import INSTALLED_FILE, NotReadable, in_installed_folder, settings_file, settings_of
+from edged.cli.settings import INSTALLED_FILE, NotReadable, as_installed, settings_file, settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -91,7 +91,7 @@ def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
         return settings, fine("settings", str(file) if file else "the defaults and the environment")
     except NotReadable:
         seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
-        return in_installed_folder(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
+        return as_installed(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
     except DaemonError as error:
         return Settings(), broken("settings", str(error), "correct it; the defaults were looked at instead")
 
