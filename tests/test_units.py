@@ -66,7 +66,7 @@ def test_commands_look_for_models_where_the_service_downloads_them() -> None:
     service = dict(directives("edged.service"))
     variables = dict(variable.split("=") for variable in service["Environment"].split())
     assert variables["HF_HOME"].replace("%C", "/var/cache") == INSTALLED_MODELS
-    assert INSTALLED_DATA_DIR == f"/var/lib/{service['StateDirectory']}"
+    assert f"/var/lib/{service['StateDirectory']}" == INSTALLED_DATA_DIR
 
 
 def test_settings_of_newer_systemds_are_apart() -> None:

@@ -58,11 +58,16 @@ def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> 
     return as_installed(settings) if file == INSTALLED_FILE else settings
 
 
+def means_installed(named: Path | None) -> bool:
+    """Whether the installed daemon is the one that is meant. Raises NotReadable."""
+    return settings_file(named) == INSTALLED_FILE
+
+
 def as_installed(settings: Settings) -> Settings:
     """The same with the data folder that systemd gives the installed daemon, unless they name one.
 
-    Models are looked for where the unit has them, too, unless HF_HOME says otherwise: huggingface_hub reads that when it
-    is imported, which must come later.
+    Models are looked for where the unit has them, too, unless HF_HOME says otherwise. Call it before huggingface_hub is
+    imported, which reads that then.
     """
     os.environ.setdefault("HF_HOME", INSTALLED_MODELS)
     if settings.store.data_dir:

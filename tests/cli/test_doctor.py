@@ -262,7 +262,7 @@ def test_who_may_not_use_the_socket_is_not_sent_into_the_admins_group(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(it.sockets[0]))
         # Root may use every socket.
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        monkeypatch.setattr(os, "access", lambda path, mode, **how: False)
         _, found = storage.folders(it)
     assert found.state == "warn"
     assert "usermod" not in found.way_out

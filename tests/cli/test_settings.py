@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edged.cli import settings
+from edged.cli.doctor import installed as doctor_installed
 from edged.cli.doctor import storage
 from edged.cli.doctor.command import settings_to_look_with
 from edged.cli.doctor.finding import Examination
@@ -107,6 +108,25 @@ def test_edited_settings_without_a_folder_mean_the_services(installed: Path) -> 
 def test_where_nothing_is_installed_the_defaults_hold(installed: Path) -> None:
     installed.unlink()
     assert settings_of(None) == load_settings(None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_root_looks_at_the_installed_daemons_data_as_its_user(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "edged.service").write_text("[Service]\nUser=nobody\n")
+    monkeypatch.setattr(doctor_installed, "_FOLDERS", (str(tmp_path),))
+    (tmp_path / "data").mkdir(mode=0o700)
+
+    def seen(*options: str) -> str:
+        found = json.loads(run("doctor", "--json", "--within", "1", *options).output)["findings"]
+        return next(item["state"] + item["seen"] for item in found if item["name"] == "data folder")
+
+    assert seen().startswith("fail")
+    assert "the service's user, nobody" in seen()
+    other = tmp_path / "other.toml"
+    other.write_text(installed.read_text())
+    assert seen("--config", str(other)).startswith("ok")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

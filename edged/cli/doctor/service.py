@@ -1,6 +1,6 @@
 """Checks of the service: systemd's units, and the daemon that should answer.
 
-Owns where units are and what they should say. Must not know how the daemon works.
+Owns what units should say and do. Must not know how the daemon works.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from pathlib import Path
 import edged
 from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
+from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
 
-_UNIT_FOLDERS = (
-    *("etc/systemd/system", "run/systemd/system", "usr/local/lib/systemd/system"),
-    *("usr/lib/systemd/system", "lib/systemd/system"),
-)
-_UNITS = ("edged.service", "edged.socket")
+_UNITS = (SERVICE, SOCKET)
 
 
 def units(it: Examination) -> Iterator[Finding]:
     """Installed, without mistakes, watched, and started at boot."""
-    found = [path for name in _UNITS if (path := _unit(it, name)) is not None]
+    found = [path for name in _UNITS if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
         yield doubtful("units", seen, "`sudo tools/install` from a checkout")
@@ -55,13 +52,9 @@ def _enabled(it: Examination, names: str) -> Iterator[Finding]:
         yield fine("units", f"{seen}, enabled")
 
 
-def _unit(it: Examination, name: str) -> Path | None:
-    return next((path for folder in _UNIT_FOLDERS if (path := it.root / folder / name).is_file()), None)
-
-
 def _sleeping(it: Examination) -> Path | None:
     """systemd's socket for a daemon that does not run: to ask there would start it."""
-    unit = _unit(it, "edged.socket")
+    unit = unit_file(it.root, SOCKET)
     if unit is None or not (it.root / "run/systemd/system").is_dir():
         return None
     listens = [line.partition("=")[2] for line in unit.read_text().splitlines() if line.startswith("ListenStream=/")]
