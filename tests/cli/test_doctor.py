@@ -169,7 +169,11 @@ def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
     assert "pickle" in states_of(tiny)["model"].seen
     config = json.loads((tiny / "config.json").read_text())
     (tiny / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
-    assert [f.state for f in model.files(tiny) if "code of its own" in f.seen] == ["warn"]
+    refused = only(found for found in model.files(tiny) if "code of its own" in found.seen)
+    assert "runs no code" in refused.way_out
+    runs = only(found for found in model.files(tiny, trusted=True) if "code of its own" in found.seen)
+    assert "runs with all of edged's rights" in runs.seen
+    assert "model.trust_remote_code = false" in runs.way_out
     (tiny / "config.json").write_text("{")
     assert "config.json" in only(model.files(tiny)).seen
 

@@ -106,7 +106,7 @@ def clock(it: Examination) -> Iterator[Finding]:
     seen = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M UTC")
     if newest > now + 60.0:
         last = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        way_out = "`sudo timedatectl set-ntp true`: feedback and versions are kept in order of their times"
+        way_out = "`sudo timedatectl set-ntp true`: store.keep_days and the log's times go by it"
         yield doubtful("clock", f"{seen}, but edged's files were written at {last}", way_out)
         return
     _, synchronized = output_of(["timedatectl", "show", "--property=NTPSynchronized", "--value"], it.left_s(2.0))
