@@ -23,6 +23,8 @@ log = logging.getLogger("edged")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 _TOLD_MARGIN_S = 60.0
 """For which systemd waits beyond what it was told."""
+REFUSED = "start refused"
+"""How the status begins that systemd is told while a refusal waits."""
 _COUNT_FILE = "refused-starts"
 """In a folder that outlives the process: how many starts were refused since the last one that served."""
 
@@ -37,7 +39,7 @@ def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]
     else:
         print(f"edged: {message}", file=sys.stderr, flush=True)
     if wait_s := _wait_s(_count_one(environ)):
-        status = f"STATUS=start refused, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
+        status = f"STATUS={REFUSED}, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
         notify(f"{status}\nEXTEND_TIMEOUT_USEC={(wait_s + _TOLD_MARGIN_S) * 1e6:.0f}", environ)
         time.sleep(wait_s)
     return 1

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_MODELS
+
 UNITS = Path(__file__).parents[1] / "systemd"
 MOST_EXPOSURE = 2.5
 
@@ -58,6 +60,13 @@ def test_the_socket_is_everybodys_and_outlives_the_service() -> None:
     assert service["RuntimeDirectoryPreserve"] == "yes"
     # Everybody reaches the socket, where [access] guards, and nothing else of the daemon's.
     assert (service["UMask"], service["StateDirectoryMode"], service["CacheDirectoryMode"]) == ("0077", "0700", "0700")
+
+
+def test_commands_look_for_models_where_the_service_downloads_them() -> None:
+    service = dict(directives("edged.service"))
+    variables = dict(variable.split("=") for variable in service["Environment"].split())
+    assert variables["HF_HOME"].replace("%C", "/var/cache") == INSTALLED_MODELS
+    assert f"/var/lib/{service['StateDirectory']}" == INSTALLED_DATA_DIR
 
 
 def test_settings_of_newer_systemds_are_apart() -> None:

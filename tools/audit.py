@@ -93,7 +93,7 @@ def ask(packages: list[Package]) -> Known:
         listed = Path(folder) / "requirements.txt"
         # A local version, such as torch's +cpu, is not in any database; the public one before it is.
         listed.write_text("".join(f"{item.name}=={item.version.split('+')[0]}\n" for item in packages))
-        command = [sys.executable, "-m", "pip_audit", "--requirement", str(listed), "--no-deps", "--disable-pip"]
+        command = [sys.executable, "-P", "-m", "pip_audit", "-r", str(listed), "--no-deps", "--disable-pip"]
         try:
             done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, timeout=AUDIT_S)
             found = json.loads(done.stdout)["dependencies"]

@@ -46,7 +46,7 @@ def main() -> None:
 def doctor(folder: Path, options: tuple[str, ...]) -> None:
     """Write doctor.svg: what `edged doctor OPTIONS` says of this box."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "edged.cli", "doctor", *options]
+    command = [sys.executable, "-P", "-m", "edged.cli", "doctor", *options]
     terminal = {"FORCE_COLOR": "1", "COLUMNS": str(TERMINAL_COLUMNS), "TERM": "xterm-256color"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | terminal)
     recorder = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO(), highlight=False)

@@ -187,7 +187,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
     limit_s = _SLOWEST * seconds + _START_S
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "edged.cli", *command], stdout=output, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", "edged.cli", *command], stdout=output, stderr=subprocess.PIPE, text=True
         )
         timer = threading.Timer(limit_s, child.kill)
         timer.start()

@@ -1,11 +1,12 @@
 """The settings of commands that work on a daemon's files without asking the daemon.
 
-Owns which file is read when the person names none, and where the installed daemon keeps its data. Must not know what
-commands do with the settings.
+Owns which file is read when the person names none, and where the installed daemon keeps its data and the models that it
+downloaded. Must not know what commands do with the settings, nor import huggingface_hub.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ INSTALLED_FILE = Path("/etc/edged/edged.toml")
 """What `tools/install` writes and `edged.service` reads."""
 INSTALLED_DATA_DIR = "/var/lib/edged"
 """The unit's StateDirectory: where the installed daemon's data are unless its settings say otherwise."""
+INSTALLED_MODELS = "/var/cache/edged/huggingface"
+"""The unit's HF_HOME: where the installed daemon's downloaded models are."""
 
 
 class NotReadable(DaemonError):
@@ -52,11 +55,21 @@ def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> 
         settings = load_settings(file, overrides=overrides)
     except ConfigError as error:
         raise DaemonError(str(error)) from None
-    return in_installed_folder(settings) if file == INSTALLED_FILE else settings
+    return as_installed(settings) if file == INSTALLED_FILE else settings
 
 
-def in_installed_folder(settings: Settings) -> Settings:
-    """The same with the folder that systemd gives the installed daemon, unless they name one."""
+def means_installed(named: Path | None) -> bool:
+    """Whether the installed daemon is the one that is meant. Raises NotReadable."""
+    return settings_file(named) == INSTALLED_FILE
+
+
+def as_installed(settings: Settings) -> Settings:
+    """The same with the data folder that systemd gives the installed daemon, unless they name one.
+
+    Models are looked for where the unit has them, too, unless HF_HOME says otherwise. Call it before huggingface_hub is
+    imported, which reads that then.
+    """
+    os.environ.setdefault("HF_HOME", INSTALLED_MODELS)
     if settings.store.data_dir:
         return settings
     return settings.model_copy(update={"store": settings.store.model_copy(update={"data_dir": INSTALLED_DATA_DIR})})

@@ -87,7 +87,7 @@ CATALOGUE = (
     _gauge("edged_adapter_version", "Version that is served", "adapter"),
     _gauge("edged_adapter_pairs_pending", "Pairs that wait", "adapter"),
     # The box
-    _gauge("edged_temperature_celsius", "The hottest sensor"),
+    _gauge("edged_temperature_celsius", "The sensor nearest to its limit, else the hottest"),
     _gauge("edged_temperature_limit_celsius", "Where that part is slowed down, if it says so"),
     _gauge("edged_power_watts", "What the box or its GPU draws"),
     _gauge("edged_memory_bytes", "The box's memory", "state"),

@@ -38,7 +38,7 @@ def check_trl() -> None:
         import trl  # noqa: F401
     except ImportError:
         raise RebuildError(
-            f"TRL is not installed for this edged: `{sys.executable} -m pip install trl`, or, from a checkout, "
+            f"TRL is not installed for this edged: `{sys.executable} -P -m pip install trl`, or, from a checkout, "
             "`sudo tools/install --with rebuild`"
         ) from None
 

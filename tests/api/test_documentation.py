@@ -1,4 +1,4 @@
-"""docs/api.md names every route and every field that can be sent."""
+"""docs/api.md names every route and every field that can be sent, docs/security.md those that are open to anybody."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from edged.api.app import make_app
+from edged.api.app import ROLES, make_app
 from edged.api.schemas import ChatRequest, CompletionRequest, PairRequest, SignalRequest
 from edged.api.services import Lifecycle
 from edged.config import ApiSettings
 
-TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "api.md").read_text()
 
 
 def test_every_route_is_described() -> None:
@@ -21,6 +22,13 @@ def test_every_route_is_described() -> None:
         assert route.resource is not None
         path = route.resource.canonical
         assert any(f"`{route.method} {path}`" in heading for heading in headings), f"{route.method} {path}"
+
+
+def test_every_route_that_is_open_to_anybody_is_told() -> None:
+    (told,) = (text for text in (DOCS / "security.md").read_text().split("\n\n") if "For anybody" in text)
+    for route in (route for route, role in ROLES.items() if role == "anybody"):
+        path = route.partition(" ")[2].replace("{name}", "*")
+        assert f"`{path}`" in told, route
 
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, SignalRequest, PairRequest])

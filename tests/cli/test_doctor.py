@@ -7,6 +7,8 @@ import os
 import shutil
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from edged.models import demo_model_dir
 from edged.scheduler.cost import Prices
 from edged.scheduler.profile import Profile, Subject
 from edged.store import Store
-from tests.cli.conftest import Daemon, edged
+from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.models import save_tiny
 
 LONG_S = 40.0
@@ -89,6 +91,23 @@ def test_settings_that_cannot_be_are_a_failure_and_the_rest_is_looked_at(tmp_pat
     assert {"disk", "model", "daemon"} <= found.keys()
 
 
+def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
+    """Root looks from wherever it stands, which may be a folder of somebody else's."""
+    for name in ("json", "subprocess", "pydantic", "torch", "psutil", "edged"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    places = ("--socket", str(tmp_path / "s"), "--config", "/dev/null", "--within", str(LONG_S))
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "edged.cli", "doctor", "--json", "--least-free", "0", *places],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=clean_environment(EDGED_STORE__DATA_DIR=str(tmp_path / "data")),
+    )
+    assert not list(tmp_path.glob("ran-*"))
+    found = by_name(result.stdout)
+    assert (found["torch"]["state"], found["memory"]["state"]) == ("ok", "ok"), result.stdout + result.stderr
+
+
 def test_the_exit_code_is_the_worst_state() -> None:
     states: list[tuple[list[Finding], State]] = [
         ([], "ok"),
@@ -150,7 +169,11 @@ def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
     assert "pickle" in states_of(tiny)["model"].seen
     config = json.loads((tiny / "config.json").read_text())
     (tiny / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
-    assert [f.state for f in model.files(tiny) if "code of its own" in f.seen] == ["warn"]
+    refused = only(found for found in model.files(tiny) if "code of its own" in found.seen)
+    assert "runs no code" in refused.way_out
+    runs = only(found for found in model.files(tiny, trusted=True) if "code of its own" in found.seen)
+    assert "runs with all of edged's rights" in runs.seen
+    assert "model.trust_remote_code = false" in runs.way_out
     (tiny / "config.json").write_text("{")
     assert "config.json" in only(model.files(tiny)).seen
 
@@ -243,7 +266,7 @@ def test_who_may_not_use_the_socket_is_not_sent_into_the_admins_group(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(it.sockets[0]))
         # Root may use every socket.
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        monkeypatch.setattr(os, "access", lambda path, mode, **how: False)
         _, found = storage.folders(it)
     assert found.state == "warn"
     assert "usermod" not in found.way_out

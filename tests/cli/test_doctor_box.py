@@ -150,17 +150,49 @@ def test_units_that_are_missing_wrong_or_unwatched_are_found(tmp_path: Path) -> 
     assert only(service.units(it)).state == "ok"
 
 
+def systemd_says(folder: Path, monkeypatch: pytest.MonkeyPatch, **properties: str) -> Path:
+    """A systemd that runs and tells these properties of the service; returns the socket that it listens on."""
+    told = "".join(f"{name}={value}\n" for name, value in properties.items())
+    answer = f"#!/bin/sh\n[ $1 = is-enabled ] && echo enabled || cat <<'END'\n{told}END\n"
+    system(folder, bin__systemctl=answer)
+    (folder / "bin" / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    (folder / "run" / "systemd" / "system").mkdir(parents=True)
+    system(folder, **{"etc__systemd__system__edged.socket": f"[Socket]\nListenStream={folder / 's'}\n"})
+    return folder / "s"
+
+
+@needs_systemd
+@pytest.mark.parametrize(
+    ("substate", "status", "state", "running"),
+    [
+        ("start", "loading demo for 12 s", "warn", True),
+        ("start", "start refused, tried again in 40 s: no such model", "fail", False),
+        ("auto-restart", "", "fail", False),
+    ],
+)
+def test_a_service_that_does_not_come_up_is_told_in_systemds_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, substate: str, status: str, state: str, running: bool
+) -> None:
+    path = systemd_says(tmp_path, monkeypatch, ActiveState="activating", SubState=substate, StatusText=status)
+    system(tmp_path, **{"etc__systemd__system__edged.service": UNIT.format("WatchdogSec=30")})
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        it = examination(tmp_path, root=tmp_path, sockets=(path,))
+        finding, runs = service.daemon(it)
+    assert runs is running
+    for found in (finding, only(service.units(it))):
+        assert found.state == state
+        assert f"edged.service is activating ({substate}): {status}" in found.seen
+        assert "journalctl -u edged" in found.way_out
+
+
 @pytest.mark.parametrize(("state", "asked"), [("inactive", False), ("active", True)])
 def test_a_daemon_that_systemds_socket_would_start_is_left_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, asked: bool
 ) -> None:
-    path = tmp_path / "s"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "systemctl").write_text(f"#!/bin/sh\necho {state}\n")
-    (tmp_path / "bin" / "systemctl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    (tmp_path / "run" / "systemd" / "system").mkdir(parents=True)
-    system(tmp_path, **{"etc__systemd__system__edged.socket": f"[Socket]\nListenStream={path}\n"})
+    path = systemd_says(tmp_path, monkeypatch, ActiveState=state)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()

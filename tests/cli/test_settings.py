@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,13 +14,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edged.cli import settings
+from edged.cli.doctor import installed as doctor_installed
 from edged.cli.doctor import storage
 from edged.cli.doctor.command import settings_to_look_with
 from edged.cli.doctor.finding import Examination
 from edged.cli.main import cli
 from edged.cli.settings import INSTALLED_DATA_DIR, settings_of
 from edged.config import load_settings
+from edged.models import demo_model_dir
 from edged.store import Store
+from tests.cli.conftest import clean_environment
 
 
 @pytest.fixture
@@ -29,6 +35,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("EDGED_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("EDGED_SOCKET", "/nonexistent/edged.sock")
+    # Also put back afterwards, whatever a command of the installed daemon's makes of it.
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     return file
 
 
@@ -52,6 +60,33 @@ def test_the_doctor_looks_at_the_installed_daemons_database(installed: Path, tmp
     assert str(tmp_path / "data") in found["database"]["seen"]
 
 
+_INSTALLED_ELSEWHERE = """
+import pathlib, sys
+from edged.cli import main, settings
+settings.INSTALLED_FILE, settings.INSTALLED_MODELS = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
+main.main()
+"""
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_model_that_the_service_downloaded_is_found_unless_hf_home_names_another_folder(
+    installed: Path, tmp_path: Path, theirs: bool
+) -> None:
+    installed.write_text(f'[model]\npath = "ada/tiny"\n[store]\ndata_dir = "{tmp_path / "data"}"\n')
+    cached = tmp_path / "cache" / "hub" / "models--ada--tiny"
+    shutil.copytree(demo_model_dir(), cached / "snapshots" / "f00d")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("f00d")
+    environment = clean_environment(HF_HOME=str(tmp_path / "theirs"))
+    if not theirs:
+        del environment["HF_HOME"]
+    command = (sys.executable, "-c", _INSTALLED_ELSEWHERE, str(installed), str(tmp_path / "cache"))
+    options = ("doctor", "--json", "--within", "1", "--socket", str(tmp_path / "s"))
+    result = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
+    found = {item["name"]: item["seen"] for item in json.loads(result.stdout)["findings"]}
+    assert ("was not downloaded yet" if theirs else str(cached / "snapshots" / "f00d")) in found["model"]
+
+
 def test_what_is_named_wins_over_what_is_installed(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +108,25 @@ def test_edited_settings_without_a_folder_mean_the_services(installed: Path) -> 
 def test_where_nothing_is_installed_the_defaults_hold(installed: Path) -> None:
     installed.unlink()
     assert settings_of(None) == load_settings(None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_root_looks_at_the_installed_daemons_data_as_its_user(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "edged.service").write_text("[Service]\nUser=nobody\n")
+    monkeypatch.setattr(doctor_installed, "_FOLDERS", (str(tmp_path),))
+    (tmp_path / "data").mkdir(mode=0o700)
+
+    def seen(*options: str) -> str:
+        found = json.loads(run("doctor", "--json", "--within", "1", *options).output)["findings"]
+        return next(item["state"] + item["seen"] for item in found if item["name"] == "data folder")
+
+    assert seen().startswith("fail")
+    assert "the service's user, nobody" in seen()
+    other = tmp_path / "other.toml"
+    other.write_text(installed.read_text())
+    assert seen("--config", str(other)).startswith("ok")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -188,6 +188,6 @@ def test_without_trl_the_way_out_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "align", "rebuild", "ada", "--data-dir", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
-    assert f"`{sys.executable} -m pip install trl`" in result.stderr
+    assert f"`{sys.executable} -P -m pip install trl`" in result.stderr
     assert "tools/install --with rebuild" in result.stderr
     assert "Traceback" not in result.stderr

@@ -59,7 +59,7 @@ class Subject:
         places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
         settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
         environment = {**kept, **settings, **self.manager.environment}
-        command = [sys.executable, "-m", "edged.bench.side", "edged.bench.soak.inject", "edged"]
+        command = [sys.executable, "-P", "-m", "edged.bench.side", "edged.bench.soak.inject", "edged"]
         command += [str(self._orders), str(MARKER)]
         with self._log.open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -134,7 +134,7 @@ class Subject:
     def second_daemon(self) -> int:
         """The exit code of another daemon on the same folder."""
         environment = {**os.environ, "EDGED_STORE__DATA_DIR": str(self.data), "EDGED_API__SOCKET": f"{self.socket}2"}
-        command = [sys.executable, "-m", "edged.cli", "serve"]
+        command = [sys.executable, "-P", "-m", "edged.cli", "serve"]
         return subprocess.run(command, env=environment, capture_output=True, timeout=_READY_S).returncode
 
     @property

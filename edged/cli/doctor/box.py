@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from edged.cli.doctor.finding import Examination, Finding, doubtful, fine, output_of
+from edged.cli.doctor.installed import in_place_of
 
 _JTOP_SOCKET = "run/jtop.sock"
 _MUCH_SWAPPED = 0.25
@@ -66,10 +67,13 @@ def jtop(it: Examination) -> Iterator[Finding]:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(it.left_s(2.0))
         try:
-            client.connect(str(path))
+            with in_place_of(it.account):
+                client.connect(str(path))
         except PermissionError:
-            way_out = "`sudo usermod -aG jtop USER` for the user that edged runs as"
-            yield doubtful("jtop", f"{path} may not be opened by this user", way_out)
+            user = it.account.name if it.account else "USER"
+            whom = f"the service's user, {user}" if it.account else "this user"
+            way_out = f"`sudo usermod -aG jtop {user}` for the user that edged runs as, and restart edged"
+            yield doubtful("jtop", f"{path} may not be opened by {whom}", way_out)
         except OSError as error:
             yield doubtful("jtop", f"{path}: {error}", "`sudo systemctl restart jtop.service`")
         else:
@@ -102,7 +106,7 @@ def clock(it: Examination) -> Iterator[Finding]:
     seen = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M UTC")
     if newest > now + 60.0:
         last = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        way_out = "`sudo timedatectl set-ntp true`: feedback and versions are kept in order of their times"
+        way_out = "`sudo timedatectl set-ntp true`: store.keep_days and the log's times go by it"
         yield doubtful("clock", f"{seen}, but edged's files were written at {last}", way_out)
         return
     _, synchronized = output_of(["timedatectl", "show", "--property=NTPSynchronized", "--value"], it.left_s(2.0))

@@ -13,7 +13,14 @@ import click
 from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
-from edged.cli.settings import INSTALLED_FILE, NotReadable, in_installed_folder, settings_file, settings_of
+from edged.cli.settings import (
+    INSTALLED_FILE,
+    NotReadable,
+    as_installed,
+    means_installed,
+    settings_file,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +51,8 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
 
     Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
     and the way out. It works with and without a running daemon, and changes nothing: one that systemd's
-    socket would start stays asleep. Run it as the user that edged runs as, or as root.
+    socket would start stays asleep. Run it as the user that edged runs as, or as root: then the rights of the
+    installed service's user are looked at, not root's own.
 
     Exit code: 0 when all is well, 1 with warnings (edged works, but not as well as it could), 2 with failures.
     """
@@ -68,6 +76,7 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
     from edged.api.addresses import socket_paths
     from edged.cli.doctor.examine import examine
     from edged.cli.doctor.finding import Examination
+    from edged.cli.doctor.installed import service_account
     from edged.store.folder import data_folder
 
     settings, first = settings_to_look_with(path)
@@ -77,6 +86,7 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
         sockets=socket_paths(socket or settings.api.socket, os.environ),
         least_free_bytes=least_free_bytes,
         within_s=within_s,
+        account=service_account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
     )
     return [first, *examine(examination)]
 
@@ -91,9 +101,10 @@ def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
         return settings, fine("settings", str(file) if file else "the defaults and the environment")
     except NotReadable:
         seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
-        return in_installed_folder(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
+        return as_installed(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
     except DaemonError as error:
-        return Settings(), broken("settings", str(error), "correct it; the defaults were looked at instead")
+        instead = as_installed(Settings()) if means_installed(named) else Settings()
+        return instead, broken("settings", str(error), "correct it; the defaults were looked at instead")
 
 
 def _table(findings: list[Finding]) -> RenderableType:

@@ -23,7 +23,7 @@ def examine(it: Examination) -> list[Finding]:
         findings += _guarded(check.__name__, lambda check=check: check(it))  # type: ignore[misc]
     findings += [problem] if problem else []
     if folder is not None:
-        findings += _guarded("model", lambda: model.files(folder))
+        findings += _guarded("model", lambda: model.files(folder, it.settings.model.trust_remote_code))
     found, needs = probe.lines(it.left_s(it.within_s))
     on_gpu = found.get("gpu") if it.settings.model.device != "cpu" else None
     findings += _guarded("device", lambda: device.device(it, found))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from edged.cli.doctor.installed import Account
 from edged.config import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -60,6 +61,8 @@ class Examination:
     within_s: float
     root: Path = Path("/")
     """Of /proc, /sys, /etc, /run and /dev, as a recorded tree has them elsewhere."""
+    account: Account | None = None
+    """Whose rights to files and sockets count, where root looks at the installed service; None: one's own."""
     begun_s: float = field(default_factory=time.monotonic)
 
     def left_s(self, most: float) -> float:

@@ -42,8 +42,8 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
         return None, doubtful("model", f"{settings.path} was not downloaded yet", way_out)
 
 
-def files(folder: Path) -> Iterator[Finding]:
-    """Configuration, weights and tokenizer."""
+def files(folder: Path, trusted: bool = False) -> Iterator[Finding]:
+    """Configuration, weights and tokenizer; `trusted`: model.trust_remote_code."""
     config = _json(folder / "config.json")
     if config is None:
         yield broken(
@@ -51,8 +51,14 @@ def files(folder: Path) -> Iterator[Finding]:
         )
         return
     kind = ", ".join(config.get("architectures") or ["of no named architecture"])
-    if "auto_map" in config:
-        way_out = "use a model whose architecture transformers has: edged runs no code from a model's directory"
+    if "auto_map" in config and trusted:
+        seen = f"{folder} brings code of its own ({kind}), which runs with all of edged's rights"
+        yield doubtful("model", seen, "if you do not trust it with this box, set model.trust_remote_code = false")
+    elif "auto_map" in config:
+        way_out = (
+            "use a model whose architecture transformers has: edged runs no code from a model's directory unless "
+            "model.trust_remote_code is on"
+        )
         yield doubtful("model", f"{folder} wants code of its own to run ({kind})", way_out)
     yield _weights(folder, kind)
     yield _tokenizer(folder)

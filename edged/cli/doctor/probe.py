@@ -1,6 +1,6 @@
 """What only torch and transformers can tell, asked in a process of its own that may be slow or fail.
 
-Owns that process: `python -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on
+Owns that process: `python -P -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on
 torch and the device, then one on memory. Must not be imported for more than `Probe` before it runs.
 """
 
@@ -26,7 +26,8 @@ class Probe:
         """`model` None: only torch and the device are looked at."""
         asked = {"settings": settings.model_dump(), "model": str(model) if model else ""}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "edged.cli.doctor.probe"],
+            # -P: root looks from wherever it stands, and modules that lie there are anybody's.
+            [sys.executable, "-P", "-m", "edged.cli.doctor.probe"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

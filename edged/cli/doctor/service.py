@@ -1,6 +1,6 @@
 """Checks of the service: systemd's units, and the daemon that should answer.
 
-Owns where units are and what they should say. Must not know how the daemon works.
+Owns what units should say and do. Must not know how the daemon works.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from pathlib import Path
 import edged
 from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
+from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
+from edged.refusal import REFUSED
 
-_UNIT_FOLDERS = (
-    *("etc/systemd/system", "run/systemd/system", "usr/local/lib/systemd/system"),
-    *("usr/lib/systemd/system", "lib/systemd/system"),
-)
-_UNITS = ("edged.service", "edged.socket")
+_UNITS = (SERVICE, SOCKET)
 
 
 def units(it: Examination) -> Iterator[Finding]:
     """Installed, without mistakes, watched, and started at boot."""
-    found = [path for name in _UNITS if (path := _unit(it, name)) is not None]
+    found = [path for name in _UNITS if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
         yield doubtful("units", seen, "`sudo tools/install` from a checkout")
@@ -46,8 +44,10 @@ def _enabled(it: Examination, names: str) -> Iterator[Finding]:
         yield fine("units", f"{seen}; systemd does not run here")
         return
     _, states = output_of(["systemctl", "is-enabled", *_UNITS], it.left_s(2.0))
-    _, failed = output_of(["systemctl", "is-failed", "edged.service"], it.left_s(2.0))
-    if failed == "failed":
+    told = _told(it)
+    if told["ActiveState"] == "activating":
+        yield _starting("units", told)
+    elif told["ActiveState"] == "failed":
         yield broken("units", "edged.service has failed", "`journalctl -u edged -e` says why")
     elif "enabled" not in states.split():
         yield doubtful("units", f"{seen}, not enabled", "`sudo systemctl enable --now edged.socket`")
@@ -55,28 +55,41 @@ def _enabled(it: Examination, names: str) -> Iterator[Finding]:
         yield fine("units", f"{seen}, enabled")
 
 
-def _unit(it: Examination, name: str) -> Path | None:
-    return next((path for folder in _UNIT_FOLDERS if (path := it.root / folder / name).is_file()), None)
+def _told(it: Examination) -> dict[str, str]:
+    """What systemd says of the service, empty where it says nothing."""
+    names = ("ActiveState", "SubState", "StatusText")
+    command = ["systemctl", "show", SERVICE, f"--property={','.join(names)}"]
+    lines = output_of(command, it.left_s(2.0))[1].splitlines() if (it.root / "run/systemd/system").is_dir() else []
+    return dict.fromkeys(names, "") | {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def _sleeping(it: Examination) -> Path | None:
-    """systemd's socket for a daemon that does not run: to ask there would start it."""
-    unit = _unit(it, "edged.socket")
-    if unit is None or not (it.root / "run/systemd/system").is_dir():
-        return None
-    listens = [line.partition("=")[2] for line in unit.read_text().splitlines() if line.startswith("ListenStream=/")]
-    _, state = output_of(["systemctl", "is-active", "edged.service"], it.left_s(2.0))
-    return Path(listens[0]) if listens and state in ("inactive", "failed") else None
+def _starting(name: str, told: dict[str, str]) -> Finding:
+    """Of a service that systemd is starting: for the first time, or again because it did not come up."""
+    seen = f"{SERVICE} is {told['ActiveState']} ({told['SubState']}): {told['StatusText'] or 'it says nothing yet'}"
+    if told["StatusText"].startswith(REFUSED) or told["SubState"] == "auto-restart":
+        way_out = "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more"
+        return broken(name, seen, way_out)
+    return doubtful(name, seen, "ask again in a moment; `journalctl -u edged -e` says more")
+
+
+def _systemds_socket(it: Examination) -> Path | None:
+    unit = unit_file(it.root, SOCKET)
+    lines = unit.read_text().splitlines() if unit is not None else []
+    return next((Path(line.partition("=")[2]) for line in lines if line.startswith("ListenStream=/")), None)
 
 
 def daemon(it: Examination) -> tuple[Finding, bool]:
     """Whether it answers and serves; and whether it runs at all."""
     name = "daemon"
-    sockets = it.sockets
-    if (sleeping := _sleeping(it)) is not None:
-        sockets = tuple(path for path in sockets if path != sleeping)
+    sockets, theirs, told = it.sockets, _systemds_socket(it), _told(it)
+    if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
+        # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
+        sockets = tuple(path for path in sockets if path != theirs)
         if not any(path.exists() for path in sockets):
-            return fine(name, f"does not run: the first request on {sleeping} starts it"), False
+            if told["ActiveState"] == "activating":
+                starting = _starting(name, told)
+                return starting, starting.state != "fail"
+            return fine(name, f"does not run: the first request on {theirs} starts it"), False
     with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:
         try:
             client.get("/readyz")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import grp
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -19,8 +20,11 @@ from contextlib import closing
 from pathlib import Path
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
+from edged.cli.doctor.installed import Account, in_place_of
 from edged.cli.doctor.safetensors import Damaged, tensors_of
+from edged.cli.settings import INSTALLED_DATA_DIR
 from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
 """Of SQLite's virtual machine, between two looks at the time."""
@@ -52,20 +56,28 @@ def disk(it: Examination) -> Iterator[Finding]:
 
 
 def folders(it: Examination) -> Iterator[Finding]:
-    """Whether this user may write where edged does, and whether others may read there."""
-    yield _data_folder(it.data_dir)
+    """Whether edged may write where it does, and whether others may read there."""
+    yield _data_folder(it.data_dir, it.account)
     yield _socket_folder(it.sockets[0])
 
 
-def _data_folder(folder: Path) -> Finding:
+def _data_folder(folder: Path, account: Account | None) -> Finding:
     name = "data folder"
     if not folder.exists():
-        if problem := _cannot_write(_nearest(folder)):
+        # The unit's own is made by systemd.
+        with in_place_of(None if folder == Path(INSTALLED_DATA_DIR) else account):
+            problem = _cannot_write(_nearest(folder))
+        if problem:
             return broken(name, f"{folder} is not there and cannot be made: {problem}", "set store.data_dir")
         return fine(name, f"{folder} will be made")
-    if problem := _cannot_write(folder):
+    with in_place_of(account):
+        problem = _cannot_write(folder) or _out_of_reach(folder)
+    if problem and account is not None:
+        way_out = f"`sudo chown -R {account.name}: {folder} && sudo chmod -R u+rwX {folder}`"
+        return broken(name, f"{problem} (by the service's user, {account.name})", way_out)
+    if problem:
         way_out = f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir"
-        return broken(name, f"{folder}: {problem}", way_out)
+        return broken(name, problem, way_out)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o007:
         way_out = f"`chmod o= {folder}`: what people said is in there"
@@ -87,6 +99,20 @@ def _socket_folder(path: Path) -> Finding:
         way_out = "give --socket (or EDGED_SOCKET, or api.socket) a path in a folder where this user may write"
         return broken(name, f"{path} cannot be made: {problem}", way_out)
     return fine(name, f"{path} will be made")
+
+
+def _out_of_reach(folder: Path) -> str:
+    """The first part of the data that may not be read and written, or ""."""
+    adapters = folder / ADAPTERS_FOLDER
+    files = [folder, folder / LOCK_FILE, *folder.glob(f"{DATABASE_FILE}*"), adapters]
+    parts = itertools.chain(files, adapters.rglob("*"))
+    return next((f"{part} may not be read and written" for part in parts if not _usable(part)), "")
+
+
+def _usable(path: Path) -> bool:
+    """Whether it may be read and written, if it is there at all."""
+    wanted = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
+    return os.access(path, wanted, effective_ids=True) or not path.exists()
 
 
 def _group_name(number: int) -> str:
@@ -111,8 +137,10 @@ def _cannot_write(folder: Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
+    except NotADirectoryError:
+        return f"{folder} is not a folder"
     except OSError as error:
-        return f"{folder}: {error.strerror}" if folder.is_dir() else f"{folder} is not a folder"
+        return f"{folder}: {error.strerror}"
 
 
 def database(it: Examination) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ class TemporaryDaemon:
         self.log = self.folder / "daemon.log"
         command = [
             sys.executable,
+            "-P",
             "-m",
             "edged.cli",
             "serve",
