@@ -119,6 +119,7 @@ def test_every_policys_decisions_are_timed() -> None:
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)
     assert [cost["policy"] for cost in costs] == list(POLICIES)
+    assert {cost["rounds"] for cost in costs} == {2}
     assert all("queued" in cost["mixes"] and 0 < cost["memory_mb"] < cost["memory_queued_mb"] for cost in costs)
 
 
