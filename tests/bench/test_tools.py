@@ -206,6 +206,7 @@ def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
     assert pages[0] > 1.5 * pages[1]
     assert report["quality"]["off"]["greedy_agreement"] == 1.0
     assert report["quality"]["off"]["pairs"] == 4
+    assert (report["arguments"]["pairs"], report["arguments"]["last"]) == ("pairs.jsonl.gz", 28)
     assert report["quality"]["32"]["greedy_agreement"] < 1.0
 
 

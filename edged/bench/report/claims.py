@@ -23,6 +23,8 @@ LONGEST_DECISION_MS, LONGEST_QUEUED_MS, MOST_SCHEDULER_MB = 0.10, 1.0, 5.0
 QUEUED_PROMPTS = 4096
 """Besides 64 live tasks, where the longer limit holds."""
 MET, NOT_MET, NOT_MEASURED, WITHIN = "met", "not met", learning.NOT_MEASURED, "within the spread"
+NOTHING_LEARNT = "–"
+"""Of claims that compare no policies, or whose runs do not tell."""
 _NEAR = 0.03
 """Retrain rates that count as the paper's 10 %."""
 
@@ -35,7 +37,7 @@ class Claim:
     paper: str
     ours: str
     verdict: str
-    learnt: str = "–"
+    learnt: str = NOTHING_LEARNT
     """Pairs that each of the policies learnt meanwhile, where policies are compared: seldom as many."""
 
 
@@ -132,7 +134,7 @@ def _learnt(
         if any(count is not None for each in counts.values() for count in each):
             told = [f"{policy} {' / '.join(map(_count, each))}" for policy, each in counts.items()]
             found.append(f"{', '.join(told)} at {setting.load(rate)}")
-    return "; ".join(found) or "–"
+    return "; ".join(found) or NOTHING_LEARNT
 
 
 def _count(value: float | None) -> str:

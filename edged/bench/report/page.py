@@ -17,7 +17,7 @@ from typing import Any
 
 from edged.bench.compare import CompareError
 from edged.bench.report.canvas import Canvas
-from edged.bench.report.claims import NOT_MEASURED, Claim, claims, scheduler_claims
+from edged.bench.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
 from edged.bench.report.learning import against_retrain_rate, over_time
 from edged.bench.report.overheads import (
     prefix_sharing,
@@ -132,8 +132,10 @@ def _claims_part(found: Sequence[Claim]) -> str:
     """The claims that these runs say anything of, and one line of the others."""
     told = [claim for claim in found if claim.verdict != NOT_MEASURED]
     others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
-    rows = [(claim.what, claim.paper, claim.ours, claim.learnt, claim.verdict) for claim in told]
-    head = ("", "wanted", "ours", "pairs learnt", "verdict")
+    rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learnt, one.verdict) for one in told]
+    head: tuple[str, ...] = ("", "wanted", "ours", "pairs learnt", "verdict")
+    if all(claim.learnt == NOTHING_LEARNT for claim in told):
+        head, rows = (*head[:3], head[4]), [(*row[:3], row[4]) for row in rows]
     parts = ["### What must come out\n", _table(head, rows) if rows else ""]
     parts.append(f"Not measured by these runs: {'; '.join(others)}.\n" if others else "")
     return "\n".join(part for part in parts if part) if found else ""
