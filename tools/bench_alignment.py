@@ -8,8 +8,10 @@ The stream is the file's lines from 1401 on, which hh-lm was not trained on, eac
 The loop (transformers, peft, autograd) has the machine for itself. Then each policy gets the same requests and the same
 pairs at the same moments: requests at 90 % of the rate that a burst reaches, pairs at even distances. Told by quarter
 of the stream: reward accuracy before training on a pair (as the loop's), and by the version that answered when the pair
-came (at equal wall time); and CLPD of 64 earlier pairs, which no adapter trains on, over time. At last two users with
-opposite tastes share an engine. Takes some 6 minutes a taste, policy and seed on 2 cores; --quick is a smoke test.
+came (at equal wall time); and CLPD of 64 earlier pairs, which no adapter trains on, over time. Pairs that still wait
+when the load ends are learnt after it, so that every pair has a score; how many were scored in time is told. At last
+two users with opposite tastes share an engine. Takes some 6 minutes a taste, policy and seed on 2 cores; --quick is a
+smoke test.
 """
 
 from __future__ import annotations
@@ -292,16 +294,16 @@ def table(report: dict[str, Any]) -> str:
         f"{report['model']}, {report['trace']} at {report['requests_per_s']:.2f} requests/s, "
         f"{report['pairs_per_s']:g} pairs/s a user, {report['device']}",
         "",
-        "| taste | who | reward accuracy before training, by quarter | worst against the loop "
-        "| at the pair's arrival | its CLPD | held-out CLPD, last |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| taste | who | scored while the load lasted | reward accuracy before training, by quarter "
+        "| worst against the loop | at the pair's arrival | its CLPD | held-out CLPD, last | held-out accuracy, last |",
+        "| --- |" + " --- |" * 8,
     ]
     for taste, found in report["tastes"].items():
         lines += rows_of_taste(taste, found)
     for run in report.get("opposite", []):
         for user in run["users"].values():
             loops = report["tastes"].get(user["taste"], {}).get("loop", [])
-            lines.append(row(f"{user['taste']} beside its opposite", "mace", [user], loops))
+            lines.append(row(f"{user['taste']} beside its opposite", "mace", [run], [user], loops))
     return "\n".join(lines)
 
 
@@ -315,25 +317,38 @@ def rows_of_taste(taste: str, found: dict[str, Any]) -> list[str]:
     before, after = (
         sum(run[when]["clpd_nats"] for run in loops) / len(loops) for when in ("held_out_before", "held_out_after")
     )
+    accuracy = sum(run["held_out_after"]["reward_accuracy"] for run in loops) / len(loops)
     lines = [
-        f"| {taste} ({found['pairs']}) | the loop alone | {mean('before_training', 'reward_accuracy')} | | "
-        f"| {mean('before_training', 'clpd_nats')} | {after:.0f} |",
-        f"| | no training | | | | {mean('base', 'clpd_nats')} | {before:.0f} |",
+        f"| {taste} ({found['pairs']}) | the loop alone | | {mean('before_training', 'reward_accuracy')} | | "
+        f"| {mean('before_training', 'clpd_nats')} | {after:.0f} | {accuracy:.2f} |",
+        f"| | no training | | | | | {mean('base', 'clpd_nats')} | {before:.0f} | |",
     ]
     for policy, runs in found["policies"].items():
-        lines.append(row("", policy, [user for run in runs for user in run["users"].values()], loops))
+        lines.append(row("", policy, runs, [user for run in runs for user in run["users"].values()], loops))
     return lines
 
 
-def row(label: str, policy: str, users: Sequence[dict[str, Any]], loops: Sequence[dict[str, Any]]) -> str:
-    """A policy's row over its seeds."""
+def row(
+    label: str,
+    policy: str,
+    runs: Sequence[dict[str, Any]],
+    users: Sequence[dict[str, Any]],
+    loops: Sequence[dict[str, Any]],
+) -> str:
+    """A policy's row over its seeds; what was scored in time is told of all users of a run together."""
+    in_time, sent = (sum(run[name] for run in runs) for name in ("scored_in_time", "pairs_sent"))
     ours = average([user["before_training"]["reward_accuracy"] for user in users])
     gap = worst_gap(ours, average([run["before_training"]["reward_accuracy"] for run in loops])) if loops else None
     verdict = "" if gap is None else f"{gap:+.3f}{'' if gap >= -ALLOWED else ' (!)'}"
     arrival = quarter_text(average([user["on_arrival"]["reward_accuracy"] for user in users]))
     clpd = quarter_text(average([user["on_arrival"]["clpd_nats"] for user in users]), 0)
-    last = sum(user["held_out"][-1]["clpd_nats"] for user in users) / len(users)
-    return f"| {label} | {policy} | {quarter_text(ours)} | {verdict} | {arrival} | {clpd} | {last:.0f} |"
+    last, accuracy = (
+        sum(user["held_out"][-1][name] for user in users) / len(users) for name in ("clpd_nats", "reward_accuracy")
+    )
+    return (
+        f"| {label} | {policy} | {in_time} of {sent} | {quarter_text(ours)} | {verdict} | {arrival} | {clpd} "
+        f"| {last:.0f} | {accuracy:.2f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"edged": edged.__version__, "torch": torch.__version__},
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,
+        "arguments": arguments(options),
         "context_tokens": context,
         "recent_tokens": options.recent,
         "kv_heads": driver.parts.model.shape.kv_heads,
@@ -94,6 +95,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
     report["quality"] = apart(lambda: measure_quality(driver, cases, budgets, options.batch))
     return report
+
+
+def arguments(options: argparse.Namespace) -> dict[str, str | int]:
+    """What this run was given, files by their names: enough to type its command again."""
+    given = {name: value for name, value in vars(options).items() if name not in ("quick", "output")}
+    return {
+        name: value.name if isinstance(value, Path) else value for name, value in given.items() if value is not None
+    }
 
 
 def table(report: dict[str, Any]) -> str:

@@ -76,6 +76,7 @@ def overhead(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, Any
         "policy": policy,
         "tasks": tasks,
         "queued": queued,
+        "rounds": rounds,
         "memory_mb": memory_mb(policy, tasks, 0),
         "memory_queued_mb": memory_mb(policy, tasks, queued),
         "mixes": measure(policy, tasks, rounds, queued),

@@ -119,6 +119,7 @@ def test_every_policys_decisions_are_timed() -> None:
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)
     assert [cost["policy"] for cost in costs] == list(POLICIES)
+    assert {cost["rounds"] for cost in costs} == {2}
     assert all("queued" in cost["mixes"] and 0 < cost["memory_mb"] < cost["memory_queued_mb"] for cost in costs)
 
 
@@ -163,6 +164,16 @@ def write_pairs(path: Path, count: int) -> Path:
     return path
 
 
+def test_alignment_tells_how_many_pairs_were_scored_while_the_load_lasted() -> None:
+    program = "import json, sys, bench_alignment as b; print(b.table(json.load(open(sys.argv[1]))))"
+    environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tools'}"}
+    command = [sys.executable, "-c", program, str(REPOSITORY / "docs/results/alignment-opposite.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "|  | mace | 292 of 488 | 0.57 0.70 0.76 0.79 | -0.045 (!) |" in done.stdout
+    assert "| elaborate beside its opposite | mace | 315 of 976 |" in done.stdout
+
+
 @pytest.mark.slow
 def test_alignment_is_compared_by_taste_policy_and_moment(tmp_path: Path) -> None:
     """A pair's two answers differ in length by their number, so that both tastes are decided."""
@@ -205,6 +216,7 @@ def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
     assert pages[0] > 1.5 * pages[1]
     assert report["quality"]["off"]["greedy_agreement"] == 1.0
     assert report["quality"]["off"]["pairs"] == 4
+    assert (report["arguments"]["pairs"], report["arguments"]["last"]) == ("pairs.jsonl.gz", 28)
     assert report["quality"]["32"]["greedy_agreement"] < 1.0
 
 

@@ -8,16 +8,24 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from edged.bench.compare import CompareError
 from edged.bench.report.canvas import Canvas
-from edged.bench.report.claims import NOT_MEASURED, Claim, claims, scheduler_claims
+from edged.bench.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
 from edged.bench.report.learning import against_retrain_rate, over_time
-from edged.bench.report.overheads import prefix_sharing, pruning, scheduler_table
+from edged.bench.report.overheads import (
+    prefix_sharing,
+    pruning,
+    pruning_command,
+    scheduler_command,
+    scheduler_table,
+)
 from edged.bench.report.panels import Figure
 from edged.bench.report.serving import ablations, breakdown, iterations, throughput, utilisation
 from edged.bench.report.setting import Setting
@@ -57,10 +65,14 @@ def write_report(sources: Sources, output: Path) -> Path:
     parts = ["# MACE's figures from our runs\n", _INTRODUCTION]
     for setting, folder in zip(settings, sources.folders, strict=True):
         parts += _setting_part(setting, folder, pruned, canvas, output)
-    figures = [figure for figure in (pruning(pruned), scheduler_table(scheduler)) if figure is not None]
+    figures: list[tuple[Figure, str]] = []
+    if figure := pruning(pruned):
+        figures.append((figure, pruning_command(pruned)))
+    if figure := scheduler_table(scheduler):
+        figures.append((figure, scheduler_command(scheduler)))
     if figures:
         parts.append("## Other benchmarks\n")
-        parts += [_figure_part(figure, figure.key, canvas, output, _OTHERS[figure.key]) for figure in figures]
+        parts += [_figure_part(figure, figure.key, canvas, output, command) for figure, command in figures]
         parts.append(_claims_part(scheduler_claims(scheduler)))
     page = output / PAGE
     page.write_text(without_folders("\n".join(part for part in parts if part)) + "\n")
@@ -71,10 +83,6 @@ _INTRODUCTION = """`edged bench report` wrote this page from the runs of `edged 
 by hand but the paper's numbers (`edged/bench/report/paper.py`). Values are medians over seeds, in brackets their range.
 The numbers of each figure are in the JSON file of its name.
 """
-_OTHERS = {
-    "fig8b": "python tools/bench_pruning.py MODEL PAIRS --output pruning.json",
-    "table1": "python tools/bench_scheduler.py --policy mace --json > scheduler-mace.json",
-}
 
 
 def _refuse_same_names(folders: Sequence[Path]) -> None:
@@ -99,7 +107,7 @@ def _setting_part(setting: Setting, folder: Path, pruned: dict[str, Any], canvas
         return [title, "No run came to a report.\n", _failures(runs.failed)]
     figures = [figure for make in _OF_A_SETTING if (figure := make(setting)) is not None]
     command = _command(runs.manifest, setting, folder)
-    again = f"All of its figures are from\n\n```\n{command}\n```\n"
+    again = f"All of its figures are from\n\n```\n{command}\n```\n{_missing(setting)}"
     parts = [title, _about(setting), again, _failures(runs.failed), _claims_part(claims(setting, pruned))]
     return parts + [_figure_part(figure, f"{figure.key}-{setting.name}", canvas, output) for figure in figures]
 
@@ -113,7 +121,7 @@ def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, comman
         lines.append(f"![{figure.title}]({drawing.name})\n")
     if figure.note:
         lines.append(f"{figure.note}\n")
-    lines.append(_table(("", "ours", "paper"), [(row.what, row.ours, str(row.paper)) for row in figure.rows]))
+    lines.append(_table(("", "ours", "paper"), [(row.what, row.ours, str(row.paper or "–")) for row in figure.rows]))
     lines.append(f"[Numbers]({name}.json).\n")
     if command:
         lines.append(f"```\n{command}\n```\n")
@@ -124,8 +132,11 @@ def _claims_part(found: Sequence[Claim]) -> str:
     """The claims that these runs say anything of, and one line of the others."""
     told = [claim for claim in found if claim.verdict != NOT_MEASURED]
     others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
-    rows = [(claim.what, claim.paper, claim.ours, claim.verdict) for claim in told]
-    parts = ["### What must come out\n", _table(("", "wanted", "ours", "verdict"), rows) if rows else ""]
+    rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learnt, one.verdict) for one in told]
+    head: tuple[str, ...] = ("", "wanted", "ours", "pairs learnt", "verdict")
+    if all(claim.learnt == NOTHING_LEARNT for claim in told):
+        head, rows = (*head[:3], head[4]), [(*row[:3], row[4]) for row in rows]
+    parts = ["### What must come out\n", _table(head, rows) if rows else ""]
     parts.append(f"Not measured by these runs: {'; '.join(others)}.\n" if others else "")
     return "\n".join(part for part in parts if part) if found else ""
 
@@ -154,6 +165,15 @@ def _about(setting: Setting) -> str:
 def _failures(failed: dict[str, str]) -> str:
     """Runs that came to nothing."""
     return "".join(f"- {name} failed: {error}\n" for name, error in failed.items())
+
+
+def _missing(setting: Setting) -> str:
+    """What of the command's runs are not among these; empty where all are."""
+    points = list(product(*(setting.runs.axis(name) for name in ("policy", "retrain_rate", "rate_per_s", "seed"))))
+    ran = {(run.policy, run.retrain_rate, run.rate_per_s, run.seed) for run in (done.run for done in setting.runs.done)}
+    missing = Counter((rate, seed) for policy, rate, per_s, seed in points if (policy, rate, per_s, seed) not in ran)
+    told = ", ".join(f"{count} of seed {seed} at {rate:.0%} retrain rate" for (rate, seed), count in missing.items())
+    return f"\nThat is {len(points)} runs, of which {len(ran)} were made. Missing are {told}.\n" if missing else ""
 
 
 def _base_name(path: str | None) -> str | None:

@@ -35,11 +35,11 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison with the paper, as text."""
+    """One comparison with the paper, as text; None where the paper has no such number."""
 
     what: str
     ours: str
-    paper: Told
+    paper: Told | None = None
 
 
 @dataclass(frozen=True, slots=True)

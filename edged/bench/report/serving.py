@@ -34,8 +34,8 @@ def utilisation(setting: Setting) -> Figure:
     rows = []
     for policy, number in STRATEGIES.items():
         if policy in setting.policies:
-            share = _share(setting, policy, "busy_share")
-            rows.append(Row(f"busy, {policy}", "–" if share is None else f"{100 * share:.1f} %", number))
+            busy_text, finetune_text = (_percent(setting, policy, share) for share in ("busy_share", "finetune_share"))
+            rows.append(Row(f"busy (fine-tuning), {policy}", f"{busy_text} ({finetune_text})", number))
     for base in ("ekya", "periodic-async"):
         if base in setting.policies:
             for (name, metric, _), number in zip(
@@ -81,6 +81,12 @@ def throughput(setting: Setting) -> Figure:
         Row(f"mace to adainf, {setting.point(rate)}", _ratio(setting, THROUGHPUT, "adainf", rate_per_s=rate), number)
         for rate in setting.rates
     ]
+    rates = ", ".join(f"{rate:.0%}" for rate in setting.retrain_rates)
+    for rate in setting.rates:
+        mean = setting.mean_ratio(THROUGHPUT, "mace", "adainf", rate)
+        if mean is not None:
+            what = f"mace to adainf, {setting.load(rate)}, mean over retrain rates of {rates}"
+            rows.append(Row(what, f"{mean:.2f}x", number if orin else None))
     return Figure(
         "fig10",
         "Figure 10: inference throughput",
@@ -127,11 +133,14 @@ def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Row, ...]
         ("mace-prefix", "attainment", ATTAINMENT, 3, paper.PREFIX_ATTAINMENT),
         ("mace-bin", "CLPD", CLPD, 2, paper.BIN_CLPD),
         ("mace-bin", "throughput", THROUGHPUT, 2, paper.BIN_THROUGHPUT),
+        ("mace-bin", "pairs learnt", PAIRS, 1, None),
         ("mace-prefix", "CLPD", CLPD, 2, paper.PREFIX_CLPD),
         ("mace-prefix", "throughput", THROUGHPUT, 2, paper.PREFIX_THROUGHPUT),
+        ("mace-prefix", "pairs learnt", PAIRS, 1, None),
         ("mace-prune", "CLPD", CLPD, 2, paper.PRUNE_CLPD),
         ("mace-prune", "throughput", THROUGHPUT, 2, paper.PRUNE_THROUGHPUT),
-        ("mace-priority", "pairs learnt", PAIRS, 0, paper.PRIORITY_PAIRS),
+        ("mace-prune", "pairs learnt", PAIRS, 1, None),
+        ("mace-priority", "pairs learnt", PAIRS, 1, paper.PRIORITY_PAIRS),
     ):
         if policy in variants:
             ours, whole = (setting.median(metric, variant, rate_per_s=highest) for variant in (policy, "mace"))
@@ -203,6 +212,11 @@ def _by_second(setting: Setting, policy: str, share: str) -> Curve:
             seconds[round(row["at_s"])].append(row[share])
     ends = sorted(seconds)
     return Curve(ends, [round(sum(seconds[end]) / len(seconds[end]), 4) for end in ends])
+
+
+def _percent(setting: Setting, policy: str, share: str) -> str:
+    value = _share(setting, policy, share)
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _share(setting: Setting, policy: str, share: str) -> float | None:

@@ -98,6 +98,13 @@ class Setting:
         middle = self.runs.middle(metric, policy=policy, **{**self.headline, **fields})
         return middle.median if middle else None
 
+    def mean_ratio(self, metric: Metric, policy: str, baseline: str, rate_per_s: float) -> float | None:
+        """The mean of the median ratios over all retrain rates; None without two of them, or one's ratio."""
+        points = [{"rate_per_s": rate_per_s, "retrain_rate": rate} for rate in self.retrain_rates]
+        found = [self.runs.ratio(metric, policy, baseline, **point) for point in points]
+        ratios = [ratio.median for ratio in found if ratio is not None]
+        return sum(ratios) / len(ratios) if len(ratios) == len(points) > 1 else None
+
     def curve(self, metric: Metric, policy: str, axis: str, scale: float = 1.0) -> Curve:
         """A metric over `axis` (a field of Run), at the headline otherwise."""
         values = self.runs.axis(axis)

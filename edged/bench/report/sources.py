@@ -40,6 +40,7 @@ class _Pruning(BaseModel):
     model: str
     device: str
     context_tokens: int
+    arguments: dict[str, str | int] = {}
     tbt: dict[str, dict[str, _Latency]] = Field(min_length=1)
     quality: dict[str, _Quality]
 
@@ -63,6 +64,7 @@ class _Scheduler(BaseModel):
     tasks: int
     memory_mb: float
     queued: int = 0
+    rounds: int = 0
     memory_queued_mb: float = 0.0
     mixes: dict[str, _Mix]
 
