@@ -176,7 +176,7 @@ class Client:
         """The lines of the document at `path`, as they arrive."""
         return self._lines("GET", path, None)
 
-    def download(self, path: str) -> tuple[Mapping[str, str], Iterator[bytes]]:
+    def download(self, path: str) -> tuple[http.client.HTTPMessage, Iterator[bytes]]:
         """The headers of the answer at `path`, and the document, as it arrives."""
         response = self._open("GET", path, None)
         return response.headers, self._pieces(response)
