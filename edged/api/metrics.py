@@ -67,8 +67,11 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     observer.put(services.engine, samples)
     readings.put_status(status, samples)
     readings.put_device(services.monitor.read(), samples)
+    readings.put_governors(services.governors.report(), samples)
+    quarantined, problem = look_at_store(services.store)
+    samples.put("edged_quarantined_pairs", quarantined)
     unread = _put_adapters(services, status["finetune"]["pairs_queued"], samples)
-    readings.put_degraded(status["degraded"], look_at_store(services.store)[1] or unread, samples)
+    readings.put_degraded(status["degraded"], problem or unread, samples)
     # Last, for it tells of errors of the reading before.
     readings.put_store(services.store.path, services.store.errors, samples)
     return samples
