@@ -31,6 +31,7 @@ from edged.api.connections import Site
 from edged.api.hub import Hub
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
+from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
 from edged.config import ConfigError, Settings
 from edged.engine.model import ModelRefused
@@ -251,11 +252,11 @@ def _check_access(access: Access, settings: Settings) -> None:
 
 def _status(services: Services) -> str:
     """What `systemctl status` shows."""
-    queue = services.engine.queue()
-    running = queue["prefill"] + queue["decode"]
+    counts = queue(services)
+    running = counts["prefill"] + counts["decode"]
     return (
-        f"serves {services.model}: {running} requests running, {queue['waiting']} waiting, "
-        f"{queue['finetune']} pairs to learn"
+        f"serves {services.model}: {running} requests running, {counts['waiting']} waiting, "
+        f"{refused(services)} refused since start, {counts['finetune']} pairs to learn"
     )
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import pytest
 
 from edged.service_manager import notify, watchdog_s
+from tests.api.live import crowd
 from tests.cli.conftest import clean_environment
 from tests.models import save_tiny
 
@@ -226,6 +227,15 @@ def test_an_idle_engine_feeds_the_watchdog_and_a_hung_one_starves_it(tmp_path: P
         assert ask(str(tmp_path / "s"), "/healthz").startswith(b"HTTP/1.1 200")
         assert manager.feedings(2 * WATCHDOG_S) == 0
     assert '"event": "engine_hung"' in (tmp_path / "log").read_text()
+
+
+def test_systemd_hears_of_requests_that_wait_and_of_those_that_were_refused(tmp_path: Path) -> None:
+    model, manager = save_tiny(tmp_path / "tiny", max_position_embeddings=8192), Manager(str(tmp_path / "notify"))
+    few = {"EDGED_SERVING__MAX_SEQUENCES": "1", "EDGED_SERVING__MAX_QUEUE": "4"}
+    with service(tmp_path, model, manager, EDGED_API__SOCKET=str(tmp_path / "s"), WATCHDOG_USEC="2000000", **few):
+        manager.wait("READY", "1")
+        with crowd(tmp_path / "s", 12):
+            manager.wait("STATUS", "serves tiny: 1 requests running, 4 waiting, 7 refused since start")
 
 
 def test_a_hangup_reloads_and_says_so(tmp_path: Path, model: Path) -> None:

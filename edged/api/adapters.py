@@ -6,12 +6,15 @@ Owns these routes. Must not know how adapters are trained or kept.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
+from edged.align.importing import CONFIG, WEIGHTS
 from edged.align.versions import UnknownAdapter, UnknownVersion
 from edged.api import wire
 from edged.api.access import caller_of
@@ -19,7 +22,9 @@ from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.forgetting import forget_user
 from edged.api.schemas import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
+from edged.api.streams import begun
 from edged.config import USER_NAME
+from edged.store.tar import archive
 
 _SERIES_PAIRS = 500
 _MOST_SERIES_PAIRS = 100_000
@@ -65,16 +70,36 @@ async def rollback(request: web.Request) -> web.Response:
     return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=wire.dumps)
 
 
-async def export(request: web.Request) -> web.Response:
-    """Where the newest version that is on disk lies: a PEFT folder."""
+async def export(request: web.Request) -> web.StreamResponse:
+    """The newest version that is on disk, as the tar that the import takes; `X-Edged-Version` is its number."""
     services, name = services_of(request), _name(request)
     versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
     saved = next((item for item in versions if item["on_disk"] and item["path"]), None)
     if saved is None and not versions and name not in services.engine.adapters():
         raise _unknown(name)
     if saved is None:
-        raise ApiError(409, f'adapter "{name}" has no version on disk yet: ask again in a moment', code="not_saved_yet")
-    return web.json_response({"adapter": name, "version": saved["version"], "path": saved["path"]}, dumps=wire.dumps)
+        raise _not_saved_yet(name)
+    chunks = _archive(Path(saved["path"]))
+    try:
+        chunk = await asyncio.to_thread(next, chunks, b"")
+    except FileNotFoundError:
+        # A newer one took its place meanwhile.
+        raise _not_saved_yet(name) from None
+    response = web.StreamResponse(
+        headers={"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
+    )
+    await response.prepare(request)
+    with begun(request, "an export"):
+        while chunk:
+            await response.write(chunk)
+            chunk = await asyncio.to_thread(next, chunks, b"")
+    return response
+
+
+def _archive(folder: Path) -> Iterator[bytes]:
+    """A version's files that peft reads; they stay open, and so readable, if the version is removed meanwhile."""
+    with (folder / CONFIG).open("rb") as config, (folder / WEIGHTS).open("rb") as weights:
+        yield from archive((config, weights))
 
 
 async def forget(request: web.Request) -> web.Response:
@@ -110,6 +135,10 @@ def _limit(request: web.Request) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_SERIES_PAIRS):
         raise bad_request(f'limit = "{text[:40]}" is not a number from 1 to {_MOST_SERIES_PAIRS}', "limit")
     return int(text[:9])
+
+
+def _not_saved_yet(name: str) -> ApiError:
+    return ApiError(409, f'adapter "{name}" has no version on disk yet: ask again in a moment', code="not_saved_yet")
 
 
 def _unknown(name: str) -> ApiError:

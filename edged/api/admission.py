@@ -44,6 +44,10 @@ class Admission:
         """The engine gets at most `at_once` choices; one request may always go, even where it has more."""
         self._at_once, self._most_waiting, self._clock = at_once, most_waiting, clock
         self._inside = 0
+        self.waiting = 0
+        """Choices that are held back; any thread may read this and the next."""
+        self.refused = 0
+        """Choices that were turned away since start."""
         self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """By tenant, whoever's turn is next first."""
         self._ends: deque[tuple[float, int]] = deque(maxlen=_ENDS)
@@ -59,11 +63,6 @@ class Admission:
         other = Admission.for_engine(serving)
         self._at_once, self._most_waiting = other._at_once, other._most_waiting
 
-    @property
-    def waiting(self) -> int:
-        """Choices that are held back."""
-        return sum(waiting.choices for queue in self._queues.values() for waiting in queue)
-
     async def enter(self, tenant: str, choices: int) -> None:
         """Wait until the engine may have these choices. Raises QueueFull.
 
@@ -74,6 +73,7 @@ class Admission:
             return
         waiting = _Waiting(tenant, choices, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(waiting)
+        self.waiting += choices
         while self.waiting > self._most_waiting:
             self._turn_away()
         try:
@@ -108,6 +108,7 @@ class Admission:
             if not self._fits(queue[0].choices):
                 return
             waiting = queue.popleft()
+            self.waiting -= waiting.choices
             del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
@@ -121,12 +122,14 @@ class Admission:
         last = most[-1]
         self._remove(last)
         if not last.turn.cancelled():
+            self.refused += last.choices
             last.turn.set_exception(QueueFull(self._most_waiting, self.retry_after_s()))
 
     def _remove(self, waiting: _Waiting) -> None:
         queue = self._queues.get(waiting.tenant)
         if queue is not None and waiting in queue:
             queue.remove(waiting)
+            self.waiting -= waiting.choices
             if not queue:
                 del self._queues[waiting.tenant]
         self._go_on()

@@ -207,14 +207,6 @@ class RolledBack(_Answer):
     restored: int
 
 
-class Exported(_Answer):
-    """Where a version lies, as a PEFT folder."""
-
-    adapter: str
-    version: int
-    path: str
-
-
 class Forgotten(_Answer):
     """What was deleted, by table."""
 

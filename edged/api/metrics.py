@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 import edged
 from edged.align.recent import recent_adapters
 from edged.api.services import LIFECYCLE, Lifecycle, Services
-from edged.api.status import look_at_store
+from edged.api.status import engine_status, look_at_store
 from edged.observe import readings
 from edged.observe.catalogue import Samples
 from edged.observe.observer import DRAIN_EVERY_S, Observer
@@ -58,7 +58,7 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     services = lifecycle.services
     if services is None:
         return samples
-    status, settings = services.engine.status(), services.settings
+    status, settings = engine_status(services), services.settings
     model, policy = status["model"], status["scheduler"]["policy"]
     build = (edged.__version__, services.model, model["dtype"], model["device"], policy)
     samples.put("edged_build_info", 1, *build)
@@ -67,8 +67,11 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     observer.put(services.engine, samples)
     readings.put_status(status, samples)
     readings.put_device(services.monitor.read(), samples)
+    readings.put_governors(services.governors.report(), samples)
+    quarantined, problem = look_at_store(services.store)
+    samples.put("edged_quarantined_pairs", quarantined)
     unread = _put_adapters(services, status["finetune"]["pairs_queued"], samples)
-    readings.put_degraded(status["degraded"], look_at_store(services.store)[1] or unread, samples)
+    readings.put_degraded(status["degraded"], problem or unread, samples)
     # Last, for it tells of errors of the reading before.
     readings.put_store(services.store.path, services.store.errors, samples)
     return samples

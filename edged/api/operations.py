@@ -83,7 +83,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Serve an earlier version again", answers.RolledBack, (schemas.RollbackRequest,), errors=(404,)
     ),
     ("GET", "/v1/adapters/{name}/export"): Operation(
-        "Where the newest version on disk lies", answers.Exported, errors=(404, 409)
+        "The newest version on disk as a tar of a PEFT folder", media=("application/x-tar",), errors=(404, 409)
     ),
     ("POST", "/v1/adapters/{name}/import"): Operation(
         "Take a tar of a PEFT folder as a user's newest version",

@@ -26,9 +26,9 @@ async def status(request: web.Request) -> web.Response:
 
 def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
-    engine = services.engine.status()
+    engine = engine_status(services)
     quarantined, problem = look_at_store(services.store)
-    body = {
+    return {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
@@ -41,8 +41,23 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
         "governors": services.governors.report(),
         "store": services.upkeep.report(),
     }
-    body["queue"]["waiting"] += services.admission.waiting
-    return body
+
+
+def engine_status(services: Services) -> wire.Json:
+    """The engine's status, of all requests: also of those that wait to be let in, or never were."""
+    status = services.engine.status()
+    return {**status, "queue": queue(services), "outcomes": {**status["outcomes"], "refused": refused(services)}}
+
+
+def queue(services: Services) -> dict[str, int]:
+    """Requests by stage, and pairs that wait to be learned."""
+    counts = services.engine.queue()
+    return {**counts, "waiting": counts["waiting"] + services.admission.waiting}
+
+
+def refused(services: Services) -> int:
+    """Requests since start that found the queue full."""
+    return services.engine.stats.outcomes["refused"] + services.admission.refused
 
 
 def look_at_store(store: Store) -> tuple[int | None, str]:

@@ -6,8 +6,9 @@ import io
 import shutil
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import click
@@ -16,6 +17,9 @@ from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import fetch_metrics, plot, table
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, number, print_json
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What an adapter is, to peft and to the daemon."""
 
 
 @click.group()
@@ -86,19 +90,38 @@ def rollback(client: Client, name: str, version: int, as_json: bool) -> None:
 def export(client: Client, name: str, output: Path, as_json: bool) -> None:
     """Write NAME's newest version as a PEFT folder.
 
-    peft, vLLM and TRL load it as it is.
+    peft, vLLM and TRL load it as it is, and so does `edged adapters import`.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
-    data = client.get(f"{_path(name)}/export")
+    headers, chunks = client.download(f"{_path(name)}/export")
     try:
-        shutil.copytree(data["path"], output, dirs_exist_ok=True)
-    except (OSError, shutil.Error) as error:
-        raise DaemonError(f"{data['path']} cannot be copied to {output}: {error}") from None
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output) as packed:
+            packed.writelines(chunks)
+            packed.seek(0)
+            _unpack(packed, output)
+    except OSError as error:
+        raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
+    version = int(headers["X-Edged-Version"])
     if as_json:
-        print_json({"adapter": name, "version": data["version"], "path": str(output)})
+        print_json({"adapter": name, "version": version, "path": str(output)})
     else:
-        click.echo(f"{name} version {data['version']} is in {output}")
+        click.echo(f"{name} version {version} is in {output}")
+
+
+def _unpack(packed: IO[bytes], folder: Path) -> None:
+    """Write an adapter's two files, found by their names alone: no other member of the archive goes anywhere."""
+    try:
+        with tarfile.open(fileobj=packed, mode="r:") as tar:
+            for name in _FILES:
+                source = tar.extractfile(name)
+                if source is None:
+                    raise KeyError(name)
+                with source, (folder / name).open("xb") as target:
+                    shutil.copyfileobj(source, target)
+    except (tarfile.TarError, KeyError) as error:
+        raise DaemonError(f"what the daemon sent is no adapter ({error}): is it another version of edged?") from None
 
 
 @adapters.command("import")
@@ -126,14 +149,13 @@ def _archive(source: Path) -> bytes:
             f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where "
             "you trust it, with peft's model.save_pretrained(DIRECTORY)"
         )
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")
     packed = io.BytesIO()
     try:
         with tarfile.open(fileobj=packed, mode="w:") as tar:
-            for name in names:
+            for name in _FILES:
                 tar.add(folder / name, arcname=name)
     except OSError as error:
         raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None

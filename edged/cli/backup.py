@@ -95,7 +95,8 @@ def _chunks(
     """The backup's size and bytes, from the daemon or, where none runs, from the folder."""
     if data_dir is None:
         try:
-            yield client.download("/v1/backup?versions=all" if all_versions else "/v1/backup")
+            headers, chunks = client.download("/v1/backup?versions=all" if all_versions else "/v1/backup")
+            yield int(headers["X-Edged-Bytes"]), chunks
             return
         except NotRunning as error:
             stopped = str(error)

@@ -176,10 +176,10 @@ class Client:
         """The lines of the document at `path`, as they arrive."""
         return self._lines("GET", path, None)
 
-    def download(self, path: str) -> tuple[int, Iterator[bytes]]:
-        """About how many bytes the document at `path` has (0: not known), and the document, as it arrives."""
+    def download(self, path: str) -> tuple[http.client.HTTPMessage, Iterator[bytes]]:
+        """The headers of the answer at `path`, and the document, as it arrives."""
         response = self._open("GET", path, None)
-        return int(response.headers.get("X-Edged-Bytes") or 0), self._pieces(response)
+        return response.headers, self._pieces(response)
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:

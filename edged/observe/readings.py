@@ -27,6 +27,12 @@ _TOTALS = (
     ("edged_steps_skipped_total", "steps_skipped"),
 )
 _TOKENS = (("prompt", "prompt_tokens"), ("output", "output_tokens"), ("finetune", "finetune_tokens"))
+_ENERGY = (("serving", "serving_j"), ("finetune", "finetune_j"), ("idle", "idle_j"))
+_PRESSURE = (
+    ("box", "some", "memory_pressure_some_percent"),
+    ("box", "full", "memory_pressure_full_percent"),
+    ("daemon", "some", "cgroup_pressure_some_percent"),
+)
 _ROLLBACKS = (("operator", "rollbacks"), ("guard", "guard_rollbacks"))
 _WRITE_AHEAD = "-wal"
 
@@ -77,15 +83,29 @@ def _put_predictions(cost: Mapping[str, Any], samples: Samples) -> None:
     # Before anything was measured the mean over all is only assumed.
     errors = {"all": cost["mape_percent"] if cost["iterations"] else None, **cost["mape_percent_by_kind"]}
     for kind, percent in errors.items():
-        samples.put("edged_prediction_error_ratio", None if percent is None else percent / 100.0, kind)
+        samples.put("edged_prediction_error_ratio", _ratio(percent), kind)
     samples.put("edged_device_drift_ratio", cost["drift"])
+
+
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100.0
 
 
 def _put_learning(finetune: Mapping[str, Any], samples: Samples) -> None:
     samples.put("edged_finetune_enabled", finetune["enabled"] and not finetune["held"])
     samples.put("edged_pairs_pending", finetune["pairs_queued"])
+    samples.put("edged_quarantine_alarms", len(finetune["alarms"]))
     samples.put("edged_adapters", finetune["adapters_loaded"], "memory")
     samples.put("edged_adapters", finetune["adapters_active"], "slot")
+
+
+def put_governors(report: Mapping[str, Any], samples: Samples) -> None:
+    """What is held back, and the energy where power can be read."""
+    samples.put("edged_memory_governor_step", report["memory"]["step"])
+    samples.put("edged_power_governor_share_ratio", report["power"]["finetune_share"])
+    energy = report["energy"] or {}
+    for kind, key in _ENERGY:
+        samples.put("edged_energy_joules_total", energy.get(key), kind)
 
 
 def put_device(reading: Mapping[str, Any], samples: Samples) -> None:
@@ -96,8 +116,9 @@ def put_device(reading: Mapping[str, Any], samples: Samples) -> None:
     samples.put("edged_process_memory_bytes", reading.get("process_rss_bytes"))
     _put_heap(samples)
     for of, key in (("box", "cpu_percent"), ("daemon", "process_cpu_percent")):
-        percent = reading.get(key)
-        samples.put("edged_cpu_ratio", None if percent is None else percent / 100.0, of)
+        samples.put("edged_cpu_ratio", _ratio(reading.get(key)), of)
+    for of, tasks, key in _PRESSURE:
+        samples.put("edged_memory_pressure_ratio", _ratio(reading.get(key)), of, tasks)
     total, available = reading.get("memory_total_bytes"), reading.get("memory_available_bytes")
     if total is not None and available is not None:
         samples.put("edged_memory_bytes", available, "available")

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import sqlite3
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,6 +25,7 @@ from typing import Any
 
 import edged
 from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
+from edged.store.tar import END, chunks, header, padding
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -33,7 +33,6 @@ MANIFEST = "manifest.json"
 CONFIG_FILE = "config.toml"
 PROFILES_FOLDER = "profiles"
 VERSION_MANIFEST = "edged.json"
-CHUNK_BYTES = 1 << 20
 _COPY_PAGES = 1024
 """Pages of the database that are copied at a time."""
 
@@ -154,15 +153,15 @@ def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
     for path in _files(folder):
         name = path.relative_to(folder).as_posix()
         size, digest = path.stat().st_size, hashlib.sha256()
-        yield _header(name, size)
+        yield header(name, size)
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            for chunk in chunks(file):
                 digest.update(chunk)
                 yield chunk
-        yield _padding(size)
+        yield padding(size)
         files[name] = {"bytes": size, "sha256": digest.hexdigest()}
     text = json.dumps(_manifest(folder, data_dir, files), indent=1).encode()
-    yield _header(MANIFEST, len(text)) + text + _padding(len(text)) + bytes(2 * tarfile.BLOCKSIZE)
+    yield header(MANIFEST, len(text)) + text + padding(len(text)) + END
 
 
 def total_bytes(folder: Path) -> int:
@@ -172,16 +171,6 @@ def total_bytes(folder: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = size, 0o600, int(utc_now().timestamp())
-    return info.tobuf(tarfile.PAX_FORMAT)
-
-
-def _padding(size: int) -> bytes:
-    return bytes(-size % tarfile.BLOCKSIZE)
 
 
 def _manifest(folder: Path, data_dir: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import IO, Any
 from sqlite_utils import Database
 
 from edged.store.backup import (
-    CHUNK_BYTES,
     CONFIG_FILE,
     FORMAT,
     MANIFEST,
@@ -33,6 +32,7 @@ from edged.store.backup import (
 from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
+from edged.store.tar import chunks
 from edged.store.timestamps import utc_now
 
 _PART = "[A-Za-z0-9][A-Za-z0-9._@-]*"
@@ -145,7 +145,7 @@ def _take(content: IO[bytes], target: Path | None) -> dict[str, Any]:
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
     with open(os.devnull if target is None else target, "wb" if target is None else "xb") as out:
-        while chunk := content.read(CHUNK_BYTES):
+        for chunk in chunks(content):
             size += len(chunk)
             digest.update(chunk)
             out.write(chunk)

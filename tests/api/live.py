@@ -5,7 +5,9 @@ The processes are forked from one that has imported everything, so that a start 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -140,6 +142,19 @@ class LiveDaemon:
         self.process.join(within_s)
         assert self.process.exitcode is not None, f"still running after {within_s} s: {self.log}"
         return self.process.exitcode
+
+
+@contextmanager
+def crowd(address: Path, clients: int) -> Iterator[None]:
+    """So many connections, each with a request for thousands of tokens; they close, and with them what they asked."""
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True})
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: edged\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    with contextlib.ExitStack() as held:
+        for _ in range(clients):
+            client = held.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(str(address))
+            client.sendall(request.encode())
+        yield
 
 
 @contextmanager

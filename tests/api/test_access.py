@@ -17,11 +17,13 @@ from typing import cast
 
 import pytest
 from aiohttp import web
+from click.testing import CliRunner
 
 from edged.api.app import ROLES, make_app
 from edged.api.services import Lifecycle, Services
+from edged.cli.main import cli
 from edged.config import ApiSettings
-from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
+from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 from tests.test_daemon import tcp_port
@@ -147,6 +149,21 @@ def test_an_own_adapter_can_be_read_taken_back_and_forgotten(bob: Client, daemon
     assert bob.get(f"/v1/adapters/{BOB}").json["adapter"] == BOB
     assert bob.get(f"/v1/adapters/{BOB}/export").status == 200
     assert bob.post(f"/v1/adapters/{BOB}/rollback", {"version": 0}).status == 200
+
+
+def test_an_adapter_is_exported_by_its_user_alone_who_cannot_read_the_data_folder(daemon: LiveDaemon) -> None:
+    daemon.data.chmod(0o700)
+    with open_folder() as home:
+        home.chmod(0o777)
+        for name, code in ((ANN, 1), (BOB, 0)):
+            command = ["adapters", "export", BOB, "--output", str(home / name), "--socket", str(daemon.socket)]
+            with account(name):
+                with pytest.raises(PermissionError):
+                    list(daemon.data.iterdir())
+                result = CliRunner().invoke(cli, command)
+            assert result.exit_code == code, result.output
+        assert [path.name for path in home.iterdir()] == [BOB]
+        assert {path.name for path in (home / BOB).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 async def test_a_route_without_a_role_is_for_admins() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from peft import PeftConfig
 
 from tests.api.live import LiveDaemon
 
@@ -43,8 +44,12 @@ def test_an_adapters_life_versions_rollback_export_forget(http: httpx2.Client, d
     assert [item["adapter"] for item in http.get("/v1/adapters").json()["adapters"]].count("olga") == 1
     assert len(http.get("/v1/adapters/olga?limit=1").json()["series"]) == 1
 
-    exported = http.get("/v1/adapters/olga/export").json()
-    assert PeftConfig.from_pretrained(exported["path"]).peft_type == "LORA"
+    path = Path(next(item["path"] for item in adapter["versions"] if item["on_disk"]))
+    exported = http.get("/v1/adapters/olga/export")
+    assert exported.headers["X-Edged-Version"] == str(adapter["version"])
+    with tarfile.open(fileobj=io.BytesIO(exported.content), mode="r:") as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert files == {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
 
     back = http.post("/v1/adapters/olga/rollback", json={"version": 1})
     assert back.status_code == 200, back.text
@@ -52,7 +57,7 @@ def test_an_adapters_life_versions_rollback_export_forget(http: httpx2.Client, d
     assert http.get("/v1/adapters/olga").json()["version"] == adapter["version"] + 1
 
     assert http.delete("/v1/adapters/olga").json()["rows_deleted"]["pairs"] == 5
-    assert not Path(exported["path"]).exists()
+    assert not path.exists()
     assert http.get("/v1/adapters/olga").status_code == 404
     assert http.get("/v1/feedback?user=olga").text == ""
 

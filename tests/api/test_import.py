@@ -15,7 +15,7 @@ import httpx2
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import until
@@ -85,9 +85,13 @@ def test_an_imported_adapter_answers_as_a_new_version_and_can_be_rolled_back(
         assert send(http, archive(folder)).json() == {"adapter": "ann", "version": 1, "reason": "imported"}
         assert answer_of(http, "ann") != before
         until(lambda: http.get("/v1/adapters/ann/export").status_code == 200)
-        path = Path(http.get("/v1/adapters/ann/export").json()["path"])
-        mine, kept = load_file(folder / WEIGHTS), load_file(path / WEIGHTS)
+        exported = http.get("/v1/adapters/ann/export").content
+        with tarfile.open(fileobj=io.BytesIO(exported)) as tar:
+            kept = load(tar.extractfile(WEIGHTS).read())  # type: ignore[union-attr]
+        mine = load_file(folder / WEIGHTS)
         assert all(torch.equal(kept[name], tensor) for name, tensor in mine.items())
+        assert send(http, exported, "bob").json()["version"] == 1
+        assert answer_of(http, "bob") == answer_of(http, "ann") != before
         assert http.get("/v1/adapters/ann").json()["versions"][0]["reason"] == "imported"
         http.post("/v1/adapters/ann/rollback", json={"version": 0})
         assert answer_of(http, "ann") == before

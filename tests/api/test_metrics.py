@@ -14,14 +14,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from edged.observe.catalogue import CATALOGUE
-from tests.api.live import LiveDaemon, running, started
+from tests.api.live import LiveDaemon, crowd, running, started
 from tests.models import save_tiny
 from tests.observe.test_trace import check_format
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 NOT_ON_EVERY_BOX = {
     *("edged_temperature_celsius", "edged_temperature_limit_celsius", "edged_power_watts", "edged_gpu_memory_bytes"),
-    *("edged_iteration_slack_seconds", "edged_heap_bytes"),
+    *("edged_iteration_slack_seconds", "edged_heap_bytes", "edged_energy_joules_total", "edged_memory_pressure_ratio"),
 }
 
 
@@ -93,12 +93,27 @@ def test_tokens_and_requests_are_counted(http: httpx2.Client) -> None:
     assert grown("edged_decision_seconds_count") >= 3 * 5
 
 
-def test_requests_that_are_refused_are_counted(tmp_path: Path) -> None:
+def test_what_the_engine_itself_refuses_is_counted(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny")
     with running(tmp_path / "run", model, serving__max_queue=1, serving__max_sequences=1) as live, live.http() as http:
         assert http.post("/v1/completions", json={"prompt": "x", "n": 12, "max_tokens": 64}).status_code == 429
         assert value(http, "edged_requests_total", outcome="refused") == 1
         assert value(http, "edged_queue_limit_requests") == 1
+
+
+def test_requests_that_wait_and_those_that_are_refused_before_the_engine_are_counted(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=8192)
+    settings = {"serving__max_sequences": 1, "serving__max_queue": 4}
+    with running(tmp_path / "run", model, **settings) as live, live.http() as http, crowd(live.socket, 12):
+        deadline = time.monotonic() + 30.0
+        # One runs; the engine's queue has one more, admission three: together what the limit says.
+        while (waiting := value(http, "edged_queue_requests", stage="waiting")) < 4:
+            assert time.monotonic() < deadline, f"{waiting:.0f} requests of 12 wait"
+            time.sleep(0.05)
+        assert waiting == value(http, "edged_queue_limit_requests")
+        assert value(http, "edged_requests_total", outcome="refused") == 7
+        status = live.status()
+        assert (status["outcomes"]["refused"], status["queue"]["waiting"]) == (7, 4)
 
 
 def test_adapters_are_named_as_far_as_the_setting_allows(tmp_path: Path) -> None:

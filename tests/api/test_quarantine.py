@@ -76,6 +76,9 @@ def test_a_burst_is_held_shown_and_decided_about(daemon: LiveDaemon) -> None:
         status = daemon.status()
         assert status["quarantine"] == {"pairs": len(pairs)}
         assert status["finetune"]["alarms"] == ["ann"]
+        metrics = http.get("/metrics").text
+        assert f"\nedged_quarantined_pairs {len(pairs)}.0\n" in metrics
+        assert "\nedged_quarantine_alarms 1.0\n" in metrics
         # Another user is not concerned; who is, has the next ones held unseen.
         tell(http, range(20, 22), "bob")
         tell(http, range(20, 22))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import socket
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from edged.cli.client import Address, Client, DaemonError, NotRunning, find_address
+from edged.cli.main import cli
 from tests.cli.conftest import edged
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -40,6 +44,37 @@ def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
     finally:
         thread.join(10)
         listener.close()
+
+
+def test_an_export_writes_an_adapters_two_files_and_nothing_else_whatever_is_sent(tmp_path: Path) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    strange = {"../evil": b"x", f"{tmp_path}/evil": b"x", "evil/adapter_config.json": b"x"}
+    answers = [sent(tarred({**strange, **files})), sent(tarred(strange)), sent(tarred(files)[:700]), sent(b"{}")]
+    outputs = [tmp_path / name for name in ("whole", "strange", "short", "none")]
+    with peer(tmp_path / "s", *answers):
+        command = ["adapters", "export", "ann", "--socket", str(tmp_path / "s"), "--output"]
+        results = [CliRunner().invoke(cli, [*command, str(output)]) for output in outputs]
+    assert [result.exit_code for result in results] == [0, 1, 1, 1]
+    assert "ann version 7 is in" in results[0].output
+    assert all("what the daemon sent is no adapter" in result.output for result in results[1:])
+    assert {path.name: path.read_bytes() for path in outputs[0].iterdir()} == files
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def tarred(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def sent(body: bytes) -> bytes:
+    """An export, as the daemon answers it."""
+    head = f"HTTP/1.1 200 OK\r\nX-Edged-Version: 7\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
 
 
 def whole_request(connection: socket.socket) -> bytes:

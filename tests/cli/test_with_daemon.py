@@ -14,8 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
 
 from tests.cli.conftest import Daemon, clean_environment, wait_for
+from tests.models import tiny_model
 
 PAIRS = [
     {"prompt": f"Question {i}:", "chosen": f" yes, certainly {i}", "rejected": f" no, never ever {i}"}
@@ -170,7 +174,13 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
         wait_for(lambda: any(item["on_disk"] for item in client.get("/v1/adapters/bob")["versions"]), "never saved")
     folder = tmp_path / "peft"
     assert str(folder) in daemon.run("adapters", "export", "bob", "--output", str(folder)).stdout
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    weights = load_file(folder / "adapter_model.safetensors")
+    loaded = get_peft_model_state_dict(
+        PeftModel.from_pretrained(tiny_model(), str(folder)), save_embedding_layers=False
+    )
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+    assert "version 1 of joy" in daemon.run("adapters", "import", str(folder), "--user", "joy").stdout
     assert "not an empty folder" in daemon.run("adapters", "export", "bob", "--output", str(folder), code=1).stderr
 
     assert daemon.run("adapters", "forget", "bob", input="n\n", code=1).stdout.startswith("Delete everything")

@@ -141,6 +141,9 @@ HEALTHY = {
     "edged_pairs_pending": "8x120",
     "edged_finetune_enabled": "1x120",
     "edged_optimizer_steps_total": "0+2x120",
+    "edged_quarantine_alarms": "0x120",
+    "edged_memory_governor_step": "1x120",
+    "edged_power_governor_share_ratio": "0.5x120",
     'edged_rollbacks_total{cause="guard"}': "0x120",
     'edged_rollbacks_total{cause="operator"}': "0+1x120",
     "edged_steps_skipped_total": "0x120",
@@ -155,6 +158,7 @@ HEALTHY = {
 
 FIRST_TOKENS = 'edged_slo_tokens_total{target="ttft", class="interactive", result="missed"}'
 LATER_TOKENS = 'edged_slo_tokens_total{target="tbt", class="interactive", result="missed"}'
+HELD = {"edged_finetune_enabled": "0x120", "edged_optimizer_steps_total": "40x120"}
 AILMENTS: list[tuple[str, dict[str, str]]] = [
     ("EdgedDown", {'up{job="edged"}': "0x120"}),
     ("EdgedNotReady", {"edged_ready": "0x120"}),
@@ -178,6 +182,9 @@ AILMENTS: list[tuple[str, dict[str, str]]] = [
     ("EdgedHot", {"edged_temperature_celsius": "93x120"}),
     ("EdgedHot", {"edged_temperature_celsius": "82x120", "edged_temperature_limit_celsius": "85x120"}),
     ("EdgedFinetuneStarved", {"edged_optimizer_steps_total": "40x120"}),
+    ("EdgedFinetuneHeld", {**HELD, "edged_memory_governor_step": " ".join(["3 2x48"] * 33)}),
+    ("EdgedFinetuneHeld", {**HELD, "edged_power_governor_share_ratio": "0x120"}),
+    ("EdgedFeedbackQuarantined", {"edged_quarantine_alarms": "0x110 1x10"}),
     ("EdgedAdapterRolledBack", {'edged_rollbacks_total{cause="guard"}': "0x110 1x10"}),
     ("EdgedStepsSkipped", {"edged_steps_skipped_total": "0+1x120"}),
     ("EdgedDatabaseErrors", {"edged_store_errors_total": "0x110 1x10"}),
@@ -186,6 +193,8 @@ AILMENTS: list[tuple[str, dict[str, str]]] = [
     ("EdgedMemoryShort", {'edged_memory_bytes{state="available"}': "1e8x120"}),
     ("EdgedRecordsLost", {'edged_records_lost_total{record="token"}': "0x110 9x10"}),
 ]
+LONG = {"EdgedFinetuneHeld": 1600}
+"""Alerts that take longer than two hours, in minutes."""
 HARMLESS = [
     {},
     # Nothing to do is no fault.
@@ -210,19 +219,21 @@ HARMLESS = [
         "edged_preemptions_total": "0+1x120",
     },
     {"edged_temperature_celsius": "93x120", "edged_temperature_limit_celsius": "105x120"},
-    {"edged_finetune_enabled": "0x120", "edged_optimizer_steps_total": "40x120"},
+    {**HELD, "edged_memory_governor_step": "4x120"},
 ]  # fmt: skip
 
 
 def alert_test(changes: dict[str, str], *firing: str) -> dict[str, Any]:
-    """promtool's test that after two hours just these alerts fire."""
+    """promtool's test that after two hours, or as long as an alert takes, just these alerts fire."""
+    minutes = max((LONG.get(name, 120) for name in firing), default=120)
+    series = {name: values.replace("x120", f"x{minutes}") for name, values in {**HEALTHY, **changes}.items()}
     return {
         "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in {**HEALTHY, **changes}.items()],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                "eval_time": "119m",
+                "eval_time": f"{minutes - 1}m",
                 "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing],
             }
         ],
