@@ -31,6 +31,7 @@ from edged.governors.governors import Governors
 from edged.models.source import find_model
 from edged.reload import Reloaded, Reloader, adopted
 from edged.store import Store
+from edged.store.folder import ADAPTERS_FOLDER
 from edged.store.footprint import Footprint
 from edged.store.upkeep import Upkeep
 from edged.telemetry.device import DeviceMonitor
@@ -55,7 +56,7 @@ def assemble(
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
     codec = Codec.load(model_dir, settings.model.trust_remote_code)
-    finish_forgetting(store, folder / "adapters")
+    left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
     told = Told()
 
     def take(records: list[Record]) -> Future[None] | None:
@@ -65,6 +66,9 @@ def assemble(
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
+    for forgotten in left:
+        # The first thing that the engine does: whoever asks comes later.
+        engine.forget(forgotten)
     facts = engine.status()["model"]
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))

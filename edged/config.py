@@ -34,6 +34,8 @@ from edged.config_sections import ServingSettings as ServingSettings
 from edged.config_sections import StoreSettings as StoreSettings
 from edged.config_sections import minutes_of as minutes_of
 
+_SECRET_SETTINGS = ("api.token", "access.tokens")
+
 
 class ConfigError(ValueError):
     """A setting is unknown, of the wrong type or out of bounds; the message names it and the way out."""
@@ -107,9 +109,9 @@ def _explain(item: Any) -> str:
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    return f'setting "{dotted}"' + (
-        f": {item['msg']}" if item["type"] == "edged" else f" = {item['input']!r}: {item['msg']}"
-    )
+    # What was meant to be a token is nobody's to read.
+    unshown = item["type"] == "edged" or dotted.startswith(_SECRET_SETTINGS)
+    return f'setting "{dotted}"' + (f": {item['msg']}" if unshown else f" = {item['input']!r}: {item['msg']}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -103,8 +103,11 @@ class Daemon:
         # A terminal that closes ends what runs in it; elsewhere SIGHUP means "read your settings again".
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if sys.stdin.isatty() else self._on_hangup)
         folder = data_folder(self._settings.store.data_dir, self._environ)
-        store = Store(folder / DATABASE_FILE)
-        clear_leftovers(folder)
+        opening = f"opening {folder / DATABASE_FILE}"
+        store = await self._unless_stopped(opening, lambda: _open_store(folder), "edged-opener")
+        if store is None:
+            # Each step of opening survives being cut off.
+            os._exit(0)
         try:
             access = Access(self._settings.access, self._settings.api.token)
             self._reloader.check(lambda settings: _check_access(access, settings))
@@ -130,19 +133,25 @@ class Daemon:
                 await Site(runner, item, self._settings.limits).start()
             self._tell_start(listeners, folder)
             hub = Hub(asyncio.get_running_loop())
-            loading = asyncio.ensure_future(_in_thread(lambda: self._load(store, hub, folder), "edged-loader"))
-            stopping = asyncio.ensure_future(self._stop.wait())
-            async with _beside(self._manager.loading(self._settings.model.path)):
-                await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                # The loader cannot be interrupted, and nothing has been acknowledged that is not on disk.
+            loading = f"loading {self._settings.model.path}"
+            services = await self._unless_stopped(loading, lambda: self._load(store, hub, folder), "edged-loader")
+            if services is None:
+                # Nothing has been acknowledged that is not on disk.
                 listeners.close()
                 store.close()
                 os._exit(0)
-            services = loading.result()
             return await self._run_until_stopped(services, runner)
         finally:
             await runner.cleanup()
+
+    async def _unless_stopped(self, doing: str, fn: Callable[[], T], thread: str) -> T | None:
+        """What `fn` returns, while systemd is asked for the time; None at a signal: `fn` cannot be interrupted, so that
+        the process has to end then."""
+        work = asyncio.ensure_future(_in_thread(fn, thread))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        async with _beside(self._manager.busy(doing)):
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
 
     def _load(self, store: Store, hub: Hub, folder: Path) -> Services:
         """Build the parts. Raises ModelMissing, CodecError or ModelRefused."""
@@ -236,6 +245,13 @@ class Daemon:
             return await self._reloader.reload()
         finally:
             self._manager.ready(_status(self._lifecycle.services))
+
+
+def _open_store(folder: Path) -> Store:
+    """After a power cut the whole file is read, and an upgrade may rewrite it: minutes on slow flash."""
+    store = Store(folder / DATABASE_FILE)
+    clear_leftovers(folder)
+    return store
 
 
 def _check_access(access: Access, settings: Settings) -> None:

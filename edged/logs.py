@@ -62,6 +62,14 @@ def take_down() -> None:
         root.removeHandler(handler)
 
 
+def without_secrets(text: str) -> str:
+    """`text` as a line of the log would show it, for what is told elsewhere."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Redacted):
+            text = handler.formatter.redact(text)
+    return text
+
+
 def writes_json(settings: LogSettings, environ: Mapping[str, str], stream: TextIO) -> bool:
     """Whether lines on `stream` are JSON: as the settings say, else where systemd collects them."""
     if settings.format != "auto":
@@ -146,7 +154,10 @@ class _Redacted(logging.Formatter):
         ]
 
     def format(self, record: logging.LogRecord) -> str:
-        text = self._inner.format(record)
+        return self.redact(self._inner.format(record))
+
+    def redact(self, text: str) -> str:
+        """`text` with every secret blanked out."""
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         return text

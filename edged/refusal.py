@@ -1,12 +1,13 @@
 """A start that is refused: said where somebody reads it, and tried again ever less often.
 
 Owns the form of that sentence and the waiting between two tries under systemd, of which versions before 254 know no
-back-off. Must not know what prevents a start. Imports nothing slow: settings that are wrong are refused before torch is
-imported.
+back-off. Must not know what prevents a start, nor what clients are answered meanwhile. Imports nothing slow: settings
+that are wrong are refused before torch is imported.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edged import logs
+from edged.api.refused import answer_refusals
+from edged.api.sockets import ListenError
 from edged.config import LogSettings
 from edged.service_manager import notify
 
@@ -32,8 +35,9 @@ _COUNT_FILE = "refused-starts"
 def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]) -> int:
     """Tell `message`, the way out included; under systemd then wait, the longer the more starts were refused.
 
-    Returns the exit code. SIGTERM ends the waiting.
+    Returns the exit code. SIGTERM ends the waiting; who asks on systemd's sockets meanwhile is told as well.
     """
+    message = logs.without_secrets(message)
     if logs.writes_json(settings, environ, sys.stderr):
         logs.event(log, logging.ERROR, "start_refused", message)
     else:
@@ -41,8 +45,16 @@ def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]
     if wait_s := _wait_s(_count_one(environ)):
         status = f"STATUS={REFUSED}, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
         notify(f"{status}\nEXTEND_TIMEOUT_USEC={(wait_s + _TOLD_MARGIN_S) * 1e6:.0f}", environ)
-        time.sleep(wait_s)
+        _wait(wait_s, message, environ)
     return 1
+
+
+def _wait(wait_s: float, message: str, environ: Mapping[str, str]) -> None:
+    ends_s = time.monotonic() + wait_s
+    # Sockets that nobody can listen on may be what was refused.
+    with contextlib.suppress(ListenError, OSError):
+        asyncio.run(answer_refusals(message, wait_s, environ))
+    time.sleep(max(0.0, ends_s - time.monotonic()))
 
 
 def start_succeeded(environ: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from edged import logs
 log = logging.getLogger("edged")
 
 _EXTEND_EVERY_S, _EXTEND_BY_S = 10.0, 60.0
-_LONGEST_LOADING_S = 3600.0
+_LONGEST_START_S = 3600.0
 """A model that comes from the hub over a slow line takes its time; one that hangs is given up."""
 _STOP_MARGIN_S = 30.0
 """Beyond the drain: adapters are saved and the database is closed."""
@@ -59,12 +59,12 @@ class ServiceManager:
         self._watchdog_s = watchdog_s(environ, os.getpid())
         self._status = ""
 
-    async def loading(self, model: str) -> None:
-        """Until it is cancelled: say that the model is being loaded, and ask for the time that it takes."""
+    async def busy(self, doing: str) -> None:
+        """Until it is cancelled: say what is being done before requests are served, and ask for the time it takes."""
         started = time.monotonic()
-        while time.monotonic() - started < _LONGEST_LOADING_S:
+        while time.monotonic() - started < _LONGEST_START_S:
             seconds = time.monotonic() - started
-            self._tell(f"STATUS=loading {model} for {seconds:.0f} s", f"EXTEND_TIMEOUT_USEC={_EXTEND_BY_S * 1e6:.0f}")
+            self._tell(f"STATUS={doing} for {seconds:.0f} s", f"EXTEND_TIMEOUT_USEC={_EXTEND_BY_S * 1e6:.0f}")
             await asyncio.sleep(_EXTEND_EVERY_S)
 
     def ready(self, status: str) -> None:

@@ -105,9 +105,11 @@ def test_uninstalling_keeps_data_unless_it_is_told_otherwise(tmp_path: Path, ven
     assert not [path for path in left if path.startswith(("usr/", "opt/"))]
     assert (venv / "bin/edged").is_symlink()
     run("--root", root, "--uninstall")
+    for kept in ("edged.before-restore-20260301-040012", ".edged.restore-abcd", "edgeduser"):
+        shutil.copytree(data.parent, data.parent.with_name(kept))
     if os.getuid() == 0:
         run("--root", root, "--uninstall", "--purge")
-        assert not (root / "var/lib/edged").exists()
+        assert [path.name for path in (root / "var/lib").iterdir()] == ["edgeduser"]
         assert not (root / "etc/edged").exists()
         assert "edged:" not in (root / "etc/passwd").read_text()
 
@@ -156,6 +158,34 @@ def test_a_staged_installation_does_not_ask_the_build_hosts_systemd(tmp_path: Pa
     (tmp_path / "bin" / "systemctl").chmod(0o755)
     run("--root", tmp_path / "root", "--venv", venv, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert (tmp_path / "root" / UNITS / "edged.service.d/backoff.conf").is_file()
+
+
+@pytest.mark.parametrize("state", ["active", "activating", "inactive"])
+def test_an_upgrade_that_changes_the_socket_opens_it_anew_and_starts_what_ran(
+    tmp_path: Path, venv: Path, state: str
+) -> None:
+    root, told = tmp_path / "root", tmp_path / "told"
+    run("--root", root, "--venv", venv)
+    script = """
+        . "$1" --root "$2"
+        systemd_runs() { true; }
+        systemd-tmpfiles() { true; }
+        systemctl() { echo "$*" >>"$3"; [ "$1" != is-active ] || echo "$4"; }
+        put_units >/dev/null
+        start
+    """.replace("$3", str(told)).replace("$4", state)
+
+    def upgrade() -> list[str]:
+        told.unlink(missing_ok=True)
+        subprocess.run(["bash", "-c", script, "bash", str(INSTALL), str(root)], check=True)
+        return [line for line in told.read_text().splitlines() if not line.startswith(("--version", "is-active"))]
+
+    assert upgrade() == ["daemon-reload", "enable --now edged.socket", "try-restart edged.service"]
+    (root / UNITS / "edged.socket").write_text("[Socket]\nSocketMode=0660\n")
+    *stopped, last = upgrade()
+    assert stopped == ["daemon-reload", "stop edged.socket edged.service", "enable --now edged.socket"]
+    assert last == ("try-restart edged.service" if state == "inactive" else "start edged.service")
+    assert "SocketMode=0666" in (root / UNITS / "edged.socket").read_text()
 
 
 def test_a_jetson_without_nvidias_torch_gets_no_other_unless_it_is_told_to(tmp_path: Path) -> None:

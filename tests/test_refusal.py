@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edged.refusal import start_succeeded
 from tests.cli.conftest import edged
 from tests.models import save_tiny
-from tests.test_service_manager import Manager, service
+from tests.test_service_manager import Manager, ask, service
 
 COUNT = "refused-starts"
 
@@ -53,6 +56,65 @@ def test_later_refusals_wait_longer_and_systemd_is_told(
         daemon.terminate()
         assert daemon.wait(60) == -signal.SIGTERM
     assert (tmp_path / "run" / COUNT).read_text() == str(int(before) + 1)
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """systemd's sockets: a Unix and a TCP one."""
+    with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_INET) as tcp:
+        unix.bind(str(tmp_path / "systemd.sock"))
+        tcp.bind(("127.0.0.1", 0))
+        for item in (unix, tcp):
+            item.listen()
+        yield unix, tcp
+
+
+def error_in(answer: bytes) -> dict[str, Any]:
+    """The error of a 503 that says when to come again."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert 0 < int(head.split(b"Retry-After: ")[1].split(b"\r\n")[0]) <= 300
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("server_error", None, "start_refused")
+    return error
+
+
+@pytest.mark.parametrize("wrong", ["model", "settings"])
+def test_clients_are_told_of_a_refusal_on_systemds_sockets_and_strangers_no_details(
+    tmp_path: Path, manager: Manager, listening: tuple[socket.socket, socket.socket], wrong: str
+) -> None:
+    (tmp_path / "run" / COUNT).write_text("40")
+    settings = {"EDGED_CACHE__PAGE_SISE": "16"} if wrong == "settings" else {}
+    reason = 'did you mean "page_size"?' if wrong == "settings" else f'"{tmp_path / "no-model"}'
+    path, address = str(tmp_path / "systemd.sock"), listening[1].getsockname()
+    with service(tmp_path, tmp_path / "no-model", manager, listening, **settings) as daemon:
+        manager.wait("STATUS", "start refused")
+        shown = edged("status", "--socket", path)
+        assert (shown.returncode, reason in shown.stderr) == (1, True)
+        assert reason in error_in(ask(path, "/no/such/url"))["message"]
+        told = error_in(ask(address))["message"]
+        assert told == "edged could not start: whoever runs this box finds the reason in its log"
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"no HTTP\r\n\r\n")
+            assert stranger.recv(4096).startswith(b"HTTP/1.0 400 ")
+            # A client that says nothing holds up nobody, nor the stop.
+            with socket.create_connection(address):
+                assert error_in(ask(path))
+                daemon.terminate()
+                assert daemon.wait(60) == -signal.SIGTERM
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_secrets_are_blanked_out_of_the_status_too(tmp_path: Path, manager: Manager) -> None:
+    (tmp_path / "run" / COUNT).write_text("2")
+    with service(tmp_path, tmp_path / "open-sesame", manager, BOX_TOKEN="open-sesame"):
+        assert f'"{tmp_path}/***"' in manager.wait("STATUS", "start refused")["STATUS"]
+
+
+def test_what_was_meant_to_be_a_token_is_told_nobody(tmp_path: Path, manager: Manager) -> None:
+    (tmp_path / "edged.toml").write_text("[api]\ntoken = 271828182845\n")
+    refused = edged("serve", "--config", str(tmp_path / "edged.toml"))
+    assert refused.stderr.endswith('setting "api.token": Input should be a valid string\n')
 
 
 def test_a_start_that_serves_makes_the_next_refusal_the_first(tmp_path: Path, manager: Manager) -> None:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from edged.service_manager import notify, watchdog_s
+from edged.store import Store
 from tests.api.live import crowd
 from tests.cli.conftest import clean_environment
 from tests.models import save_tiny
@@ -178,8 +180,7 @@ def test_a_service_takes_systemds_sockets_tells_of_its_life_and_leaves_the_socke
         with service(tmp_path, model, manager, (unix, tcp)) as daemon:
             # A client that came before the daemon: its request waits in the socket's queue.
             assert ask(str(path)).startswith(b"HTTP/1.1 ")
-            loading = manager.wait("EXTEND_TIMEOUT_USEC")
-            assert loading["STATUS"].startswith(f"loading {model}")
+            assert int(manager.wait("STATUS", f"loading {model}")["EXTEND_TIMEOUT_USEC"]) > 0
             assert "serves tiny" in manager.wait("READY", "1")["STATUS"]
             assert ask(str(path)).startswith(b"HTTP/1.1 200")
             assert ask(tcp.getsockname()).startswith(b"HTTP/1.1 200")
@@ -191,6 +192,23 @@ def test_a_service_takes_systemds_sockets_tells_of_its_life_and_leaves_the_socke
         # systemd still listens: the next request waits there for the next daemon.
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
+
+
+def test_a_database_that_opens_slowly_is_waited_for_and_a_stop_is_not(tmp_path: Path, model: Path) -> None:
+    database, manager = tmp_path / "data" / "edged.db", Manager(f"@edged-opening-{os.getpid()}")
+    Store(database).close()
+    timed = {"EDGED_API__SOCKET": str(tmp_path / "s")}
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        # Opening waits for the lock, as it would for a slow disk.
+        other.execute("BEGIN EXCLUSIVE")
+        with service(tmp_path, model, manager, **timed) as daemon:
+            assert int(manager.wait("STATUS", f"opening {database}")["EXTEND_TIMEOUT_USEC"]) > 0
+            daemon.terminate()
+            assert daemon.wait(20) == 0
+        with service(tmp_path, model, manager, **timed):
+            manager.wait("STATUS", f"opening {database}")
+            other.execute("COMMIT")
+            manager.wait("READY", "1")
 
 
 def test_what_systemd_hands_over_must_be_a_socket_that_listens(tmp_path: Path, model: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from edged.align.copies import Copies
 from edged.config import AlignSettings
-from edged.store.folder import sync
+from edged.store.folder import erase_folder, sync
 
 _PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
@@ -222,6 +222,8 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
+        self.left: set[str] = set()
+        """Forgotten adapters whose files could not be removed."""
         root.mkdir(parents=True, exist_ok=True)
         # What a power cut left half written is nobody's.
         for draft in root.glob(f"*/.v*{_DRAFT}"):
@@ -351,13 +353,19 @@ class AdapterFiles:
         self._hidden.append(adapter)
 
     def hidden(self, adapter: str) -> bool:
-        """Whether its versions are about to be removed."""
-        return adapter in self._hidden
+        """Whether its versions are about to be removed, or could not be."""
+        return adapter in self._hidden or adapter in self.left
 
     def forget(self, adapter: str) -> None:
-        """Remove all versions of an adapter that was hidden."""
-        shutil.rmtree(self.root / adapter, ignore_errors=True)
-        self._hidden.remove(adapter)
+        """Remove all versions of an adapter that was hidden. Raises OSError, and it stays hidden then."""
+        try:
+            erase_folder(self.root / adapter)
+            self.left.discard(adapter)
+        except OSError:
+            self.left.add(adapter)
+            raise
+        finally:
+            self._hidden.remove(adapter)
 
     def _peft_config(self) -> dict[str, object]:
         return {

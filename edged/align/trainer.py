@@ -348,7 +348,8 @@ class Trainer:
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter and its pairs; its files wait for `files.forget`. Raises UnknownAdapter."""
-        self._versions.demand(adapter)
+        if adapter not in self.shelf.files.left:
+            self._versions.demand(adapter)
         self.abandon(adapter)
         self.roster.forget(adapter)
         self.shelf.forget(adapter)

@@ -26,6 +26,7 @@ from edged.store.erasing import (
     search_files,
     unfinished,
 )
+from edged.store.folder import ADAPTERS_FOLDER
 
 log = logging.getLogger("edged.api")
 
@@ -49,44 +50,80 @@ async def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         # Pairs that were read before would make the adapter anew.
         await asyncio.wrap_future(services.teacher.settled())
         stage("taking it out of the engine")
+        folder, gone = store.path.parent / ADAPTERS_FOLDER, True
         try:
             await asyncio.wrap_future(services.engine.forget(name, erased.pair_ids))
         except UnknownAdapter:
             learned = False
+        except OSError as error:
+            gone = _tell_left(name, error)
         base = await asyncio.to_thread(store.read, served_base)
-        folder = store.path.parent / "adapters"
-        await asyncio.to_thread(forget_files, folder, name, base)
+        gone &= await asyncio.to_thread(_delete_files, folder, name, base)
         # And what the engine had to say of it meanwhile.
         await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
-        if not learned and not any(erased.rows.values()):
+        if not learned and gone and not any(erased.rows.values()):
             await asyncio.wrap_future(store.write(lambda db: end_forgetting(db, name)))
             return None
         stage("searching for what is left")
-        searched = await asyncio.to_thread(store.read, lambda db: search(db, name, erased.texts, now))
-        searched["files"] = await asyncio.to_thread(search_files, folder, name)
+        searched = await asyncio.to_thread(_search, store, folder, name, erased.texts, now)
         stage("vacuuming")
-        vacuumed = await asyncio.to_thread(_vacuum, store, name)
+        vacuumed = await asyncio.to_thread(_vacuum, store, name, gone)
     finally:
         stages.pop(name, None)
     verified = not (searched["found"] or searched["files"])
-    if not verified:
-        log.error("forgetting %s: the search found %s", name, searched)
     return {"rows_deleted": erased.rows, "searched": searched, "verified": verified, "vacuumed": vacuumed}
 
 
 def finish_forgetting(store: Store, adapters: Path) -> list[str]:
-    """End what a crash interrupted, before any adapter is read; returns the users. `adapters` is their folder."""
-    names = store.read(unfinished)
-    for name, _ in names:
+    """End what a crash, or files that could not be deleted, left undone, before any adapter is read.
+
+    `adapters` is their folder. Returns the users of whom files are still there, which must not be served.
+    """
+    stay = []
+    for name, since in store.read(unfinished):
         log.warning("forgetting %s was interrupted: it is finished now", name)
-        forget_files(adapters, name, None)
+        gone = _delete_files(adapters, name, None)
         store.write(partial(forget_learning, adapter=name)).result()
-        _vacuum(store, name)
-    return [name for name, _ in names]
+        # The user's texts went with the rows: only the name is left to search for.
+        _search(store, adapters, name, (), since)
+        _vacuum(store, name, gone)
+        if not gone:
+            stay.append(name)
+    return stay
 
 
-def _vacuum(store: Store, name: str) -> bool:
-    """Erase the bytes, then the tombstone and its bytes; whether room was given back as well.
+def _delete_files(adapters: Path, name: str, but: str | None) -> bool:
+    """Whether they are gone; why not is in the log."""
+    try:
+        forget_files(adapters, name, but)
+    except OSError as error:
+        return _tell_left(name, error)
+    return True
+
+
+def _tell_left(name: str, error: OSError) -> bool:
+    log.error(
+        "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
+        "again; let the daemon's user write there",
+        name,
+        error,
+    )
+    return False
+
+
+def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
+    """What is left of a user (see `edged.store.erasing.search`, with `files`); the log has the result."""
+    searched = store.read(lambda db: search(db, name, texts, since))
+    searched["files"] = search_files(adapters, name)
+    if searched["found"] or searched["files"]:
+        log.error("forgetting %s: the search found %s", name, searched)
+    else:
+        log.info("forgetting %s: a search of %d columns and all files found nothing", name, searched["columns"])
+    return searched
+
+
+def _vacuum(store: Store, name: str, gone: bool) -> bool:
+    """Erase the bytes, then, where the files are `gone`, the tombstone and its bytes; whether room was given back too.
 
     Without room for a second copy of the file (or while another program reads) what was deleted is overwritten all the
     same; only its room, or the log, stays until next time.
@@ -97,7 +134,8 @@ def _vacuum(store: Store, name: str) -> bool:
     except (StoreError, RuntimeError) as error:
         log.warning("the database keeps the room of what was deleted: %s", error)
         vacuumed = False
-    store.write(lambda db: end_forgetting(db, name)).result()
+    if gone:
+        store.write(lambda db: end_forgetting(db, name)).result()
     try:
         store.write_alone(empty_log).result()
     except (StoreError, RuntimeError) as error:

@@ -119,7 +119,10 @@ def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str
 
 
 def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socket]:
-    """The listening sockets that systemd has passed to process `pid` (sd_listen_fds(3)). Raises ListenError."""
+    """The listening sockets that systemd has passed to process `pid` (sd_listen_fds(3)). Raises ListenError.
+
+    Each call gives duplicates, which may be closed: a start that is then refused goes on answering on the same sockets.
+    """
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID") != str(pid) or not count.isdigit():
         return []
@@ -129,7 +132,9 @@ def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socke
         descriptor = _FIRST_INHERITED + number
         name = names[number] if number < len(names) and names[number] else f"number {number}"
         try:
-            item = socket.socket(fileno=descriptor)
+            # What the daemon starts shall not keep the address.
+            os.set_inheritable(descriptor, False)
+            item = socket.socket(fileno=os.dup(descriptor))
             listens = item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         except OSError as error:
             raise ListenError(f"systemd's socket {name} (descriptor {descriptor}) cannot be used: {error}") from None
@@ -138,8 +143,6 @@ def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socke
             raise ListenError(
                 f"systemd's socket {name} is not a Unix or TCP socket that listens: use ListenStream= with Accept=no"
             )
-        # What the daemon starts shall not keep the address.
-        item.set_inheritable(False)
         taken.append(item)
     return taken
 

@@ -145,7 +145,8 @@ class Engine:
         return self._inbox.ask(lambda: self._learning.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
-        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter.
+        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
+        OSError where files stay, which are never read again then.
 
         Nobody waits for the disk, and what the adapter learns from now on is new.
         """

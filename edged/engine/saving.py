@@ -62,7 +62,7 @@ class Saver:
         return None if self._writing else self._shelf.next_save_s(self._store.save_every_s)
 
     def forget(self, adapter: str) -> Future[None]:
-        """Remove a forgotten adapter's files; the future resolves when they are gone."""
+        """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
         # Behind those that are being written, and before any that follow.
         return self._thread.submit(self._shelf.files.forget, adapter)
 

@@ -5,7 +5,6 @@ Owns their rows, and forgetting an adapter with everything that came from its us
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from sqlite_utils import Database
 
 from edged.store.completions import json_text
+from edged.store.folder import erase_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,16 @@ def forget_learning(db: Database, adapter: str) -> None:
 
 
 def forget_files(folder: Path, adapter: str, but: str | None) -> None:
-    """Delete an adapter's files under `<folder>/<base>/<adapter>` of all bases `but` one."""
+    """Delete an adapter's files under `<folder>/<base>/<adapter>` of all bases `but` one.
+
+    Raises OSError with the first thing that stays; the others are gone then.
+    """
+    problem: OSError | None = None
     for files in folder.glob(f"*/{adapter}"):
         if files.parent.name != but:
-            shutil.rmtree(files)
+            try:
+                erase_folder(files)
+            except OSError as error:
+                problem = problem or error
+    if problem is not None:
+        raise problem

@@ -1,7 +1,7 @@
 """Where the data folder is, what its parts are called, and what makes a file in it last.
 
-Owns those names, and removing what requests left that were ended by force. Must not know what the parts hold, nor
-anything slow to import.
+Owns those names, and removing folders, also of requests that were ended by force. Must not know what the parts hold,
+nor anything slow to import.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def erase_folder(folder: Path) -> None:
+    """Remove a folder, if it is there, as far as it can be. Raises OSError with the first thing that stays."""
+    try:
+        shutil.rmtree(folder)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            raise
 
 
 def clear_leftovers(data_dir: Path) -> None:

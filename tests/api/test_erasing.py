@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -124,7 +126,10 @@ def test_what_the_user_left_anew_meanwhile_is_no_leftover(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_crash_in_the_middle_is_finished_by_the_next_start(tmp_path: Path) -> None:
+def test_a_crash_in_the_middle_is_finished_by_the_next_start_and_searched_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "edged")
     store = Store(tmp_path / "edged.db")
     for user in ("ann", "bob"):
         (tmp_path / "adapters" / "base" / user / "v000001").mkdir(parents=True)
@@ -134,12 +139,90 @@ def test_a_crash_in_the_middle_is_finished_by_the_next_start(tmp_path: Path) -> 
     store.close()  # and nothing of what follows the deletion was done
 
     store = Store(tmp_path / "edged.db")
-    assert finish_forgetting(store, tmp_path / "adapters") == ["ann"]
-    assert [path.name for path in (tmp_path / "adapters" / "base").iterdir()] == ["bob"]
     assert finish_forgetting(store, tmp_path / "adapters") == []
+    assert [path.name for path in (tmp_path / "adapters" / "base").iterdir()] == ["bob"]
+    assert "forgetting ann: a search of" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith("found nothing")
+    before = len(caplog.messages)
+    assert finish_forgetting(store, tmp_path / "adapters") == []
+    assert len(caplog.messages) == before
     store.close()
     assert f"ann: {MARKER}".encode() not in bytes_of_the_database(tmp_path)
     assert f"bob: {MARKER}".encode() in bytes_of_the_database(tmp_path)
+
+
+def test_what_a_resumed_search_finds_is_an_error_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path / "edged.db")
+    store.write(lambda db: begin_forgetting(db, "ann", utc_text(utc_now()))).result()
+    # As no release has left it: a row that names ann, from before.
+    row = ["2020", "bob", 1, "[]", "learned of /ann/"]
+    store.write(lambda db: db.execute("INSERT INTO skipped_steps VALUES (NULL, ?, ?, ?, ?, ?)", row)).result()
+    finish_forgetting(store, tmp_path / "adapters")
+    assert [line.levelname for line in caplog.records if "the search found" in line.message] == ["ERROR"]
+    assert "skipped_steps" in caplog.text
+    store.close()
+
+
+@contextmanager
+def kept_by_the_disk(folder: Path) -> Iterator[None]:
+    """Its files can be read, and not be deleted."""
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here: that needs root and CAP_SYS_ADMIN")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def answer_of(http: httpx2.Client, user: str) -> str:
+    body = {"prompt": "Where is it?", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "user": user}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def test_files_that_cannot_be_deleted_answer_nobody_and_are_tried_again_until_they_go(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
+    settings = {"store__save_every_s": 0.1, "guard__held_out_share": 0.0, "align__learning_rate": 0.05}
+    with running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
+        base = answer_of(http, "nobody")
+        for user in ("ann", "bob"):
+            learn(http, user)
+        assert answer_of(http, "ann") != base
+        (files,) = (daemon.data / "adapters").glob("*/ann")
+        with kept_by_the_disk(files):
+            done = http.delete("/v1/adapters/ann").json()
+            assert (done["verified"], done["searched"]["found"]) == (False, [])
+            assert answer_of(http, "ann") == base
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+    with kept_by_the_disk(files), running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
+        assert "forgetting ann: its files cannot be deleted ([Errno 30] Read-only file system" in daemon.log
+        assert list(files.glob("v*/adapter_model.safetensors"))
+        assert answer_of(http, "ann") == base
+        assert http.get("/v1/adapters/ann").status_code == 404
+        assert http.get("/v1/adapters/bob").json()["version"] > 0
+        assert http.delete("/v1/adapters/ann").json()["verified"] is False
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
+    with running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
+        assert "found nothing" in daemon.log
+        assert not files.exists()
+        assert http.get("/v1/adapters/bob").status_code == 200
+
+
+def test_files_that_can_be_deleted_after_all_go_at_the_next_request(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
+    settings = {"store__save_every_s": 0.1, "guard__held_out_share": 0.0}
+    with running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
+        learn(http, "ann")
+        (files,) = (daemon.data / "adapters").glob("*/ann")
+        with kept_by_the_disk(files):
+            assert http.delete("/v1/adapters/ann").json()["verified"] is False
+        assert http.delete("/v1/adapters/ann").json()["verified"] is True
+        assert not files.exists()
+        assert http.delete("/v1/adapters/ann").status_code == 404
 
 
 def test_a_killed_daemon_forgets_to_the_end_when_it_starts(tmp_path: Path) -> None:

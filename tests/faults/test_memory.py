@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from edged.align.pair import PairRetired, StepSkipped
 from edged.config import AlignSettings
 from edged.engine.engine import Engine
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
+from tests.models import save_tiny
 
 MARK = 251
 """A token that no random prompt has, and no answer here."""
@@ -37,6 +38,29 @@ def shortage(module: torch.nn.Module, when: Callable[[torch.Tensor], bool]) -> I
         yield raised
     finally:
         handle.remove()
+
+
+@contextmanager
+def little_memory(left_mib: int) -> Iterator[Callable[[], int]]:
+    """The GPU's own allocator has `left_mib` to give, or up to 16 MiB more; gives how often that was too little."""
+    block_mib = 16
+    ballast: list[torch.Tensor] = []
+    torch.cuda.empty_cache()
+    bound = torch.cuda.memory_reserved() + (1 << 30)
+    torch.cuda.set_per_process_memory_fraction(bound / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        # What the allocator counts as the whole is not quite what the device says: it is filled until it refuses.
+        with suppress(torch.OutOfMemoryError):
+            while len(ballast) * block_mib < 4096:
+                ballast.append(torch.empty(block_mib << 20, dtype=torch.uint8, device="cuda"))
+        assert left_mib <= len(ballast) * block_mib < 4096
+        del ballast[-(left_mib // block_mib) :]
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_stats()["num_ooms"]
+        yield lambda: int(torch.cuda.memory_stats()["num_ooms"]) - int(before)
+    finally:
+        ballast.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def layer(engine: Engine) -> torch.nn.Module:
@@ -79,6 +103,25 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(
         for i in range(12):
             answers(engine, client, f"after{i}", [random_ids(20, 10 + i)], tokens=40)
         assert engine.status()["degraded"] == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's allocator can be bounded, the CPU's cannot")
+def test_when_the_gpus_own_allocator_has_too_little_prompts_are_computed_in_smaller_chunks(tmp_path: Path) -> None:
+    if torch.cuda.mem_get_info()[0] < 4 << 30:
+        pytest.skip("needs 4 GiB on the GPU")
+    # One activation of the MLP takes 256 KiB a token: 100 MiB for the longer prompt, 4 MiB for the smallest chunk.
+    save_tiny(tmp_path / "model-llama", intermediate_size=65536, max_position_embeddings=512)
+    settings = {"model__device": "cuda", "model__dtype": "float32", "model__graph_memory_mb": 0}
+    settings |= {"cache__memory_mb": 16, "cache__prefix_sharing": False}
+    prompts = [random_ids(400, 1), random_ids(90, 2)]
+    with running_engine(tmp_path, **settings) as (engine, client):
+        answers(engine, client, "before", prompts)
+        with little_memory(64) as failures:
+            # Not which ones: a GPU rounds products of other sizes otherwise.
+            assert [len(ids) for ids in answers(engine, client, "short", prompts)] == [12, 12]
+            assert failures() > 0
+            assert any("memory ran out: an iteration has at most" in line for line in engine.status()["degraded"])
+        answers(engine, client, "after", prompts)
 
 
 def test_decodes_that_are_too_many_are_preempted_and_not_failed(tmp_path: Path) -> None:
