@@ -30,6 +30,8 @@ _BETWEEN_CONNECTIONS_S = 0.005
 _SETTLE_S = 2.0
 _HUNG_S = 2 * WATCHDOG_S
 _FUZZ_S = 900.0
+_FUZZED_ANSWER_S = 60.0
+"""An answer that ignores its end is as long as the context lets it."""
 FUZZ_DRAWS = 6
 """So often schemathesis is drawn in half an hour, about."""
 HUNG = "the engine hangs"
@@ -219,6 +221,7 @@ class Faults:
         url = f"http://127.0.0.1:{self._subject.tcp_port}/openapi.json"
         options = ["--checks", ",".join(_CHECKS), "--max-examples", str(self._fuzz_examples), "--no-color"]
         options += ["--phases", "examples,fuzzing", "--seed", str(self._chance.randrange(1 << 30))]
+        options += ["--request-timeout", str(_FUZZED_ANSWER_S)]
         command = [str(Path(sys.executable).parent / "schemathesis"), "run", url, *options]
         fuzzer = await asyncio.create_subprocess_exec(
             *command, cwd=self._subject.folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
