@@ -68,6 +68,7 @@ def assemble(
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
     for forgotten in left:
         # The first thing that the engine does: whoever asks comes later.
+        engine.hold_back(forgotten)
         engine.forget(forgotten)
     facts = engine.status()["model"]
     journal = Journal(store, facts["fingerprint"])

@@ -96,7 +96,7 @@ def load_settings(
 def _override(values: dict[str, Any], section: str, key: str, value: Any, source: str) -> None:
     known = values.setdefault(section, {})
     if not isinstance(known, dict):
-        raise ConfigError(f'{source}: "{section}" = {known!r} is not a section: write [{section}] above its settings')
+        raise ConfigError(f'{source}: "{section}" is not a section: write [{section}] above its settings')
     known[key] = value
 
 
@@ -106,12 +106,18 @@ def _explain(item: Any) -> str:
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
+    if item["type"] == "edged" or _is_secret(dotted):
+        # What was meant to be a token is nobody's to read.
+        return f'setting "{dotted}": {item["msg"]}'
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    # What was meant to be a token is nobody's to read.
-    unshown = item["type"] == "edged" or dotted.startswith(_SECRET_SETTINGS)
-    return f'setting "{dotted}"' + (f": {item['msg']}" if unshown else f" = {item['input']!r}: {item['msg']}")
+    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+
+
+def _is_secret(dotted: str) -> bool:
+    """Whether a secret is in this setting's value, or may be: it lies under the name, or the name under it."""
+    return any(f"{dotted}.".startswith(f"{name}.") or f"{name}.".startswith(f"{dotted}.") for name in _SECRET_SETTINGS)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -111,10 +111,22 @@ def test_secrets_are_blanked_out_of_the_status_too(tmp_path: Path, manager: Mana
         assert f'"{tmp_path}/***"' in manager.wait("STATUS", "start refused")["STATUS"]
 
 
-def test_what_was_meant_to_be_a_token_is_told_nobody(tmp_path: Path, manager: Manager) -> None:
-    (tmp_path / "edged.toml").write_text("[api]\ntoken = 271828182845\n")
-    refused = edged("serve", "--config", str(tmp_path / "edged.toml"))
-    assert refused.stderr.endswith('setting "api.token": Input should be a valid string\n')
+@pytest.mark.parametrize(
+    ("text", "environment", "said"),
+    [
+        ("[api]\ntoken = 271828182845\n", {}, 'setting "api.token": Input should be a valid string'),
+        ("[[api]]\ntoken = '271828182845'\n", {}, 'setting "api": Input should be a valid dictionary'),
+        ("[[api]]\ntoken = '271828182845'\n", {"EDGED_API__LISTEN": "127.0.0.1:1"}, '"api" is not a section'),
+        ("[[access]]\ntokens = ['271828182845']\n", {}, 'setting "access": Input should be a valid dictionary'),
+    ],
+)
+def test_what_was_meant_to_be_a_token_is_told_nobody(
+    tmp_path: Path, text: str, environment: dict[str, str], said: str
+) -> None:
+    (tmp_path / "edged.toml").write_text(text)
+    refused = edged("serve", "--config", str(tmp_path / "edged.toml"), **environment)
+    assert said in refused.stderr
+    assert "271828182845" not in refused.stderr
 
 
 def test_a_start_that_serves_makes_the_next_refusal_the_first(tmp_path: Path, manager: Manager) -> None:

@@ -223,7 +223,7 @@ class AdapterFiles:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
         self.left: set[str] = set()
-        """Forgotten adapters whose files could not be removed."""
+        """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
         # What a power cut left half written is nobody's.
         for draft in root.glob(f"*/.v*{_DRAFT}"):
@@ -360,7 +360,6 @@ class AdapterFiles:
         """Remove all versions of an adapter that was hidden. Raises OSError, and it stays hidden then."""
         try:
             erase_folder(self.root / adapter)
-            self.left.discard(adapter)
         except OSError:
             self.left.add(adapter)
             raise

@@ -17,7 +17,7 @@ _MOST_TRIES = 6
 """Of what finds no memory alone."""
 _GROWS_AFTER = 8
 """Steps that must have gone well before they may be larger again."""
-_LONGEST_PAUSE_S = 60.0
+_LONGEST_PAUSE_S, _MOST_DOUBLINGS = 60.0, 30
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -89,7 +89,10 @@ class StepSize:
     @property
     def pause_s(self) -> float:
         """How long to wait before the next step."""
-        return min(_LONGEST_PAUSE_S, self.first_pause_s * 2.0 ** max(0, self.strikes - 1)) if self.strikes else 0.0
+        if not self.strikes:
+            return 0.0
+        # Want of memory may last for days: a number of strikes that no float can hold as a power.
+        return min(_LONGEST_PAUSE_S, self.first_pause_s * 2.0 ** min(self.strikes - 1, _MOST_DOUBLINGS))
 
     def shrink(self) -> None:
         """Memory ran out in a step."""

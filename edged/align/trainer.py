@@ -188,7 +188,7 @@ class Trainer:
                 if isinstance(step, HeldOutTest):
                     self._close_test(learner, step)
                 else:
-                    self._close_step(learner, step.members[learner.name], seconds)
+                    self._close_step(learner, step, seconds)
             except Exception as error:
                 log.exception("a step or test of %s ended, and its outcome could not be taken in", learner.name)
                 if isinstance(step, DpoStep):
@@ -200,13 +200,13 @@ class Trainer:
         told = {record.pair_id for record in self.records[begun:] if isinstance(record, PairRetired)}
         self._skipped(learner, [pair for pair in member.fresh if pair.pair_id not in told], reason)
 
-    def _close_step(self, learner: Learner, member: Member, seconds: float) -> None:
-        state = self.shelf.get(learner.name)
+    def _close_step(self, learner: Learner, step: DpoStep, seconds: float) -> None:
+        state, member = self.shelf.get(learner.name), step.members[learner.name]
         self.records += member.scores
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
         if member.starved:
             learner.taken = member.fresh
-            self._starved([learner.name], _alone([member]), member.error)
+            self._starved([learner.name], _alone(list(step.members.values())), member.error)
             self.size.shrink()
             return
         if member.burst:

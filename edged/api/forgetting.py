@@ -56,9 +56,11 @@ async def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         except UnknownAdapter:
             learned = False
         except OSError as error:
-            gone = _tell_left(name, error)
+            _tell_left(name, error)
+            gone = False
         base = await asyncio.to_thread(store.read, served_base)
         gone &= await asyncio.to_thread(_delete_files, folder, name, base)
+        services.engine.hold_back(name, not gone)
         # And what the engine had to say of it meanwhile.
         await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
         if not learned and gone and not any(erased.rows.values()):
@@ -97,18 +99,18 @@ def _delete_files(adapters: Path, name: str, but: str | None) -> bool:
     try:
         forget_files(adapters, name, but)
     except OSError as error:
-        return _tell_left(name, error)
+        _tell_left(name, error)
+        return False
     return True
 
 
-def _tell_left(name: str, error: OSError) -> bool:
+def _tell_left(name: str, error: OSError) -> None:
     log.error(
         "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
         "again; let the daemon's user write there",
         name,
         error,
     )
-    return False
 
 
 def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:

@@ -43,6 +43,13 @@ async def import_adapter(request: web.Request) -> web.Response:
     if reason not in REASONS:
         raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
     spec = services.engine.adapter_files.spec
+    if services.engine.held_back(name):
+        raise ApiError(
+            409,
+            f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '
+            f"`edged adapters forget {name}` tries again",
+            code="not_forgotten_yet",
+        )
     turn = request.app[TURN]
     turn.take()
     try:

@@ -89,7 +89,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Take a tar of a PEFT folder as a user's newest version",
         answers.Imported,
         query={"reason": {"type": "string", "enum": ["imported", "rebuilt"]}},
-        errors=(408, 413),
+        errors=(408, 409, 413),
     ),
     ("GET", "/v1/quarantine"): Operation(
         "Pairs that look poisoned and wait for a decision",

@@ -97,10 +97,13 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
     headers, chunks = client.download(f"{_path(name)}/export")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output) as packed:
+        # Half an adapter would be in the way of the next try.
+        with tempfile.TemporaryDirectory(dir=output) as whole, tempfile.TemporaryFile(dir=whole) as packed:
             packed.writelines(chunks)
             packed.seek(0)
-            _unpack(packed, output)
+            _unpack(packed, Path(whole))
+            for file in _FILES:
+                (Path(whole) / file).rename(output / file)
     except OSError as error:
         raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
     version = int(headers["X-Edged-Version"])

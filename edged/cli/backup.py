@@ -96,7 +96,7 @@ def _chunks(
     if data_dir is None:
         try:
             headers, chunks = client.download("/v1/backup?versions=all" if all_versions else "/v1/backup")
-            yield int(headers["X-Edged-Bytes"]), chunks
+            yield int(headers.get("X-Edged-Bytes") or 0), chunks
             return
         except NotRunning as error:
             stopped = str(error)

@@ -164,6 +164,18 @@ class Engine:
         self._inbox.post(forget)
         return gone
 
+    def hold_back(self, adapter: str, held: bool = True) -> None:
+        """Files of a forgotten adapter could not be removed: save nothing new of it, which the next try would remove.
+
+        Callable from any thread.
+        """
+        left = self.adapter_files.left
+        (left.add if held else left.discard)(adapter)
+
+    def held_back(self, adapter: str) -> bool:
+        """Whether files of this adapter, which was forgotten, could not be removed."""
+        return adapter in self.adapter_files.left
+
     def recall(self, pasts: dict[str, Past]) -> None:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
         self._inbox.post(lambda: self._learning.recall(pasts))

@@ -17,8 +17,8 @@ def learn(draft: Draft, task: Task, cost: CostModel, limit_s: float, at_least: i
     """
     plan = draft.plan
     tokens = units = 0
-    if task.tokens:
-        most = draft.room(task)
+    most = draft.room(task)
+    if most > 0:
         left_s = limit_s - plan.predicted_units_s
         tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
         tokens = max(tokens, min(most, at_least))

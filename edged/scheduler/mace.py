@@ -92,7 +92,7 @@ class Mace:
         base_s = cost.forward_s(load)
         kept = 0
         if turn.owed_s and turn.task is not None and turn.task.tokens:
-            most = draft.room(turn.task)
+            most = max(0, draft.room(turn.task))
             limit_s = base_s + turn.owed_s
             kept = cost.chunk(draft.load_beside(turn.task), turn.task.context, most, limit_s, finetune=True)
             kept = max(kept, min(most, SMALLEST_CHUNK))

@@ -9,6 +9,7 @@ the user did after `started_at` is new and stays.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,16 @@ def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[
 
 
 def search_files(folder: Path, name: str) -> list[str]:
-    """Paths under `folder` that bear the user's name, or whose JSON names the user as their adapter."""
+    """Paths under `folder` that bear the user's name, or whose JSON names the user as their adapter.
+
+    A file that cannot be read is another user's trouble, unless it lies under the name: that path is told anyway.
+    """
     found = [str(path) for path in folder.rglob("*") if path.name == name] if folder.is_dir() else []
     wanted = f'"adapter": {json.dumps(name)}'
     for path in folder.rglob("*.json") if folder.is_dir() else ():
-        if path.is_file() and wanted in path.read_text(errors="replace"):
-            found.append(str(path))
+        with suppress(OSError):
+            if wanted in path.read_text(errors="replace"):
+                found.append(str(path))
     return found
 
 

@@ -17,7 +17,7 @@ from edged.align.signals import record_pair
 from edged.api.forgetting import finish_forgetting
 from edged.store import Store, utc_now, utc_text
 from edged.store.adapters import Metric, Version, insert_metric, insert_skipped_step, insert_version
-from edged.store.erasing import begin_forgetting, search
+from edged.store.erasing import begin_forgetting, search, search_files
 from edged.store.quarantine import insert_quarantined
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import adapter, until
@@ -163,6 +163,16 @@ def test_what_a_resumed_search_finds_is_an_error_of_the_log(tmp_path: Path, capl
     store.close()
 
 
+def test_a_file_that_cannot_be_read_is_in_the_way_of_no_search(tmp_path: Path) -> None:
+    for user, text in (("ann", '{"adapter": "ann"}'), ("bob", "{}")):
+        (tmp_path / "base" / user).mkdir(parents=True)
+        (tmp_path / "base" / user / "edged.json").write_text(text)
+    # Whoever reads it gets an I/O error.
+    (tmp_path / "base" / "bob" / "broken.json").symlink_to("/proc/self/mem")
+    found = {str(Path(path).relative_to(tmp_path)) for path in search_files(tmp_path, "ann")}
+    assert found == {"base/ann", "base/ann/edged.json"}
+
+
 @contextmanager
 def kept_by_the_disk(folder: Path) -> Iterator[None]:
     """Its files can be read, and not be deleted."""
@@ -195,6 +205,10 @@ def test_files_that_cannot_be_deleted_answer_nobody_and_are_tried_again_until_th
             done = http.delete("/v1/adapters/ann").json()
             assert (done["verified"], done["searched"]["found"]) == (False, [])
             assert answer_of(http, "ann") == base
+            # The next try would delete it with the rest.
+            adapter = http.get("/v1/adapters/bob/export").content
+            refused = http.post("/v1/adapters/ann/import", content=adapter)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_forgotten_yet")
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log
     with kept_by_the_disk(files), running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
@@ -210,6 +224,7 @@ def test_files_that_cannot_be_deleted_answer_nobody_and_are_tried_again_until_th
         assert "found nothing" in daemon.log
         assert not files.exists()
         assert http.get("/v1/adapters/bob").status_code == 200
+        assert http.post("/v1/adapters/ann/import", content=adapter).status_code == 200
 
 
 def test_files_that_can_be_deleted_after_all_go_at_the_next_request(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def test_an_export_writes_an_adapters_two_files_and_nothing_else_whatever_is_sen
     assert "ann version 7 is in" in results[0].output
     assert all("what the daemon sent is no adapter" in result.output for result in results[1:])
     assert {path.name: path.read_bytes() for path in outputs[0].iterdir()} == files
+    # Nothing is in the way of another try.
+    assert not any(list(output.iterdir()) for output in outputs[1:])
     assert not list(tmp_path.rglob("*evil*"))
 
 

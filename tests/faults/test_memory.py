@@ -267,6 +267,9 @@ def test_steps_shrink_pause_longer_and_grow_again() -> None:
         pauses.append(size.pause_s)
     assert (size.align.micro_batch_pairs, size.align.joint_adapters, size.align.replay_share) == (1, 1, 0.0)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    for _ in range(2000):
+        size.shrink()
+    assert size.pause_s == 60.0
     for _ in range(16):
         size.grow()
     assert (size.align.micro_batch_pairs, size.align.joint_adapters, size.align.replay_share) == (4, 4, 0.5)
