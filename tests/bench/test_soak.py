@@ -15,24 +15,31 @@ import pytest
 import torch
 
 from edged.bench.soak.faults import damage
-from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, growth
+from edged.bench.soak.growth import LARGEST_MIB_PER_MINUTE, Held, Said, growth
 from edged.bench.soak.inject import Injector
 from edged.bench.soak.manager import WATCHDOG_S, Manager
 from edged.bench.soak.run import first_each_then_any, held_by_nobody, held_over_time, in_rounds, table
+from edged.engine.iterations import KEPT
 from edged.service_manager import notify
 from edged.store import Store, StoreError, utc_now
 
 MINUTES = 20.0
 
 
-def life(rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], int] = lambda _: 20) -> list[Held]:
-    """One sample a second; `rss_mib` of the share of the life that has passed. The allocator's noise is 1 MiB."""
+def life(
+    rss_mib: Callable[[np.ndarray], np.ndarray], files: Callable[[float], int] = lambda _: 20, full_after: float = 0.2
+) -> list[Held]:
+    """One sample a second; `rss_mib` of the share of the life that has passed. The allocator's noise is 1 MiB.
+
+    After the share `full_after` there are as many iterations as records of them are kept.
+    """
     passed = np.arange(MINUTES * 60) / (MINUTES * 60)
     noise = np.random.default_rng(0).normal(0.0, 1.0, len(passed))
     rss = 700.0 + rss_mib(passed) + noise
     return [
-        Held(share * MINUTES * 60, int(mib * 2**20), (int(mib * 2**19), int(1000 * mib)), files(share), 6, 30)
+        Held(share * MINUTES * 60, int(mib * 2**20), said, files(share), 6, 30)
         for share, mib in zip(passed, rss, strict=True)
+        for said in [Said(int(mib * 2**19), int(1000 * mib), int(KEPT * share / full_after))]
     ]
 
 
@@ -67,7 +74,7 @@ def test_a_leak_is_a_problem_and_a_step_is_none(rss_mib: Callable[[np.ndarray], 
 def test_what_is_in_use_is_told_beside_what_is_resident() -> None:
     """Half of each MiB is the heap's; a daemon may not answer now and then."""
     told = life(lambda passed: 6.0 * passed)
-    silent = [replace(sample, allocated=None) if place % 3 else sample for place, sample in enumerate(told)]
+    silent = [replace(sample, said=None) if place % 3 else sample for place, sample in enumerate(told)]
     for samples in (told, silent):
         grown = growth(samples)
         assert grown.heap == pytest.approx(0.5 * 6.0 / MINUTES, rel=0.1)
@@ -75,6 +82,15 @@ def test_what_is_in_use_is_told_beside_what_is_resident() -> None:
     over_time = held_over_time(silent[:2])
     assert over_time["heap_mib"][1] is None
     assert over_time["heap_mib"][0] == pytest.approx(0.5 * over_time["rss_mib"][0], abs=0.1)
+
+
+def test_records_that_fill_are_no_leak_and_one_that_goes_on_behind_them_is() -> None:
+    filling = life(lambda passed: 30.0 * np.minimum(passed / 0.45, 1.0), full_after=0.45)
+    assert not growth(filling).problems()
+    assert growth(filling).seconds == pytest.approx(0.55 * MINUTES * 60, rel=0.01)
+    assert abs(growth(filling).slope) < 0.05 < growth([replace(sample, said=None) for sample in filling]).slope
+    assert growth(life(lambda passed: 60.0 * passed, full_after=0.45)).problems()
+    assert not growth(life(lambda passed: 60.0 * passed, full_after=1.1)).seconds
 
 
 def test_files_that_stay_open_are_a_problem() -> None:

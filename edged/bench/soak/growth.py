@@ -10,19 +10,21 @@ the rates from one sixth of the time to the next, which two steps leave near zer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from edged.engine.iterations import KEPT
+
 WARM_SHARE = 0.3
-"""Of a life: heaps, caches and pools fill."""
+"""Of a life, at least: heaps, caches and pools fill."""
 LARGEST_MIB_PER_MINUTE = 0.5
 """What half an hour can resolve: some sixteen minutes are judged, the heap grows by huge pages of 2 MiB, and up to
 three of them in that time are chance."""
 LEAST_JUDGED_S = 600.0
-"""In less the records that the daemon keeps of its latest iterations are still being filled."""
+"""Less says too little: one step of the heap is then as steep as a leak."""
 _LEAST_SAMPLES = 12
 _SPARE = 8
 """Files or threads that may be open by chance."""
@@ -32,13 +34,22 @@ _POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """What a daemon's metrics say of it: bytes in use of its C heap (or 0), blocks of Python objects, iterations."""
+
+    heap_bytes: int
+    python_blocks: int
+    iterations: int
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds: resident bytes; bytes in use of its C heap and blocks of Python objects, if it said so;
-    open files without sockets, sockets, threads."""
+    """What the process holds: resident bytes; what it said itself, if it answered; open files without sockets, sockets,
+    threads."""
 
     at_s: float
     rss_bytes: int
-    allocated: tuple[int, int] | None
+    said: Said | None
     files: int
     sockets: int
     threads: int
@@ -74,7 +85,7 @@ class Growth:
 
 def growth(samples: Sequence[Held]) -> Growth:
     """What one process' life says after its warm-up; nothing where there are too few samples."""
-    kept = samples[int(WARM_SHARE * len(samples)) :]
+    kept = samples[_warm_up(samples) :]
     if len(kept) < _LEAST_SAMPLES:
         return Growth()
     at = np.array([sample.at_s for sample in kept])
@@ -82,8 +93,8 @@ def growth(samples: Sequence[Held]) -> Growth:
     return Growth(
         slope=theil_sen(at, rss_mib) * 60,
         steady=steady(at, rss_mib) * 60,
-        heap=_of_those_that_said(kept, 0) / 2**20 * 60,
-        python_blocks=_of_those_that_said(kept, 1) * 60,
+        heap=_of_those_that_said(kept, lambda said: said.heap_bytes) / 2**20 * 60,
+        python_blocks=_of_those_that_said(kept, lambda said: said.python_blocks) * 60,
         rss_mib=float(rss_mib[-1]),
         files=_more([sample.files for sample in kept]),
         threads=_more([sample.threads for sample in kept]),
@@ -91,9 +102,17 @@ def growth(samples: Sequence[Held]) -> Growth:
     )
 
 
-def _of_those_that_said(samples: Sequence[Held], which: int) -> float:
-    """The slope of one of the two numbers of `allocated`."""
-    known = [(sample.at_s, sample.allocated[which]) for sample in samples if sample.allocated is not None]
+def _warm_up(samples: Sequence[Held]) -> int:
+    """Samples of the warm-up: it lasts until there are as many iterations as records of them are kept."""
+    least = int(WARM_SHARE * len(samples))
+    full = (place for place, sample in enumerate(samples) if sample.said and sample.said.iterations >= KEPT)
+    told = any(sample.said for sample in samples)
+    return max(least, next(full, len(samples))) if told else least
+
+
+def _of_those_that_said(samples: Sequence[Held], number: Callable[[Said], int]) -> float:
+    """The slope of a number."""
+    known = [(sample.at_s, number(sample.said)) for sample in samples if sample.said is not None]
     return theil_sen(*(np.array(values, float) for values in zip(*known, strict=True))) if len(known) > 1 else 0.0
 
 

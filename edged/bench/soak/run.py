@@ -173,12 +173,12 @@ def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int
 
 def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
     """Samples as they go into a file; None where the daemon did not answer."""
-    asked = [sample.allocated or (None, None) for sample in samples]
     return {
         "at_s": [round(sample.at_s - samples[0].at_s, 1) for sample in samples],
         "rss_mib": [round(sample.rss_bytes / 2**20, 1) for sample in samples],
-        "heap_mib": [None if heap is None else round(heap / 2**20, 1) for heap, _ in asked],
-        "python_blocks": [blocks for _, blocks in asked],
+        "heap_mib": [item.said and round(item.said.heap_bytes / 2**20, 1) for item in samples],
+        "python_blocks": [item.said and item.said.python_blocks for item in samples],
+        "iterations": [item.said and item.said.iterations for item in samples],
     }
 
 

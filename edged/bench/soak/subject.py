@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from edged.bench.soak.growth import Held
+from edged.bench.soak.growth import Held, Said
 from edged.bench.soak.manager import Manager
 from edged.cli.client import Address, Client, DaemonError
 
@@ -152,24 +152,26 @@ class Subject:
                 kinds.append(os.readlink(descriptor).startswith("socket:"))
         sockets = sum(kinds)
         rss, threads = process.memory_info().rss, process.num_threads()
-        return Held(at_s, rss, self._allocated(), len(kinds) - sockets, sockets, threads)
+        return Held(at_s, rss, self._said(), len(kinds) - sockets, sockets, threads)
 
-    def _allocated(self) -> tuple[int, int] | None:
-        """(bytes in use of the C heap or 0, blocks of Python objects), as its metrics say; None: it does not answer."""
+    def _said(self) -> Said | None:
+        """None: it does not answer."""
         try:
             with self.client() as client:
                 text = b"\n".join(client.lines("/metrics")).decode()
         except DaemonError:
             # A thousand connections or a full disk may be in the way of asking.
             return None
-        found = {
-            (sample.name, sample.labels.get("state", "")): int(sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name in ("edged_heap_bytes", "edged_python_blocks")
-        }
-        blocks = found.get(("edged_python_blocks", ""))
-        return None if blocks is None else (found.get(("edged_heap_bytes", "in_use"), 0), blocks)
+        found: dict[tuple[str, str], int] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in ("edged_heap_bytes", "edged_python_blocks", "edged_iteration_seconds_count"):
+                    key = sample.name, sample.labels.get("state", "")
+                    found[key] = found.get(key, 0) + int(sample.value)
+        if ("edged_python_blocks", "") not in found:
+            return None
+        heap, iterations = ("edged_heap_bytes", "in_use"), ("edged_iteration_seconds_count", "")
+        return Said(found.get(heap, 0), found["edged_python_blocks", ""], found.get(iterations, 0))
 
     @property
     def data_bytes(self) -> int:
