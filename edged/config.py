@@ -96,7 +96,8 @@ def load_settings(
 def _override(values: dict[str, Any], section: str, key: str, value: Any, source: str) -> None:
     known = values.setdefault(section, {})
     if not isinstance(known, dict):
-        raise ConfigError(f'{source}: "{section}" is not a section: write [{section}] above its settings')
+        told = "" if _is_secret(section) else f" = {known!r}"
+        raise ConfigError(f'{source}: "{section}"{told} is not a section: write [{section}] above its settings')
     known[key] = value
 
 
@@ -106,12 +107,12 @@ def _explain(item: Any) -> str:
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
-    if item["type"] == "edged" or _is_secret(dotted):
-        # What was meant to be a token is nobody's to read.
-        return f'setting "{dotted}": {item["msg"]}'
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
+    if item["type"] == "edged" or _is_secret(dotted):
+        # What was meant to be a token is nobody's to read.
+        return f'setting "{dotted}": {item["msg"]}'
     return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
 
 

@@ -32,9 +32,11 @@ class SlowCodec(Codec):
 
     def __init__(self) -> None:
         super().__init__(byte_tokenizer(), "slow")
+        self.entered = threading.Event()
         self.may = threading.Event()
 
     def encode_prompt(self, text: str) -> list[int]:
+        self.entered.set()
         assert self.may.wait(10)
         return super().encode_prompt(text)
 
@@ -50,6 +52,9 @@ class Engine:
 
     def submit_pairs(self, pairs: list[Any]) -> None:
         self.calls.append("submit")
+
+    def hold_back(self, name: str, held: bool) -> None:
+        assert not held
 
     def forget(self, name: str, pair_ids: set[int]) -> Future[None]:
         self.calls.append("forget")
@@ -106,6 +111,7 @@ async def within(event: threading.Event, seconds: float = 10.0) -> bool:
 
 
 async def test_pairs_on_their_way_reach_the_engine_before_it_forgets(scene: Scene) -> None:
+    assert await within(scene.codec.entered)
     answer = scene.forget()
     assert not await within(scene.engine.forgetting, 0.2)
     scene.codec.may.set()
