@@ -21,6 +21,7 @@ from edged.rebuild.stored import RebuildError
 from edged.rebuild.training import Recipe
 from tests.api.live import running
 from tests.api.test_adapters import teach
+from tests.api.test_quarantine import until
 from tests.cli.conftest import edged
 from tests.models import save_tiny
 
@@ -36,6 +37,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     with running(root / "run", model, **SETTINGS) as daemon:
         with daemon.http() as http:
             version = teach(http, "ada", pairs=16)["version"]
+            # The last version is tested once nothing is left to learn.
+            until(lambda: http.get("/v1/adapters/ada").json()["held_out_version"] == version)
         assert daemon.stop() == 0
     return model, daemon.data, version
 
