@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -151,7 +151,7 @@ class Trainer:
         except Exception as error:
             reason = first_line(error)
             if out_of_memory(error):
-                self._starved(draws, _alone(list(draws.values())), reason)
+                self._starved(draws, _alone(draws), reason)
             else:
                 self._failed(draws, reason)
             raise
@@ -206,7 +206,7 @@ class Trainer:
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
         if member.starved:
             learner.taken = member.fresh
-            self._starved([learner.name], _alone(list(step.members.values())), member.error)
+            self._starved([learner.name], _alone(step.members), member.error)
             self.size.shrink()
             return
         if member.burst:
@@ -297,7 +297,7 @@ class Trainer:
         """Drop a step under way that found no memory; `alone`: nothing else of fine-tuning wanted any then."""
         if isinstance(step, DpoStep):
             step.free()
-            self._starved(step.adapters, alone and _alone(list(step.members.values())), reason)
+            self._starved(step.adapters, alone and _alone(step.members), reason)
         elif self.size.hopeless((step.adapters[0], step.version), others_first=False):
             self.skip(step, reason)
         else:
@@ -355,6 +355,6 @@ class Trainer:
         self.shelf.forget(adapter)
 
 
-def _alone(of_adapters: Sequence[Draw | Member]) -> bool:
+def _alone(by_adapter: Mapping[str, Draw | Member]) -> bool:
     """Whether it is a single pair: no smaller step can be made."""
-    return len(of_adapters) == 1 and len(of_adapters[0].fresh) == 1 and not of_adapters[0].replay
+    return len(by_adapter) == 1 and all(len(own.fresh) == 1 and not own.replay for own in by_adapter.values())

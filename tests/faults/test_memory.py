@@ -63,6 +63,16 @@ def little_memory(left_mib: int) -> Iterator[Callable[[], int]]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def while_learning(left: list[int]) -> Callable[[torch.Tensor], bool]:
+    """Holds at the first `left[0]` calls that compute for a gradient, and counts them down."""
+
+    def when(_: torch.Tensor) -> bool:
+        left[0] -= torch.is_grad_enabled()
+        return torch.is_grad_enabled() and left[0] >= 0
+
+    return when
+
+
 def layer(engine: Engine) -> torch.nn.Module:
     return engine._parts.model.layers[1]
 
@@ -185,11 +195,7 @@ def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Pa
         engine._parts.trainer.size.first_pause_s = 0.01
         left = [3]
 
-        def learning(_: torch.Tensor) -> bool:
-            left[0] -= torch.is_grad_enabled()
-            return torch.is_grad_enabled() and left[0] >= 0
-
-        with shortage(layer(engine), learning):
+        with shortage(layer(engine), while_learning(left)):
             engine.submit_pairs(random_pairs(8))
             client.wait(lambda: len(client.of(PairRetired)) >= 8)
         assert left[0] < 0
@@ -224,11 +230,7 @@ def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_grap
         engine._parts.trainer.size.first_pause_s = 1e-5
         left = [20]
 
-        def learning(_: torch.Tensor) -> bool:
-            left[0] -= torch.is_grad_enabled()
-            return torch.is_grad_enabled() and left[0] >= 0
-
-        with shortage(layer(engine), learning):
+        with shortage(layer(engine), while_learning(left)):
             engine.submit_pairs(random_pairs(3))
             client.wait(lambda: len(client.of(PairRetired)) >= 3, 60)
         assert left[0] < 0
