@@ -37,6 +37,12 @@ def event(log: logging.Logger, level: int, name: str, message: str, *, exc_info:
     log.log(level, message, exc_info=exc_info, extra={"event": name, "fields": fields}, stacklevel=2)
 
 
+def first_line(error: BaseException, *, with_kind: bool = False) -> str:
+    """What an error says first, or else its kind, for one line of a log or a message; `with_kind`: kind, then that."""
+    said, kind = str(error).strip().partition("\n")[0][:400], type(error).__name__
+    return f"{kind}: {said}" if with_kind and said else said or kind
+
+
 def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str, str], stream: TextIO) -> None:
     """Send all lines of this process to `stream`, in the form that the settings and `environ` ask for.
 

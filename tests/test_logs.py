@@ -89,6 +89,19 @@ def test_an_exception_and_a_warning_of_python_stay_one_line() -> None:
     assert "dividing" in second["message"]
 
 
+@pytest.mark.parametrize(
+    ("error", "line", "with_kind"),
+    [
+        (OSError("  no such device\nat line 1"), "no such device", "OSError: no such device"),
+        (MemoryError(), "MemoryError", "MemoryError"),
+        (ValueError("x" * 1000), "x" * 400, "ValueError: " + "x" * 400),
+    ],
+)
+def test_an_error_is_told_in_one_line_even_if_it_says_nothing(error: Exception, line: str, with_kind: str) -> None:
+    assert logs.first_line(error) == line
+    assert logs.first_line(error, with_kind=True) == with_kind
+
+
 def test_the_level_is_edgeds_and_can_change() -> None:
     stream = set_up(format="json", level="warning")
     log.info("not told")

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from edged import logs
 from edged.align.adapter import AdapterState, GradientTooLarge
 from edged.align.decoder import Leaves
 from edged.align.loss import PairLogps, PairLoss, preference_loss
-from edged.align.memory import first_line, out_of_memory
+from edged.align.memory import out_of_memory
 from edged.align.pair import PairScored, TokenPair
 from edged.align.suspicion import Suspicion, Verdict
 
@@ -170,4 +171,4 @@ class Member:
                 self.error = str(error)
             except (RuntimeError, MemoryError) as error:
                 # Want of memory, say: the state is as before the step, and those who were stepped before keep theirs.
-                self.error, self.starved = first_line(error), out_of_memory(error)
+                self.error, self.starved = logs.first_line(error, with_kind=True), out_of_memory(error)

@@ -27,12 +27,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_ALLOCATORS)
 
 
-def first_line(error: Exception) -> str:
-    """An error's kind and what it says first, for a line of the log or a note."""
-    said = str(error).strip()
-    return f"{type(error).__name__}: {said.splitlines()[0] if said else 'no more is known'}"[:300]
-
-
 class StepSize:
     """How many pairs a step may take: half as many when memory ran out, twice as many after some steps.
 

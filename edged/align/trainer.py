@@ -14,6 +14,7 @@ from itertools import islice
 
 import numpy as np
 
+from edged import logs
 from edged.align import outcomes
 from edged.align.adapter import AdapterState
 from edged.align.decoder import Decoder
@@ -22,7 +23,7 @@ from edged.align.guard import HeldOutScore
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import FIRST_LOSS, Draw, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
-from edged.align.memory import StepSize, first_line, out_of_memory
+from edged.align.memory import StepSize, out_of_memory
 from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.roster import Roster
 from edged.align.shelf import Shelf
@@ -149,7 +150,7 @@ class Trainer:
             ]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
-            reason = first_line(error)
+            reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):
                 self._starved(draws, _alone(draws), reason)
             else:
@@ -192,7 +193,7 @@ class Trainer:
             except Exception as error:
                 log.exception("a step or test of %s ended, and its outcome could not be taken in", learner.name)
                 if isinstance(step, DpoStep):
-                    self._stranded(learner, step.members[learner.name], begun, first_line(error))
+                    self._stranded(learner, step.members[learner.name], begun, logs.first_line(error, with_kind=True))
             self.roster.note(learner)
 
     def _stranded(self, learner: Learner, member: Member, begun: int, reason: str) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from edged import logs
 from edged.align.memory import out_of_memory
 from edged.align.transfer import upload
 from edged.engine import triton_lora
@@ -144,7 +145,7 @@ def _left_out(rows: int, error: Exception) -> None:
     """Say that a size found no memory; any other error is raised again."""
     if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
         raise error
-    log.warning("decode iterations of %d sequences are not captured: %s", rows, str(error).splitlines()[0])
+    log.warning("decode iterations of %d sequences are not captured: %s", rows, logs.first_line(error))
 
 
 class DecodeGraphs:
@@ -166,8 +167,7 @@ class DecodeGraphs:
                 self._add(rows)
         except Exception as error:
             # What was captured and compared before is right.
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("no more decode iterations are captured: %s", reason)
+            log.warning("no more decode iterations are captured: %s", logs.first_line(error))
         if self._replays:
             seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
             captured = ", ".join(map(str, sorted(self._replays)))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from edged import logs
 from edged.config import ModelSettings
 from edged.engine import quantized
 from edged.engine.process import frugal, quiet
@@ -64,15 +65,10 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 **options,
             )
     except Exception as error:
-        raise ModelRefused(f'model "{directory}" cannot be loaded: {_reason(error)}') from error
+        raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error
     quantized.settle(model, model.dtype)
     _clear_up(path, device)
     return model.eval().requires_grad_(False)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _clear_up(directory: Path, device: torch.device) -> None:
@@ -105,7 +101,7 @@ def pick_device(setting: str) -> torch.device:
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise ModelRefused(f'model.device = "{setting}" is not there: {str(error).splitlines()[0]}') from None
+        raise ModelRefused(f'model.device = "{setting}" is not there: {logs.first_line(error)}') from None
     return device
 
 

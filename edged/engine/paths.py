@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from edged import logs
 from edged.config import ModelSettings
 from edged.engine import ragged
 from edged.engine.attention import DecodePath, PagedPass
@@ -162,6 +163,6 @@ def _compared(kernel: Callable[[], torch.Tensor], torchs_own: Callable[[], torch
     try:
         difference = float((kernel().float() - torchs_own().float()).abs().max())
     except Exception as error:
-        return f"its kernels do not run here: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        return f"its kernels do not run here: {logs.first_line(error)}"
     # Not "above": a NaN is above nothing.
     return "" if difference <= _TOLERANCE else "its kernels give wrong numbers here"

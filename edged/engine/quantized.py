@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from edged import logs
+
 _PACKAGES: dict[str, dict[str, str]] = {
     "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
     "torchao": {"torchao": "torchao"},
@@ -82,7 +84,7 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
         quantizer = AutoHfQuantizer.from_config(stored, pre_quantized=True)
         quantizer.validate_environment(device_map={"": device})
     except Exception as error:
-        raise CannotQuantize(f"quantization {method}: {_first_line(error)}") from error
+        raise CannotQuantize(f"quantization {method}: {logs.first_line(error)}") from error
     # transformers' way to say that there are no kernels for it here, with a warning that is easily missed.
     if getattr(quantizer.quantization_config, "dequantize", False) and not dequantizes:
         raise CannotQuantize(f"quantization {method} cannot be computed on this {device.type} ({_NO_KERNELS}")
@@ -241,11 +243,6 @@ def weight_count(model: nn.Module) -> int:
             own = [p for p in own if p is not weight]
         total += sum(p.numel() for p in own)
     return total
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 # -- what they take ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from edged import logs
-from edged.align.memory import first_line
 from edged.engine.parts import EngineParts
 from edged.engine.process import give_back_memory
 from edged.engine.serving import Serving
@@ -72,7 +71,7 @@ class Scarcity:
         tuning = {grant.task.task_id for grant in plan.grants} & self._steps.jobs.keys()
         if tuning:
             _tell("memory ran out beside fine-tuning, which waits", error)
-            self._steps.starved(tuning, first_line(error), now)
+            self._steps.starved(tuning, logs.first_line(error, with_kind=True), now)
             # What was computed of sequences in this iteration does not count; they are as they were.
             return
         serving = [grant for grant in plan.grants if grant.task.task_id in self._serving.running]
@@ -113,8 +112,8 @@ class Scarcity:
         self.pause_s = _PAUSE_S
         if self._strikes >= _MOST_STRIKES:
             self._strikes, self.pause_s = 0, 0.0
-            reason = f"out of memory, also alone and in small pieces: {first_line(error)}"
-            message = f"a request fails for want of memory: {first_line(error)}"
+            reason = f"out of memory, also alone and in small pieces: {logs.first_line(error, with_kind=True)}"
+            message = f"a request fails for want of memory: {logs.first_line(error, with_kind=True)}"
             logs.event(log, logging.ERROR, "out_of_memory", message)
             self._serving.fail([task.task_id for task in tasks], reason, now)
 
@@ -136,4 +135,4 @@ def _doubled(limit: float, whole: int) -> float:
 
 
 def _tell(what: str, error: Exception) -> None:
-    logs.event(log, logging.WARNING, "memory_short", f"{what} ({first_line(error)})")
+    logs.event(log, logging.WARNING, "memory_short", f"{what} ({logs.first_line(error, with_kind=True)})")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from edged import logs
 from edged.engine.attention import attention_pass, current_pass
 from edged.engine.linear import PackedLinear
 from edged.engine.lora import LoraLinear, updates_of
@@ -187,7 +188,7 @@ def _tried(
         with attention_pass(witness):
             got = short(hidden, **call)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _NotOfThisKind(f"{type(layer).__name__} has other shapes: {str(error).splitlines()[0]}") from None
+        raise _NotOfThisKind(f"{type(layer).__name__} has other shapes: {logs.first_line(error)}") from None
     for a, b in zip((got[0], *witness.tensors), wanted_parts, strict=True):
         # Not "above": a NaN is above nothing.
         if a.shape != b.shape or not float((a - b).abs().max()) <= _TOLERANCE * float(b.abs().max()):

@@ -12,7 +12,7 @@ import time
 
 from edged import logs
 from edged.align.dpo import DpoStep
-from edged.align.memory import first_line, out_of_memory
+from edged.align.memory import out_of_memory
 from edged.config import AlignSettings
 from edged.engine.executor import FineTuneJob, Work
 from edged.engine.memory import free_bytes, kept_graph_bytes
@@ -208,7 +208,7 @@ class Steps:
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
-        job, reason = self.jobs[task_id], first_line(error)
+        job, reason = self.jobs[task_id], logs.first_line(error, with_kind=True)
         if out_of_memory(error):
             self.starved({task_id}, reason, now)
             message = f"memory ran out in fine-tuning, which waits {self._trainer.size.pause_s:.3g} s ({reason})"

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from edged import logs
 from edged.engine.trust import Untrusted, check_code
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -69,9 +70,8 @@ class Codec:
         except Untrusted as error:
             raise CodecError(f'model "{directory}" is not loaded: {error}') from None
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CodecError(
-                f'model "{directory}" has no usable tokenizer ({reason}): '
+                f'model "{directory}" has no usable tokenizer ({logs.first_line(error)}): '
                 "write one there with tokenizer.save_pretrained"
             ) from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):

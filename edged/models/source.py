@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edged import logs
 from edged.config import ModelSettings
 from edged.models import demo_model_dir
 
@@ -36,7 +37,6 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
         patterns += ["*.py"] if settings.trust_remote_code else []
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
     except Exception as error:  # network, names and permissions, each with its own exception
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelMissing(
-            f'model "{settings.path}" is not a directory here and could not be downloaded ({reason})'
+            f'model "{settings.path}" is not a directory here and could not be downloaded ({logs.first_line(error)})'
         ) from error
