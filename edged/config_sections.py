@@ -44,10 +44,10 @@ class ModelSettings(Section):
     )
     pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
     short_layers: bool = Field(
-        True, description="with packed weights: few tokens pass layers of the common kind in fewer operations"
+        True, description="CPU, float32: few tokens pass layers of the common kind by compiled kernels"
     )
-    decode_attention: Literal["auto", "padded", "ragged", "triton"] = Field(
-        "auto", description="ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
+    decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = Field(
+        "auto", description="native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )
     prefill_attention: Literal["auto", "gathered", "triton"] = Field(
         "auto", description="triton (CUDA) reads the K/V before a chunk in place; gathered copies it"

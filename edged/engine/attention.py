@@ -19,10 +19,11 @@ from edged.align.decoder import Branches
 from edged.engine.batch import PackedBatch, Prefill
 from edged.engine.compacted import HeadTables
 from edged.engine.kv import KvStore
+from edged.engine.native.decode import NativeDecode
 from edged.engine.ragged import RaggedDecode, RowsByHead
 
 IMPLEMENTATION = "edged_paged"
-DecodePath = Literal["padded", "ragged", "triton"]
+DecodePath = Literal["padded", "ragged", "native", "triton"]
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
@@ -146,14 +147,15 @@ def _additive(ahead: torch.Tensor, window: int | None, dtype: torch.dtype) -> to
 class PagedPass:
     """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
 
-    Single tokens are attended together: "ragged" and "triton" read each context's pages where they lie, "padded"
-    gathers them, padded to the longest. Longer segments are attended together and where their context lies if the batch
-    was packed in tiles, else one by one over gathered pages.
+    Single tokens are attended together: "native", "ragged" and "triton" read each context's pages where they lie,
+    "padded" gathers them, padded to the longest. Longer segments are attended together and where their context lies if
+    the batch was packed in tiles, else one by one over gathered pages.
     """
 
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
+        self._native: NativeDecode | None = None
         self._ragged_decodes: dict[int | None, RaggedDecode] = {}
         self._rows_by_head: RowsByHead | None = None
         self._decode_masks: dict[int | None, torch.Tensor] = {}
@@ -171,9 +173,13 @@ class PagedPass:
     ) -> torch.Tensor:
         """See `AttentionPass.attend`."""
         batch = self.batch
+        alone = batch.tiles is None and not batch.prefills
+        if alone and self._decode_path == "native":
+            # The kernels store them on their way.
+            return self._decode_and_see(layer, query.transpose(0, 1), scaling, window, softcap, (key, value))
         self.kv.write(layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
         heads, tokens, _ = query.shape
-        if batch.tiles is None and not batch.prefills:
+        if alone:
             # Single tokens alone lie in order.
             return self._decode_and_see(layer, query.transpose(0, 1), scaling, window, softcap)
         out = query.new_empty(tokens, heads, value.shape[-1])
@@ -190,10 +196,19 @@ class PagedPass:
         return out
 
     def _decode_and_see(
-        self, layer: int, rows: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`_decode`, shown to whoever observes one of the sequences."""
-        out = self._decode(layer, rows, scaling, window, softcap)
+        """`_decode`, shown to whoever observes one of the sequences; "native" stores the `new` keys and values."""
+        if self._decode_path == "native":
+            out = self._natively(rows.shape[1]).attend(layer, rows.transpose(0, 1), new, scaling, window, softcap)
+        else:
+            out = self._decode(layer, rows, scaling, window, softcap)
         if self.batch.decode_heads is not None:
             self._show(self.batch.decode_heads, layer, rows, out, scaling, softcap)
         return out
@@ -243,6 +258,13 @@ class PagedPass:
             self._decode_masks[window] = _additive(ahead, window, rows.dtype)[:, None, None, :]
         out = attend(grouped, keys, values, self._decode_masks[window], scaling, softcap)
         return out.reshape(n, -1, self.kv.head_dim)
+
+    def _natively(self, heads: int) -> NativeDecode:
+        """Made once for all layers."""
+        if self._native is None:
+            batch = self.batch
+            self._native = NativeDecode(self.kv, batch.decode_tables, batch.decode_context, heads, batch.pruned)
+        return self._native
 
     def _ragged(self, layer: int, heads: int, window: int | None) -> RaggedDecode:
         """Made once for all layers, but for pruned sequences, whose rows lie elsewhere in each."""

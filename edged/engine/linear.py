@@ -7,12 +7,14 @@ given the same input are one product: every product is a meeting of all threads.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
 from torch import nn
 
+from edged.engine.native.library import FEW_ROWS, group_of, kernels
 from edged.engine.quantized import is_quantized
 from edged.engine.siblings import siblings
 
@@ -33,13 +35,16 @@ Place = tuple[nn.Module, str, nn.Linear]
 class Product:
     """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], native: bool) -> None:
+        """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights."""
         weights = [linear.weight.detach() for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self.sizes = [linear.out_features for linear in linears]
+        self._library = kernels() if native else None
+        self._group = group_of(weights, [None if linear.bias is None else linear.bias.detach() for linear in linears])
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
         """Outputs for `_input` that nobody took yet."""
@@ -57,12 +62,20 @@ class Product:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
         rows = x.reshape(-1, x.shape[-1])
+        if self._library is not None and len(rows) <= FEW_ROWS:
+            return self._natively(rows.contiguous()).view(*x.shape[:-1], -1)
         outs = [
             torch.ops.mkldnn._linear_pointwise(tile, self._packed, self._bias, "none", [], "")
             for tile in rows.split(tiles(len(rows)))
         ]
         whole = outs[0] if len(outs) == 1 else torch.cat(outs)
         return whole.view(*x.shape[:-1], whole.shape[-1])
+
+    def _natively(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._library is not None
+        out = rows.new_empty(len(rows), sum(self.sizes))
+        self._library.edged_product(ctypes.byref(self._group), rows.data_ptr(), len(rows), out.data_ptr(), out.shape[1])
+        return out
 
 
 def tiles(rows: int) -> list[int]:
@@ -104,10 +117,10 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     return ""
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Replace every plain linear by its packed form."""
+def pack_linears(model: nn.Module, native: bool) -> None:
+    """Replace every plain linear by its packed form; `native`: see `Product`."""
     for group in _groups(_linears(model)):
-        product = Product([linear for _, _, linear in group])
+        product = Product([linear for _, _, linear in group], native)
         for index, (parent, name, linear) in enumerate(group):
             setattr(parent, name, PackedLinear(linear, product, index))
 

@@ -8,40 +8,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from edged.align.decoder import LoraRows
 from edged.engine.lora_updates import LoraRuns, LoraTiles, LoraUpdates, Run
-from edged.engine.siblings import siblings
 
 LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """One linear's matrices by slot, `whole[..., own]`; in the rest of `whole` [slots, rows, columns] are those of
-    other linears with the same input."""
-
-    whole: torch.Tensor
-    own: slice
-
-
 class LoraLinear(nn.Module):
     """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
-    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, downs: Columns, up: torch.Tensor) -> None:
-        """`downs.whole[..., downs.own]` [slots, in_features, rank] is this linear's own, as is `up` [slots, rank,
-        out_features]; `LoraSlots` fills both."""
+    def __init__(self, base: nn.Module, name: str, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
+        """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] are filled by `LoraSlots`."""
         super().__init__()
-        self.base, self.name, self.downs, self._runs = base, name, downs, runs
-        self.in_features, self.out_features = downs.whole.shape[1], up.shape[2]
-        self.register_buffer("down", downs.whole[..., downs.own], False)
+        self.base, self.name, self._runs = base, name, runs
+        self.in_features, self.out_features = down.shape[1], up.shape[2]
+        self.register_buffer("down", down, False)
         self.register_buffer("up", up, False)
-        self._alone = LoraUpdates(runs, downs.whole[..., downs.own], [(slice(0, up.shape[1]), up)])
+        self._updates = LoraUpdates(runs, down, up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` is [1, tokens, in_features]."""
@@ -58,7 +46,7 @@ class LoraLinear(nn.Module):
         elif state.single or state.together is not None:
             # Rows may lie apart (one product for several linears), but not a row's features.
             y = y if y.stride(-1) == 1 else y.contiguous()
-            self._alone.add(x.view(-1, self.in_features), [y.view(-1, self.out_features)])
+            self._updates.add(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
 
     def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
@@ -71,22 +59,6 @@ class LoraLinear(nn.Module):
             a, b = part.leaves.weights[self.name]
             updates.append((own @ a.t().to(x.dtype)) @ (b.t() * part.leaves.scaling).to(x.dtype))
         return updates[0] if alone else torch.cat(updates, dim=1)
-
-
-def updates_of(linears: Sequence[nn.Module | None]) -> list[tuple[list[int], LoraUpdates]]:
-    """Those of linears of one input, in as few products as their A's lie in, each with the indices of its linears.
-
-    What is no linear with adapters has none.
-    """
-    alike: dict[int, dict[int, LoraLinear]] = {}
-    for index, linear in enumerate(linears):
-        if isinstance(linear, LoraLinear):
-            alike.setdefault(id(linear.downs.whole), {})[index] = linear
-    found = []
-    for own in alike.values():
-        first, members = next(iter(own.values())), [(each.downs.own, each.get_buffer("up")) for each in own.values()]
-        found.append((list(own), LoraUpdates(first._runs, first.downs.whole, members)))
-    return found
 
 
 class NoSuchLinears(ValueError):
@@ -118,28 +90,22 @@ def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
 
 
 class _Bank:
-    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once;
-    `groups` of linears, equally many in each, have theirs side by side."""
+    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once."""
 
-    def __init__(self, side: int, groups: list[list[str]], whole: torch.Tensor) -> None:
-        """`whole` [groups, slots, in_features, linears of a group * rank]; of B [groups, slots, rank, linears of a
-        group * out_features]."""
-        self._side, self._groups, self._whole = side, groups, whole
+    def __init__(self, side: int, names: list[str], whole: torch.Tensor) -> None:
+        """`whole` [linears, slots, in_features, rank]; of B [linears, slots, rank, out_features]."""
+        self._side, self._names, self._whole = side, names, whole
 
-    def parts(self) -> Iterator[tuple[str, Columns]]:
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every linear's own slots, by its name."""
-        for names, whole in zip(self._groups, self._whole.unbind(), strict=True):
-            width = whole.shape[2] // len(names)
-            for index, name in enumerate(names):
-                yield name, Columns(whole, slice(index * width, (index + 1) * width))
+        return zip(self._names, self._whole.unbind(), strict=True)
 
     def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
         """Copy an adapter's matrices into `slot`, transposed, with the scaling folded into B."""
-        together = torch.stack([weights[name][self._side] for names in self._groups for name in names])
+        together = torch.stack([weights[name][self._side] for name in self._names])
         if self._side == 1:
             together.mul_(scaling)
-        groups, _, rows, columns = self._whole.shape
-        self._whole[:, slot].copy_(together.view(groups, columns, rows).transpose(1, 2))
+        self._whole[:, slot].copy_(together.transpose(1, 2))
 
 
 class LoraSlots:
@@ -151,30 +117,26 @@ class LoraSlots:
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
-        alone = [[name] for name in bases]
-        # On CUDA the kernels multiply each linear's own.
-        downs = self._banks(0, bases, siblings(bases) if self.device.type == "cpu" else alone)
-        ups = self._banks(1, bases, alone)
+        downs, ups = (self._banks(side, bases) for side in (0, 1))
         self._all_banks = downs + ups
         down, up = (dict(itertools.chain.from_iterable(bank.parts() for bank in banks)) for banks in (downs, ups))
         for name, base in bases.items():
             parent_name, _, attribute = name.rpartition(".")
-            wrapped = LoraLinear(base, name, self.runs, down[name], up[name].whole)
+            wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
             setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
 
-    def _banks(self, side: int, bases: Mapping[str, nn.Module], groups: list[list[str]]) -> list[_Bank]:
-        """Empty slots of one side of all linears, those of one size on one device together; a group whose linears
-        differ in that lies apart."""
-        alike: dict[tuple[int, torch.device, int], list[list[str]]] = {}
-        for names in groups:
-            kinds = [_size_and_device(bases[name], side) for name in names]
-            for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
-                alike.setdefault((*kinds[names.index(group[0])], len(group)), []).append(group)
+    def _banks(self, side: int, bases: Mapping[str, nn.Module]) -> list[_Bank]:
+        """Empty slots of one side of all linears, those of one size on one device together."""
+        alike: dict[tuple[int, torch.device], list[str]] = {}
+        for name, base in bases.items():
+            alike.setdefault(_size_and_device(base, side), []).append(name)
         banks = []
-        for (size, device, count), same in alike.items():
-            shape = (self.rank, count * size) if side else (size, count * self.rank)
-            banks.append(_Bank(side, same, torch.zeros(len(same), self.slots, *shape, dtype=self.dtype, device=device)))
+        for (size, device), names in alike.items():
+            shape = (self.rank, size) if side else (size, self.rank)
+            banks.append(
+                _Bank(side, names, torch.zeros(len(names), self.slots, *shape, dtype=self.dtype, device=device))
+            )
         return banks
 
     @property

@@ -62,11 +62,14 @@ class LoraRuns:
         self.tiles: LoraTiles | None = None
         self.training: Sequence[LoraRows] = ()
         """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
+        self._all: list[Run] = []
+        self._slots: torch.Tensor | None = None
         self.threads = 0
         """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
 
     def set(self, runs: list[Run], device: torch.device, tiles: LoraTiles | None = None) -> None:
         """The runs of the coming forward; `tiles` are the same for Triton's kernels, if they are on the device."""
+        self._all, self._slots = runs, None
         if self.kernel == "triton":
             from edged.engine import triton_lora  # triton is slow to import, and not everywhere
 
@@ -92,53 +95,56 @@ class LoraRuns:
         tables = upload([gather.reshape(-1), rows, places], device)
         self.together = _Together(low, high, tables[0], tables[1], tables[2], span, even)
 
+    def slots_of(self, rows: int) -> torch.Tensor | None:
+        """The slot of each of the forward's `rows`, -1 for the base model; None where no row has an adapter."""
+        if not self._all:
+            return None
+        if self._slots is None:
+            self._slots = torch.full((rows,), -1)
+            for start, stop, slot in self._all:
+                self._slots[start:stop] = slot
+        return self._slots
+
 
 class LoraUpdates:
-    """Torch's updates of linears of one input, whose A's are one product."""
+    """Torch's updates of one linear."""
 
-    def __init__(self, runs: LoraRuns, whole: torch.Tensor, members: Sequence[tuple[slice, torch.Tensor]]) -> None:
-        """`whole` [slots, in_features, columns] holds all A's; of each linear its columns there, and its B's [slots,
-        rank, out_features]."""
-        self._runs, self._whole, self._members = runs, whole, members
+    def __init__(self, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
+        """A's [slots, in_features, rank] and B's [slots, rank, out_features]."""
+        self._runs, self._down, self._up = runs, down, up
         # Views made once: at one row, making them takes a fifth of the update's time.
-        self._by_slot = [(down, [up[slot] for _, up in members]) for slot, down in enumerate(whole.unbind())]
+        self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
 
-    def _parts(self, inner: torch.Tensor) -> list[torch.Tensor]:
-        whole = inner.shape[-1]
-        return [inner if own == slice(0, whole) else inner[..., own] for own, _ in self._members]
-
-    def add(self, rows_in: torch.Tensor, rows_out: Sequence[torch.Tensor]) -> None:
-        """Add the updates to each linear's `rows_out` [tokens, out_features]; `rows_in` [tokens, in_features]."""
+    def add(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features]."""
         state = self._runs
         if state.threads:
             torch.set_num_threads(1)
         try:
             for run in state.single:
-                self._add_single(rows_in, rows_out, run)
+                self._add_single(rows_in, out, run)
             if state.together is not None:
-                self._add_together(rows_in, rows_out, state.together)
+                self._add_together(rows_in, out, state.together)
         finally:
             if state.threads:
                 torch.set_num_threads(state.threads)
 
-    def _add_single(self, rows_in: torch.Tensor, rows_out: Sequence[torch.Tensor], run: Run) -> None:
+    def _add_single(self, rows_in: torch.Tensor, out: torch.Tensor, run: Run) -> None:
         start, stop, slot = run
-        down, ups = self._by_slot[slot]
+        down, up = self._by_slot[slot]
         every = stop - start == len(rows_in)
         inner = (rows_in if every else rows_in[start:stop]) @ down
-        for out, own, up in zip(rows_out, self._parts(inner), ups, strict=True):
-            (out if every else out[start:stop]).addmm_(own, up)
+        (out if every else out[start:stop]).addmm_(inner, up)
 
-    def _add_together(self, rows_in: torch.Tensor, rows_out: Sequence[torch.Tensor], runs: _Together) -> None:
+    def _add_together(self, rows_in: torch.Tensor, out: torch.Tensor, runs: _Together) -> None:
         slots = slice(runs.low, runs.high)
         rows = rows_in[runs.span] if runs.even else rows_in.index_select(0, runs.gather)
-        inner = torch.bmm(rows.view(runs.high - runs.low, -1, rows_in.shape[1]), self._whole[slots])
-        for out, own, (_, ups) in zip(rows_out, self._parts(inner), self._members, strict=True):
-            update = torch.bmm(own, ups[slots]).view(-1, ups.shape[2])
-            if not runs.even:
-                update = update.index_select(0, runs.places)
-            if runs.span is not None:
-                out[runs.span].add_(update)
-            else:
-                # Not index_add_, which on the CPU takes ten times as long.
-                out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))
+        inner = torch.bmm(rows.view(runs.high - runs.low, -1, rows_in.shape[1]), self._down[slots])
+        update = torch.bmm(inner, self._up[slots]).view(-1, self._up.shape[2])
+        if not runs.even:
+            update = update.index_select(0, runs.places)
+        if runs.span is not None:
+            out[runs.span].add_(update)
+        else:
+            # Not index_add_, which on the CPU takes ten times as long.
+            out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))

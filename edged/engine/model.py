@@ -94,11 +94,14 @@ class ServedModel:
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
-    def pack_weights(self) -> str:
-        """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`."""
+    def pack_weights(self, native: bool = True) -> str:
+        """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`.
+
+        With `native` few rows are multiplied by the compiled kernels, where there are any.
+        """
         reason = why_not_packed(self.model, self.device, self.dtype)
         if not reason:
-            pack_linears(self.model)
+            pack_linears(self.model, native)
             self.head = self.model.get_output_embeddings()
         return reason
 

@@ -25,10 +25,10 @@ from edged.engine.executor import Executor
 from edged.engine.kv import KvStore
 from edged.engine.memory import bounded, page_count
 from edged.engine.model import ServedModel
+from edged.engine.native.trial import shorten_layers
 from edged.engine.paths import Paths, pick_lora_kernel, pick_paths
 from edged.engine.prices import first_cost_model, subject_of
 from edged.engine.pruning import Pruner
-from edged.engine.short_layers import shorten_layers
 from edged.engine.slots import SlotTable
 from edged.engine.spill import PageSpill, pick_spill
 from edged.engine.stats import Stats, percentile
@@ -155,7 +155,7 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         log.warning("%s", model.trainable_error)
     settings = bounded(settings, model)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
-    if settings.model.pack_weights and (reason := model.pack_weights()):
+    if settings.model.pack_weights and (reason := model.pack_weights(settings.model.short_layers)):
         log.info("weights are not packed: %s", reason)
     if settings.model.short_layers and (reason := shorten_layers(model)):
         log.info("layers are computed as the model has them: %s", reason)

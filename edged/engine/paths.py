@@ -21,6 +21,7 @@ from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
 from edged.engine.lora_updates import Run
+from edged.engine.native import decode as native
 
 log = logging.getLogger("edged.engine")
 _TOLERANCE = 0.05
@@ -44,13 +45,9 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
     `group` is the number of query heads of a KV head.
     """
     cuda = kv.keys.device.type == "cuda"
-    decode, prefill = settings.decode_attention, settings.prefill_attention
-    why_not: dict[str, str] = {}
-    if decode == "auto":
-        decode = "triton" if cuda else "ragged"
-    if reason := _why_not_decode(kv, decode, group):
-        log.info("decode attention gathers pages (%s is not used: %s)", decode, reason)
-        decode, why_not["decode"] = "padded", reason
+    prefill = settings.prefill_attention
+    decode, reason = _pick_decode(kv, settings, group)
+    why_not = {"decode": reason} if reason else {}
     if prefill == "gathered" or (prefill == "auto" and not cuda):
         return Paths(decode, why_not=why_not)
     from edged.engine import triton_prefill  # triton is slow to import, and not everywhere
@@ -63,11 +60,34 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Paths:
     return Paths(decode, tile_tokens, why_not)
 
 
+def _pick_decode(kv: KvStore, settings: ModelSettings, group: int) -> tuple[DecodePath, str]:
+    """How decodes attend, and why not as asked for or as is fastest."""
+    wanted: tuple[DecodePath, ...]
+    if settings.decode_attention != "auto":
+        wanted = (settings.decode_attention,)
+    else:
+        wanted = ("triton",) if kv.keys.device.type == "cuda" else ("native", "ragged")
+    reasons: list[str] = []
+    for path in wanted:
+        reason = _why_not_decode(kv, path, group)
+        if not reason:
+            break
+        reasons.append(reason)
+    else:
+        path = "padded"
+    if reasons:
+        instead = "gathers pages" if path == "padded" else "uses torch's sparse products"
+        log.info("decode attention %s (%s is not used: %s)", instead, wanted[0], reasons[0])
+    return path, reasons[0] if reasons else ""
+
+
 def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
     if path == "triton":
         from edged.engine import triton_decode
 
         return triton_decode.why_not(kv) or trial(kv, group, Paths(path))
+    if path == "native":
+        return native.why_not(kv) or trial(kv, group, Paths(path))
     return ragged.why_not(kv) if path == "ragged" else ""
 
 

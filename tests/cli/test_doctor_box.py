@@ -89,7 +89,7 @@ def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
     assert only(device.torch_build(with_gpu, for_processors)).state == "fail"
     without = examination(tmp_path / "other")
     if not device.gpu_there(without):
-        assert only(device.torch_build(without, for_processors)).state == "ok"
+        assert next(device.torch_build(without, for_processors)).state == "ok"
     wants_cuda = load_settings(environ={}, overrides={"model.device": "cuda:0"})
     asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda)
     assert only(device.device(asked, for_processors)).state == "fail"
@@ -119,6 +119,17 @@ def test_a_gpu_without_triton_is_told_how_to_get_it(tmp_path: Path) -> None:
         )
         assert (told.name, told.state) == ("triton", state)
     assert told.way_out == "pip install triton"
+
+
+def test_a_processor_without_the_compiled_kernels_is_told_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = examination(tmp_path, root=tmp_path / "empty")
+    for library, state in ((tmp_path / "_kernels.so", "ok"), (None, "warn")):
+        monkeypatch.setattr(device, "shared_library", lambda library=library: library)
+        _, told = device.torch_build(it, {"torch": "2.8", "cuda_build": "", "cuda": False})
+        assert (told.name, told.state) == ("kernels", state)
+    assert told.way_out.startswith("install gcc")
 
 
 def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:

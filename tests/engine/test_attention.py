@@ -21,7 +21,12 @@ from tests.models import ARCHITECTURES, tiny_model
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PATHS = {"gathered": Paths(), "ragged": Paths("ragged"), "triton": Paths("triton", tile_tokens=32)}
+PATHS = {
+    "gathered": Paths(),
+    "native": Paths("native"),
+    "ragged": Paths("ragged"),
+    "triton": Paths("triton", tile_tokens=32),
+}
 
 
 def served(kind: str, device: torch.device) -> ServedModel:
@@ -246,11 +251,11 @@ def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: py
     kv, plain = (KvStore(4, 8, 1, 1, 8, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
     with caplog.at_level("INFO"):
         assert pick_paths(kv, ModelSettings(), 1) == Paths("padded")
-        assert pick_paths(plain, ModelSettings(), 1) == Paths("ragged")
+        assert pick_paths(plain, ModelSettings(), 1) == Paths("native")
         assert pick_paths(plain, ModelSettings(decode_attention="padded"), 1) == Paths("padded")
     assert [record.getMessage() for record in caplog.records] == [
-        "decode attention gathers pages (ragged is not used: torch has the sparse products for float32 on the CPU, "
-        "not for torch.bfloat16 on cpu)"
+        "decode attention gathers pages (native is not used: the compiled kernels are for float32 on the CPU, not for "
+        "torch.bfloat16 on cpu)"
     ]
     caplog.clear()
     with caplog.at_level("INFO"):

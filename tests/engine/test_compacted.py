@@ -30,12 +30,12 @@ def kept_rows(kv: KvStore, segment: Segment, layer: int, head: int) -> tuple[tor
 
 
 @pytest.mark.parametrize("cap", [None, 20.0])
-@pytest.mark.parametrize("path", ["padded", "ragged", "triton"])
+@pytest.mark.parametrize("path", ["padded", "ragged", "native", "triton"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_each_head_sees_its_own_rows(
     shape: tuple[int, int], path: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = torch.device("cpu") if path == "ragged" else DEVICE
+    device = torch.device("cpu") if path in ("ragged", "native") else DEVICE
     if path == "triton":
         pytest.importorskip("triton")
         from edged.engine import triton_decode

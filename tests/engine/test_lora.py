@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edged.config import AlignSettings, ModelSettings
 from edged.engine.attention import IMPLEMENTATION, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
-from edged.engine.lora import LoraSlots, updates_of
+from edged.engine.lora import LoraSlots
 from edged.engine.lora_updates import LoraTiles, Run
 from edged.engine.model import ServedModel
 from edged.engine.paths import Paths, pick_lora_kernel, trial_of_lora
@@ -101,51 +101,6 @@ def test_each_row_gets_the_update_of_its_own_slot(runs: list[Run], kernel: Liter
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(model(x)[0], base(x)[0])
-
-
-class Family(nn.Module):
-    """Linears that transformers' decoders give one input."""
-
-    def __init__(self, value_in: int = WIDE_IN) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(WIDE_IN, 24), nn.Linear(WIDE_IN, 8)
-        self.v_proj = nn.Linear(value_in, 8)
-
-
-def family(targets: list[str], value_in: int = WIDE_IN) -> tuple[LoraSlots, dict[str, torch.Tensor]]:
-    """Slots of random adapters for some linears of a family, and each linear's products A^T B^T by slot."""
-    torch.manual_seed(0)
-    slots = LoraSlots(Family(value_in).requires_grad_(False), targets, SLOTS, RANK, torch.float32)
-    for slot in range(SLOTS):
-        sizes = {name: (linear.in_features, linear.out_features) for name, linear in slots.linears.items()}
-        weights = {name: (torch.randn(RANK, i), torch.randn(o, RANK)) for name, (i, o) in sizes.items()}
-        slots.load(slot, weights, 0.5)
-    return slots, {name: linear.down @ linear.up for name, linear in slots.linears.items()}  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("targets", [["v_proj", "q_proj", "k_proj"], ["q_proj", "v_proj"], ["k_proj"]])
-@pytest.mark.parametrize("runs", CASES.values(), ids=CASES.keys())
-def test_linears_of_one_input_are_updated_together(runs: list[Run], targets: list[str]) -> None:
-    slots, products = family(targets)
-    names = sorted(targets)
-    x = torch.randn(max((stop for _, stop, _ in runs), default=0) + 1, WIDE_IN)
-    for asked in (names, names[:1]):
-        found = updates_of([slots.linears[name] for name in asked])
-        assert [places for places, _ in found] == [list(range(len(asked)))]
-        outs = [torch.randn(len(x), products[name].shape[2]) for name in asked]
-        wanted = [out.clone() for out in outs]
-        for start, stop, slot in runs:
-            for name, out in zip(asked, wanted, strict=True):
-                out[start:stop] += x[start:stop] @ products[name][slot]
-        with torch.inference_mode(), slots.packed(runs):
-            found[0][1].add(x, outs)
-        for out, right in zip(outs, wanted, strict=True):
-            torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
-
-
-def test_linears_of_other_inputs_lie_apart() -> None:
-    slots, _ = family(["q_proj", "k_proj", "v_proj"], value_in=WIDE_IN + 1)
-    assert len({id(linear.downs.whole) for linear in slots.linears.values()}) == 3
 
 
 def test_siblings_are_found_by_their_names_and_parent() -> None:

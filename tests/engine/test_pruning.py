@@ -94,7 +94,7 @@ class Kept:
         return slabs_rows + sequence.compacted.removed
 
 
-@pytest.mark.parametrize("path", ["padded", "ragged", "triton"])
+@pytest.mark.parametrize("path", ["padded", "ragged", "native", "triton"])
 def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_what_went(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
+from edged.engine.native import INSTALL_AGAIN, NOT_BUILT, shared_library
 
 _NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
 """A GPU's, on desktops and on Jetsons."""
@@ -68,12 +69,20 @@ def torch_build(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
         yield fine("torch", seen)
     if found["cuda"]:
         yield _triton(found["triton"])
+    elif not gpu_there(it):
+        yield _kernels(shared_library() is not None)
 
 
 def _triton(there: bool) -> Finding:
     if there:
         return fine("triton", "installed: kernels for attention and adapters, captured decode iterations")
     return doubtful("triton", "not installed: the GPU is used without edged's kernels for it", "pip install triton")
+
+
+def _kernels(there: bool) -> Finding:
+    if there:
+        return fine("kernels", "compiled: layers and attention of decode steps on the processor")
+    return doubtful("kernels", NOT_BUILT, INSTALL_AGAIN)
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:

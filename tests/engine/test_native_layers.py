@@ -15,14 +15,14 @@ from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, BranchPass, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.model import ServedModel
-from edged.engine.short_layers import _ShortLayer, shorten_layers
+from edged.engine.native.trial import ShortLayer, shorten_layers
 from tests.engine.harness import random_ids, request, running_engine
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
 
 
-def packed_model(kind: str = "llama", **align: Any) -> ServedModel:
+def served_model(kind: str = "llama", packed: bool = True, **align: Any) -> ServedModel:
     """With random adapters in slots 0 and 1 of two."""
     base = tiny_model(kind).requires_grad_(False).eval()
     base.set_attn_implementation(IMPLEMENTATION)
@@ -33,7 +33,8 @@ def packed_model(kind: str = "llama", **align: Any) -> ServedModel:
     for linear in model.lora.linears.values():
         for slots in (linear.down, linear.up):
             slots.normal_(0.0, 0.2, generator=generator)  # type: ignore[operator]
-    assert model.pack_weights() == ""
+    if packed:
+        assert model.pack_weights(native=False) == ""
     return model
 
 
@@ -59,20 +60,22 @@ def answers(model: ServedModel, slots: list[int], last: int = 1) -> torch.Tensor
 def shorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every layer that was computed the short way."""
     seen: list[int] = []
-    own = _ShortLayer.short
+    own = ShortLayer.short
 
-    def short(layer: _ShortLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def short(layer: ShortLayer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         seen.append(len(x))
         return own(layer, x, cos, sin)
 
-    monkeypatch.setattr(_ShortLayer, "short", short)
+    monkeypatch.setattr(ShortLayer, "short", short)
     return seen
 
 
 @pytest.mark.parametrize("slots", [[NO_SLOT], [1], [0, 1, 1], [NO_SLOT, 1, 0]])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
-def test_few_rows_get_the_answers_of_the_models_own_layers(kind: str, slots: list[int], shorts: list[int]) -> None:
-    model = packed_model(kind)
+@pytest.mark.parametrize(("kind", "packed"), [("llama", True), ("llama", False), ("mistral", True), ("qwen2", False)])
+def test_few_rows_get_the_answers_of_the_models_own_layers(
+    kind: str, packed: bool, slots: list[int], shorts: list[int]
+) -> None:
+    model = served_model(kind, packed)
     wanted = {last: answers(model, slots, last) for last in (1, 4)}
     assert not shorts
     assert shorten_layers(model) == ""
@@ -83,7 +86,7 @@ def test_few_rows_get_the_answers_of_the_models_own_layers(kind: str, slots: lis
 
 
 def test_some_linears_have_adapters_and_some_have_none(shorts: list[int]) -> None:
-    model = packed_model(target_modules=["q_proj", "v_proj", "down_proj"])
+    model = served_model(target_modules=["q_proj", "v_proj", "down_proj"])
     wanted = answers(model, [1])
     assert shorten_layers(model) == ""
     shorts.clear()
@@ -92,7 +95,7 @@ def test_some_linears_have_adapters_and_some_have_none(shorts: list[int]) -> Non
 
 
 def test_many_rows_and_gradients_go_the_layers_own_way(shorts: list[int]) -> None:
-    model = packed_model()
+    model = served_model()
     wanted = answers(model, [0], last=20)
     assert shorten_layers(model) == ""
     shorts.clear()
@@ -111,17 +114,17 @@ def test_many_rows_and_gradients_go_the_layers_own_way(shorts: list[int]) -> Non
     [
         ("qwen3", "Qwen3DecoderLayer computes something else"),
         ("gemma2", "Gemma2RMSNorm is not an RMS norm with a variance_epsilon"),
-        ("phi3", "Phi3Attention has no packed q_proj, k_proj, v_proj"),
+        ("phi3", "Phi3Attention has no q_proj"),
     ],
 )
 def test_layers_of_another_kind_are_left_alone_and_it_is_said_why(kind: str, reason: str) -> None:
-    model = packed_model(kind)
+    model = served_model(kind)
     assert shorten_layers(model) == reason
     assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
 def test_a_layer_that_does_more_than_its_parts_say_is_found_by_the_trial() -> None:
-    model = packed_model()
+    model = served_model()
     mlp = model.layers[2].mlp
     own = mlp.forward  # type: ignore[union-attr]
     mlp.forward = lambda x: 1.001 * own(x)  # type: ignore[union-attr]

@@ -1,0 +1,18 @@
+"""Decode steps on the CPU in C: few operations, each about as long as reading what it needs.
+
+The kernels are compiled when edged is installed. Where there was no C compiler torch computes everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+NOT_BUILT = "edged was installed without a C compiler"
+INSTALL_AGAIN = "install gcc, then edged again: without its compiled kernels the processor decodes at half the speed"
+
+
+def shared_library() -> Path | None:
+    """Where the compiled kernels are, if they are; imports nothing large."""
+    found = importlib.util.find_spec(f"{__name__}._kernels")
+    return Path(found.origin) if found is not None and found.origin is not None else None
