@@ -43,6 +43,7 @@ class Product:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self.sizes = [linear.out_features for linear in linears]
+        self._width = sum(self.sizes)
         self._library = kernels() if native else None
         self._group = group_of(weights, [None if linear.bias is None else linear.bias.detach() for linear in linears])
         self._input: torch.Tensor | None = None
@@ -63,7 +64,7 @@ class Product:
         """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
         rows = x.reshape(-1, x.shape[-1])
         if self._library is not None and len(rows) <= FEW_ROWS:
-            return self._natively(rows.contiguous()).view(*x.shape[:-1], -1)
+            return self._natively(rows.contiguous()).view(*x.shape[:-1], self._width)
         outs = [
             torch.ops.mkldnn._linear_pointwise(tile, self._packed, self._bias, "none", [], "")
             for tile in rows.split(tiles(len(rows)))
@@ -73,8 +74,8 @@ class Product:
 
     def _natively(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._library is not None
-        out = rows.new_empty(len(rows), sum(self.sizes))
-        self._library.edged_product(ctypes.byref(self._group), rows.data_ptr(), len(rows), out.data_ptr(), out.shape[1])
+        out = rows.new_empty(len(rows), self._width)
+        self._library.edged_product(ctypes.byref(self._group), rows.data_ptr(), len(rows), out.data_ptr(), self._width)
         return out
 
 

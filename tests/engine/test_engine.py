@@ -397,7 +397,7 @@ def test_rollback_and_forget(tmp_path: Path) -> None:
 def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: Path) -> None:
     with running_engine(tmp_path, model__device="cpu", model__lora_kernel="triton") as (engine, _):
         paths = engine.status()["paths"]
-    assert (paths["decode"], paths["prefill"], paths["lora"]) == ("ragged", "gathered", "torch")
+    assert (paths["decode"], paths["prefill"], paths["lora"]) == ("native", "gathered", "torch")
     assert paths["why_not"] == {
         "lora": "Triton has no kernels for cpu"
         if importlib.util.find_spec("triton")

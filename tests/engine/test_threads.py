@@ -114,19 +114,20 @@ class Layer(nn.Module):
         )
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_siblings_give_what_each_would_alone(bias: bool) -> None:
+def test_packed_siblings_give_what_each_would_alone(bias: bool, native: bool) -> None:
     torch.manual_seed(0)
     layer = Layer(bias)
-    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 40, 333, 0)]
+    inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 16, 333, 0)]
     wanted = [layer(x).detach() for x in inputs]
-    pack_linears(layer, native=False)
+    pack_linears(layer, native)
     assert isinstance(layer.q_proj, PackedLinear)
     with torch.inference_mode():
         for x, y in zip(inputs, wanted, strict=True):
             torch.testing.assert_close(layer(x), y, atol=1e-4, rtol=1e-5)
         # Another order, another input in between, the same input twice: each is given its own.
-        a, b = inputs[1], inputs[2]
+        a, b = inputs[1], inputs[3]
         for linear, x in ((layer.v_proj, a), (layer.q_proj, b), (layer.q_proj, a), (layer.q_proj, a)):
             torch.testing.assert_close(linear(x), linear.base(x), atol=1e-4, rtol=1e-5)
 
