@@ -42,9 +42,11 @@ class ModelSettings(Section):
         ge=0,
         description="CPU threads of an operation; 0: 1 for small models, else as many as other programs leave cores",
     )
-    pack_weights: bool = Field(True, description="CPU, float32: a packed copy of the weights, twice as fast to decode")
+    pack_weights: bool = Field(
+        True, description="CPU, float32: a packed copy of the weights, for prompts and larger batches"
+    )
     short_layers: bool = Field(
-        True, description="CPU, float32: few tokens pass layers of the common kind by compiled kernels"
+        True, description="CPU, float32: few tokens pass products and layers of the common kind by compiled kernels"
     )
     decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = Field(
         "auto", description="native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"

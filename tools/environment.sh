@@ -36,8 +36,9 @@ choose_python() {
     fail "edged needs Python 3.11 or newer, and python3 is $(version_of python3 || echo missing): install one and run PYTHON=/path/to/python $0"
 }
 
-# The sum of files $2... by interpreter $1.
+# The sum of files $2... by interpreter $1, and whether there is a C compiler: what it compiles is optional.
 digest_of() {
+    command -v "${CC:-cc}" >/dev/null && printf 'cc '
     "$1" -c 'import hashlib, sys; print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest())' "${@:2}"
 }
 

@@ -64,6 +64,7 @@ class LoraRuns:
         """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
         self._all: list[Run] = []
         self._slots: torch.Tensor | None = None
+        """Of `_all`, made when it is first asked for."""
         self.threads = 0
         """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
 
@@ -99,7 +100,7 @@ class LoraRuns:
         """The slot of each of the forward's `rows`, -1 for the base model; None where no row has an adapter."""
         if not self._all:
             return None
-        if self._slots is None:
+        if self._slots is None or len(self._slots) != rows:
             self._slots = torch.full((rows,), -1)
             for start, stop, slot in self._all:
                 self._slots[start:stop] = slot

@@ -108,7 +108,12 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
     pruned = [Segment([0], 2 * size, np.array([4, 2, 0]), compacted=Compacted(2, counts, size))]
     query, key, value = (random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, *(kv.kv_heads,) * 2))
 
+    stored = small.keys.clone(), small.values.clone()
+
     def attended(paths: Paths) -> torch.Tensor:
+        """What is attended, and what K/V hold afterwards."""
+        small.keys.copy_(stored[0])
+        small.values.copy_(stored[1])
         passed = []
         for batch in (segments, pruned):
             attention = PagedPass(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
@@ -116,7 +121,7 @@ def trial(kv: KvStore, group: int, paths: Paths) -> str:
             new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
             cases = ((None, None), (size, 9.0))
             passed += [attention.attend(0, *new, kv.head_dim**-0.5, *case) for case in cases]
-        return torch.cat(passed)
+        return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])
 
     return _compared(lambda: attended(paths), lambda: attended(Paths()))
 

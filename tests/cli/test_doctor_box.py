@@ -12,6 +12,7 @@ import pytest
 
 from edged.cli.doctor import box, device, service
 from edged.config import load_settings
+from edged.engine import native
 from tests.cli.test_doctor import examination, only
 
 
@@ -125,8 +126,10 @@ def test_a_processor_without_the_compiled_kernels_is_told_how_to_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = examination(tmp_path, root=tmp_path / "empty")
-    for library, state in ((tmp_path / "_kernels.so", "ok"), (None, "warn")):
-        monkeypatch.setattr(device, "shared_library", lambda library=library: library)
+    (tmp_path / "old.so").write_bytes(b"edged_interface_0")
+    (tmp_path / "new.so").write_bytes(native.INTERFACE.encode())
+    for name, state in (("new.so", "ok"), ("old.so", "warn"), (None, "warn")):
+        monkeypatch.setattr(native, "shared_library", lambda name=name: tmp_path / name if name else None)
         _, told = device.torch_build(it, {"torch": "2.8", "cuda_build": "", "cuda": False})
         assert (told.name, told.state) == ("kernels", state)
     assert told.way_out.startswith("install gcc")

@@ -11,6 +11,7 @@ from edged.engine.attention import PagedPass
 from edged.engine.batch import Segment, pack
 from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
+from edged.engine.native.library import kernels, why_no_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, PAGE, SIZE = 2, 4, 16
@@ -36,6 +37,8 @@ def test_each_head_sees_its_own_rows(
     shape: tuple[int, int], path: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cpu") if path in ("ragged", "native") else DEVICE
+    if path == "native" and kernels() is None:
+        pytest.skip(why_no_kernels())
     if path == "triton":
         pytest.importorskip("triton")
         from edged.engine import triton_decode

@@ -16,6 +16,7 @@ from peft import PeftModel
 from edged.align.pair import PairRetired, PairScored, VersionPublished, VersionSaved
 from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
+from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.request import EngineBusy, RequestRefused
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.models import ARCHITECTURES, tiny_model
@@ -397,8 +398,13 @@ def test_rollback_and_forget(tmp_path: Path) -> None:
 def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: Path) -> None:
     with running_engine(tmp_path, model__device="cpu", model__lora_kernel="triton") as (engine, _):
         paths = engine.status()["paths"]
-    assert (paths["decode"], paths["prefill"], paths["lora"]) == ("native", "gathered", "torch")
+    assert (paths["decode"], paths["prefill"], paths["lora"]) == (
+        "native" if kernels() else "ragged",
+        "gathered",
+        "torch",
+    )
     assert paths["why_not"] == {
+        **({} if kernels() else {"decode": why_no_kernels()}),
         "lora": "Triton has no kernels for cpu"
         if importlib.util.find_spec("triton")
         else "the package triton is not installed: pip install triton",

@@ -6,21 +6,27 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from edged.config import ModelSettings
 from edged.engine import native
-from edged.engine.attention import attend
+from edged.engine.attention import PagedPass, attend
+from edged.engine.batch import Segment, pack
+from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
+from edged.engine.native import library
 from edged.engine.native.decode import NativeDecode
 from edged.engine.native.layers import NativeLayer, Scratch
 from edged.engine.native.library import group_of, kernels
 from edged.engine.native.trial import shorten_layers
+from edged.engine.paths import pick_paths
 from tests.engine.test_attention import SHAPES
 from tests.engine.test_native_layers import served_model
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason=native.NOT_BUILT)
+pytestmark = pytest.mark.skipif(kernels() is None, reason=library.why_no_kernels())
 
 
 @pytest.fixture
@@ -94,51 +100,114 @@ def test_a_sequence_attends_alike_beside_any_others_and_on_any_number_of_threads
     assert torch.equal(Decodes(2, 3, 32, [5, 300, 131, 77]).attended()[1:2], alone)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threads(most: int, threads: None) -> None:
-    model = served_model()
-    assert model.lora is not None
-    layer = NativeLayer(model.layers[0], model.shape.heads, model.shape.head_dim, model.lora.runs, Scratch())
+@pytest.mark.parametrize("rank", [4, 16, 12])
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threads(
+    most: int, rank: int, threads: None
+) -> None:
+    model = served_model(rank=rank)
+    lora, shape = model.lora, model.shape
+    assert lora is not None
+    layer = NativeLayer(model.layers[0], shape.heads, shape.head_dim, rank, lora.runs, Scratch())
     torch.manual_seed(0)
-    x, angles = torch.randn(7, model.shape.hidden_size), torch.rand(1, 7, model.shape.head_dim)
+    x, angles = torch.randn(9, shape.hidden_size), torch.rand(1, 9, shape.head_dim)
+    slots = [1, 1, -1, 0, -1, 1, 0, 0, -1]
 
-    def passed(rows: int, threads: int) -> torch.Tensor:
-        assert model.lora is not None
+    def passed(rows: slice, threads: int) -> torch.Tensor:
         torch.set_num_threads(threads)
-        with model.lora.packed([(0, 2, 1), (3, 4, 0)] if rows > 3 else [(0, 1, 1)]):
-            return layer(x[:rows], angles[:, :rows].cos(), angles[:, :rows].sin(), lambda q, k, v: q.transpose(0, 1))
+        runs = [(row, row + 1, slot) for row, slot in enumerate(slots[rows]) if slot >= 0]
+        with lora.packed(runs):
+            cos, sin = angles[:, rows].cos(), angles[:, rows].sin()
+            return layer(x[rows], cos, sin, lambda q, k, v: q.transpose(0, 1))
 
-    assert torch.equal(passed(7, most)[:1], passed(1, 1))
+    assert layer.fits(x, angles, angles)
+    assert not layer.fits(x, angles[..., :-2], angles[..., :-2])
+    assert not layer.fits(x, angles.double(), angles.double())
+    alone = torch.cat([passed(slice(row, row + 1), 1) for row in range(9)])
+    for count in range(1, 10):
+        assert torch.equal(passed(slice(count), most), alone[:count])
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "rows"), [(13, (7,), 5), (64, (30, 10, 10), 3), (100, (3,), 16), (24, (1, 2), 1)]
+    ("inputs", "outputs", "rows"),
+    [(13, (7,), 5), (64, (30, 10, 10), 3), (100, (3,), 16), (24, (1, 2), 1), (40, (9, 6), 11)],
 )
 def test_products_of_any_size_are_torchs(inputs: int, outputs: tuple[int, ...], rows: int) -> None:
-    library = kernels()
-    assert library is not None
+    compiled = kernels()
+    assert compiled is not None
     torch.manual_seed(0)
     x, weights = torch.randn(rows, inputs), [torch.randn(size, inputs) for size in outputs]
     biases = [torch.randn(size) if index else None for index, size in enumerate(outputs)]
     out = torch.empty(rows, sum(outputs))
     group = group_of(weights, biases)
-    library.edged_product(ctypes.byref(group), x.data_ptr(), rows, out.data_ptr(), out.shape[1])
+    compiled.edged_product(ctypes.byref(group), x.data_ptr(), rows, out.data_ptr(), out.shape[1], 2)
     wanted = torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=1)
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("content", [None, b"no library"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, native.NOT_BUILT),
+        (b"of long ago", native.OTHER_VERSION),
+        (native.INTERFACE.encode(), "the compiled kernels cannot be loaded: "),
+    ],
+)
 def test_an_edged_without_its_kernels_serves_by_torch_and_says_why(
-    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    content: bytes | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "_kernels.so"
     if content is not None:
         path.write_bytes(content)
-    kernels.cache_clear()
-    monkeypatch.setattr("edged.engine.native.library.shared_library", lambda: path if content is not None else None)
+    for module in (native, library):
+        monkeypatch.setattr(module, "shared_library", lambda: path if content is not None else None)
+    library._loaded.cache_clear()
     try:
         assert kernels() is None
-        assert shorten_layers(served_model()) == native.NOT_BUILT
+        assert shorten_layers(served_model()).startswith(reason)
+        paths = pick_paths(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), ModelSettings(), 1)
+        assert paths.decode == "ragged"
+        assert paths.why_not["decode"].startswith(reason)
     finally:
-        kernels.cache_clear()
-    assert ("cannot be loaded" in caplog.text) == (content is not None)
+        library._loaded.cache_clear()
+
+
+def test_keys_that_weigh_nothing_leave_an_answer_alone() -> None:
+    """Scores of -inf: a whole piece of them, and some among others."""
+    its = Decodes(1, 1, 8, [256])
+    its.kv.keys.zero_()
+    its.kv.values.fill_(torch.finfo(torch.float32).max)
+    its.query.fill_(4.0)
+    its.new[0].fill_(torch.finfo(torch.float32).min)
+    its.new[1].fill_(torch.finfo(torch.float32).max)
+    block = its.kv.block_index(its.tables[:1, :1])
+    its.kv.keys[1, block] = torch.finfo(torch.float32).min
+    its.kv.values[1, its.kv.block_index(its.tables[:1, 1:])] = 3.0
+    torch.testing.assert_close(its.attended(), torch.full((1, 1, 8), 3.0))
+
+
+def test_pruned_sequences_longer_than_a_piece_attend_alike_by_torch() -> None:
+    torch.manual_seed(0)
+    random = np.random.default_rng(0)
+    kv = KvStore(64, 16, 2, 2, 32, torch.float32, torch.device("cpu"))
+    kv.keys.normal_()
+    kv.values.normal_()
+    pages = random.permutation(np.arange(1, 61))
+    counts = np.array([[30, 2], [5, 27]])
+    segments = [
+        Segment([5], 16 * 20 + 3, pages[:21], position=900, compacted=Compacted(16, counts, 500)),
+        Segment([5], 37, pages[21:24], position=37),
+    ]
+    query, key, value = (torch.randn(heads, 2, 32) for heads in (6, 2, 2))
+    got, wanted = (
+        torch.cat(
+            [
+                PagedPass(pack(segments, kv, torch.device("cpu")), kv, path).attend(
+                    layer, query, key, value, 0.2, None, None
+                )
+                for layer in (0, 1)
+            ]
+        )
+        for path in ("native", "padded")
+    )
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

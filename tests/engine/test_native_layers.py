@@ -1,4 +1,4 @@
-"""Few rows pass layers of the common kind in fewer operations, with the same result; other layers are left alone."""
+"""Few rows pass layers of the common kind by the compiled kernels, with the same result; others are left alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, BranchPass, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.model import ServedModel
+from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.native.trial import ShortLayer, shorten_layers
 from tests.engine.harness import random_ids, request, running_engine
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(kernels() is None, reason=why_no_kernels())
 
 
-def served_model(kind: str = "llama", packed: bool = True, **align: Any) -> ServedModel:
+def served_model(kind: str = "llama", packed: bool = True, rank: int = 4, **align: Any) -> ServedModel:
     """With random adapters in slots 0 and 1 of two."""
     base = tiny_model(kind).requires_grad_(False).eval()
     base.set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
-    model.attach_lora(AlignSettings(rank=4, **align), 2)
+    model.attach_lora(AlignSettings(rank=rank, **align), 2)
     assert model.lora is not None
     generator = torch.Generator().manual_seed(0)
     for linear in model.lora.linears.values():

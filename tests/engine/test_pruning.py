@@ -15,6 +15,7 @@ from edged.bench.forced import ForcedDecoding
 from edged.config import load_settings
 from edged.engine import pruning
 from edged.engine.kv import KvStore
+from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.paths import Paths
 from edged.engine.sequence import Sequence
 from edged.engine.watch import Watch
@@ -98,6 +99,8 @@ class Kept:
 def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_what_went(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if path == "native" and kernels() is None:
+        pytest.skip(why_no_kernels())
     if path == "triton":
         pytest.importorskip("triton")
     kept = Kept(monkeypatch)

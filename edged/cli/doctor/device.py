@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
-from edged.engine.native import INSTALL_AGAIN, NOT_BUILT, shared_library
+from edged.engine.native import INSTALL_AGAIN, why_not_built
 
 _NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
 """A GPU's, on desktops and on Jetsons."""
@@ -70,7 +70,7 @@ def torch_build(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
     if found["cuda"]:
         yield _triton(found["triton"])
     elif not gpu_there(it):
-        yield _kernels(shared_library() is not None)
+        yield _kernels(why_not_built())
 
 
 def _triton(there: bool) -> Finding:
@@ -79,10 +79,10 @@ def _triton(there: bool) -> Finding:
     return doubtful("triton", "not installed: the GPU is used without edged's kernels for it", "pip install triton")
 
 
-def _kernels(there: bool) -> Finding:
-    if there:
-        return fine("kernels", "compiled: layers and attention of decode steps on the processor")
-    return doubtful("kernels", NOT_BUILT, INSTALL_AGAIN)
+def _kernels(why_not: str) -> Finding:
+    if why_not:
+        return doubtful("kernels", why_not, INSTALL_AGAIN)
+    return fine("kernels", "compiled: layers and attention of decode steps on the processor")
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+INTERFACE = "edged_interface_1"
+"""Named in `kernels.c`; a library without it is older or newer."""
 NOT_BUILT = "edged was installed without a C compiler"
+OTHER_VERSION = "the compiled kernels are of another version of edged"
 INSTALL_AGAIN = "install gcc, then edged again: without its compiled kernels the processor decodes at half the speed"
 
 
@@ -16,3 +19,11 @@ def shared_library() -> Path | None:
     """Where the compiled kernels are, if they are; imports nothing large."""
     found = importlib.util.find_spec(f"{__name__}._kernels")
     return Path(found.origin) if found is not None and found.origin is not None else None
+
+
+def why_not_built() -> str:
+    """Why there are no kernels to load; "" when there are. Loads nothing."""
+    path = shared_library()
+    if path is None:
+        return NOT_BUILT
+    return "" if INTERFACE.encode() in path.read_bytes() else OTHER_VERSION

@@ -11,18 +11,19 @@ import torch
 
 from edged.engine.compacted import HeadTables
 from edged.engine.kv import KvStore
-from edged.engine.native import NOT_BUILT
-from edged.engine.native.library import CPages, kernels
+from edged.engine.native.library import CPages, kernels, why_no_kernels
 
-_PIECE = 128
-"""As in `kernels.c`."""
+_MOST_PAGE_SIZE = 4096
+"""A piece's scores lie on the stack."""
 
 
 def why_not(kv: KvStore) -> str:
     """Why this path cannot be used on this K/V storage; "" when it can."""
     if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
         return f"the compiled kernels are for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
-    return "" if kernels() is not None else NOT_BUILT
+    if kv.page_size > _MOST_PAGE_SIZE:
+        return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
+    return why_no_kernels()
 
 
 class NativeDecode:
@@ -48,8 +49,13 @@ class NativeDecode:
             head_dim=kv.head_dim,
             heads=heads,
         )
-        pieces = n * kv.kv_heads * (width // max(1, _PIECE // kv.page_size) + 2)
-        self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2))
+        library = kernels()
+        assert library is not None
+        self._library = library
+        piece_pages = max(1, ctypes.c_int64.in_dll(library, "edged_piece").value // kv.page_size)
+        # Of a sequence the heads' blocks are kv_heads * width at most, also where some heads have more than others.
+        pieces = n * kv.kv_heads * (width // piece_pages + 2)
+        self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2), dtype=torch.float32)
         self._begins = torch.empty(n * kv.kv_heads + 1, dtype=torch.int64)
 
     def attend(
@@ -63,8 +69,6 @@ class NativeDecode:
     ) -> torch.Tensor:
         """`query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
         pages = self._pages
-        library = kernels()
-        assert library is not None
         pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
         pages.scaling, pages.softcap, pages.window = scaling, softcap or 0.0, window or 0
         if self._pruned is not None:
@@ -79,7 +83,7 @@ class NativeDecode:
         keys, values = (None, None) if new is None else new
         if keys is not None and values is not None and (keys.stride() != values.stride() or keys.stride(2) != 1):
             keys, values = keys.contiguous(), values.contiguous()
-        library.edged_decode(
+        self._library.edged_decode(
             ctypes.byref(pages),
             query.data_ptr(),
             query.stride(0),
@@ -91,5 +95,6 @@ class NativeDecode:
             out.data_ptr(),
             self._scratch.data_ptr(),
             self._begins.data_ptr(),
+            torch.get_num_threads(),
         )
         return out

@@ -14,6 +14,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx2", "default"))) /* knows no levels yet */
 #else
 #define FOR_EACH_CPU
 #endif
@@ -58,6 +60,7 @@ typedef struct {
 
 /* Its name changes with any structure or signature here. */
 void edged_interface_1(void) {}
+const int64_t edged_piece = PIECE;
 
 /* -- small things --------------------------------------------------------------------------------------------------- */
 
@@ -72,9 +75,10 @@ INLINE float sum(vec v) {
     return (a + c) + (b + d);
 }
 
-/* e^x for x <= 0, within 2 units in the last place (Cephes' polynomial); a NaN stays one. */
+/* e^x for x <= 0, within 2 units in the last place (Cephes' polynomial), 0 below -87; a NaN stays one. */
 INLINE vec exp_of(vec x) {
-    x = pick(x < all(-87.0f), all(-87.0f), x);
+    ints nothing = x < all(-87.0f);
+    x = pick(nothing, all(-87.0f), x);
     vec turns = x * all(1.44269504f) + all(12582912.0f); /* rounds to an integer */
     ints n = (ints)turns - (ints)all(12582912.0f);
     vec whole = turns - all(12582912.0f);
@@ -86,7 +90,7 @@ INLINE vec exp_of(vec x) {
     p = p * r + all(1.6666665459e-1f);
     p = p * r + all(5.0000001201e-1f);
     p = p * r * r + r + all(1.0f);
-    return p * (vec)((n + 127) << 23);
+    return pick(nothing, all(0.0f), p * (vec)((n + 127) << 23));
 }
 
 /* A thread's part of `total` things that are shared out `unit` at a time. */
@@ -125,7 +129,8 @@ INLINE void dots(const float *w, int64_t in, const float *x, const int outs, con
 }
 
 INLINE void dots_of_rows(const float *w, int64_t in, const float *x, const int outs, int64_t rows, float *y, int64_t stride) {
-    for (; rows >= 4; rows -= 4, x += 4 * in, y += 4 * stride) dots(w, in, x, outs, 4, y, stride);
+    _Static_assert(ROWS == 4, "the rows that are left");
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * in, y += ROWS * stride) dots(w, in, x, outs, ROWS, y, stride);
     if (rows == 3) dots(w, in, x, outs, 3, y, stride);
     if (rows == 2) dots(w, in, x, outs, 2, y, stride);
     if (rows == 1) dots(w, in, x, outs, 1, y, stride);
@@ -239,11 +244,11 @@ FOR_EACH_CPU static void gated(float *gate, const float *up, int64_t size) {
  * `sin` are [rows, head_dim]. `slots` [rows]: the adapter's, or -1; NULL: nobody has one. `scratch` holds
  * edged_scratch() floats. */
 void edged_before_attention(const layer_t *layer, const float *x, int64_t rows, const int64_t *slots, const float *cos,
-                            const float *sin, float *qkv, float *scratch) {
+                            const float *sin, float *qkv, float *scratch, int64_t threads) {
     int64_t hidden = layer->hidden, d = layer->head_dim, turned = layer->heads + layer->kv_heads;
     int64_t heads = turned + layer->kv_heads;
     float *inner = scratch, *flat = inner + rows * 3 * layer->qkv.rank, *norms = flat + rows * heads * d;
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
         float *own = norms + omp_get_thread_num() * rows * hidden;
         normed(x, layer->norms[0], layer->eps[0], hidden, rows, own);
@@ -272,11 +277,11 @@ void edged_before_attention(const layer_t *layer, const float *x, int64_t rows, 
 
 /* What follows attention: attended [rows, heads * head_dim] and the layer's input x -> y [rows, hidden]. */
 void edged_after_attention(const layer_t *layer, const float *x, const float *attended, int64_t rows,
-                           const int64_t *slots, float *y, float *scratch) {
+                           const int64_t *slots, float *y, float *scratch, int64_t threads) {
     int64_t hidden = layer->hidden, wide = layer->gate_up.linears[0].out, rank = layer->o.rank;
     float *inner = scratch, *middle = inner + rows * 4 * rank, *gate = middle + rows * hidden;
     float *up = gate + rows * wide, *norms = up + rows * wide;
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
         int64_t first, last;
         float *own = norms + omp_get_thread_num() * rows * hidden;
@@ -312,16 +317,16 @@ void edged_after_attention(const layer_t *layer, const float *x, const float *at
 }
 
 /* Floats that a layer's calls need. */
-int64_t edged_scratch(const layer_t *layer, int64_t rows) {
-    int64_t heads = layer->heads + 2 * layer->kv_heads, norms = omp_get_max_threads() * layer->hidden;
+int64_t edged_scratch(const layer_t *layer, int64_t rows, int64_t threads) {
+    int64_t heads = layer->heads + 2 * layer->kv_heads, norms = threads * layer->hidden;
     int64_t before = 3 * layer->qkv.rank + heads * layer->head_dim + norms;
     int64_t after = 4 * layer->o.rank + layer->hidden + 2 * layer->gate_up.linears[0].out + norms;
     return rows * (before > after ? before : after);
 }
 
 /* Linears of one input alone, with no adapters: x [rows, in] -> y [rows, stride], their outputs one after the other. */
-void edged_product(const group_t *group, const float *x, int64_t rows, float *y, int64_t stride) {
-#pragma omp parallel
+void edged_product(const group_t *group, const float *x, int64_t rows, float *y, int64_t stride, int64_t threads) {
+#pragma omp parallel num_threads(threads)
     own_outputs(group, x, rows, NULL, NULL, y, stride);
 }
 
@@ -373,9 +378,11 @@ FOR_EACH_CPU static void attend_piece(const pages_t *p, int64_t row, int64_t hea
             }
         }
         for (int64_t i = to - from; i < width; i++) scores[i] = -INFINITY;
+        /* All -inf: they weigh nothing beside other pieces. */
+        float shift = largest == -INFINITY ? 0.0f : largest;
         vec weights = {0};
         for (int64_t i = 0; i < width; i += LANES) {
-            vec weight = exp_of(load(scores + i) - all(largest));
+            vec weight = exp_of(load(scores + i) - all(shift));
             store(scores + i, weight);
             weights += weight;
         }
@@ -421,13 +428,14 @@ static void write_row(const pages_t *p, int64_t row, int64_t head, const float *
  * values, stored first, lie alike (NULL: they are stored already). out [n, heads, head_dim]. `scratch` has room for
  * 2 + head_dim floats for each head and piece, `begins` for n * kv_heads + 1 numbers. */
 void edged_decode(const pages_t *p, const float *query, int64_t query_head, int64_t query_row, const float *keys,
-                  const float *values, int64_t new_head, int64_t new_row, float *out, float *scratch, int64_t *begins) {
+                  const float *values, int64_t new_head, int64_t new_row, float *out, float *scratch, int64_t *begins,
+                  int64_t threads) {
     int64_t d = p->head_dim, group = p->heads / p->kv_heads, units = p->n * p->kv_heads, size = piece_rows(p->page_size);
     int64_t stored = group * (d + 2), ignored;
     begins[0] = 0;
     for (int64_t unit = 0; unit < units; unit++)
         begins[unit + 1] = begins[unit] + pieces_of(p, unit / p->kv_heads, unit % p->kv_heads, &ignored);
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
         int64_t first, last;
         if (keys) {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from edged.engine.linear import PackedLinear
 from edged.engine.lora import LoraLinear
 from edged.engine.lora_updates import LoraRuns
-from edged.engine.native.library import CGroup, CLayer, group_of, kernels
+from edged.engine.native.library import CGroup, CLayer, group_of, kernels, readable
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Query [heads, rows, d], key and value [kv_heads, rows, d] -> [rows, heads, d]."""
@@ -29,24 +28,29 @@ class Scratch:
     """Memory for what a layer's calls compute in between, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self._floats = torch.empty(0)
+        self._floats = torch.empty(0, dtype=torch.float32)
 
     def of(self, floats: int) -> int:
         """The address of at least so many."""
         if len(self._floats) < floats:
-            self._floats = torch.empty(floats)
+            self._floats = torch.empty(floats, dtype=torch.float32)
         return self._floats.data_ptr()
 
 
 class NativeLayer:
     """A layer as Llama's: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU, down, and two residuals."""
 
-    def __init__(self, layer: nn.Module, heads: int, head_dim: int, runs: LoraRuns, scratch: Scratch) -> None:
-        """Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size."""
-        attention, mlp = child(layer, "self_attn"), child(layer, "mlp")
+    def __init__(
+        self, layer: nn.Module, heads: int, head_dim: int, rank: int, runs: LoraRuns, scratch: Scratch
+    ) -> None:
+        """`rank` is that of all adapters.
+
+        Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
+        """
+        attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
         self._kept: list[torch.Tensor] = []
-        self._runs, self._scratch = runs, scratch
-        norms = [_norm(child(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
+        self._rank, self._runs, self._scratch = rank, runs, scratch
+        norms = [_norm(_child(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
         self._kept += [weight for weight, _ in norms]
         self._layer = CLayer(
             qkv=self._group(attention, ("q_proj", "k_proj", "v_proj")),
@@ -70,19 +74,27 @@ class NativeLayer:
         assert library is not None
         slots = self._runs.slots_of(rows)
         own = None if slots is None else slots.data_ptr()
-        scratch = self._scratch.of(library.edged_scratch(layer, rows))
+        threads = torch.get_num_threads()
+        scratch = self._scratch.of(library.edged_scratch(layer, rows, threads))
         query_end, key_end, heads = self._heads
         qkv = x.new_empty(heads, rows, self._layer.head_dim)
         source, result = x.data_ptr(), torch.empty_like(x)
         library.edged_before_attention(
-            layer, source, rows, own, cos.data_ptr(), sin.data_ptr(), qkv.data_ptr(), scratch
+            layer, source, rows, own, cos.data_ptr(), sin.data_ptr(), qkv.data_ptr(), scratch, threads
         )
         attended = attend(qkv[:query_end], qkv[query_end:key_end], qkv[key_end:]).contiguous()
-        library.edged_after_attention(layer, source, attended.data_ptr(), rows, own, result.data_ptr(), scratch)
+        library.edged_after_attention(
+            layer, source, attended.data_ptr(), rows, own, result.data_ptr(), scratch, threads
+        )
         return result
 
+    def fits(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether the kernels can read these as a layer's input and angles; a model gives all rows the same form."""
+        angles = (1, len(x), self._layer.head_dim)
+        return readable(x, cos, sin) and x.shape[1] == self._layer.hidden and cos.shape == sin.shape == angles
+
     def _group(self, parent: nn.Module, names: Sequence[str]) -> CGroup:
-        linears = [child(parent, name) for name in names]
+        linears = [_child(parent, name) for name in names]
         plain = [_plain(linear) for linear in linears]
         if len({linear.in_features for linear in plain}) > 1:
             raise NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} have inputs of different sizes")
@@ -90,20 +102,20 @@ class NativeLayer:
         biases = [None if linear.bias is None else linear.bias.detach() for linear in plain]
         self._kept += [*weights, *(bias for bias in biases if bias is not None)]
         group = group_of(weights, biases)
+        group.rank = self._rank
         for place, linear in zip(group.linears, linears, strict=False):
             if isinstance(linear, LoraLinear):
                 down, up = linear.get_buffer("down"), linear.get_buffer("up")
                 self._kept += [down, up]
                 place.down, place.down_slot, place.down_row = down.data_ptr(), down.stride(0), down.stride(1)
                 place.up, place.up_slot = up.data_ptr(), up.stride(0)
-                group.rank = down.shape[2]
         return group
 
     def _check(self, wide: Sequence[int]) -> None:
         layer = self._layer
-        groups = (layer.qkv, layer.o, layer.gate_up, layer.down)
         query = layer.heads * layer.head_dim
         same = (
+            (self._kept[0].numel(), self._kept[1].numel()),
             (layer.qkv.input, layer.hidden),
             (wide[0], query),
             (wide[1], wide[2]),
@@ -116,14 +128,9 @@ class NativeLayer:
         )
         if any(a != b for a, b in same) or wide[1] % layer.head_dim or layer.heads % layer.kv_heads:
             raise NotOfThisKind("its parts' sizes do not belong together")
-        if any(a and b and a != b for a, b in pairwise(group.rank for group in groups)):
-            raise NotOfThisKind("its adapters have different ranks")
-        rank = max(group.rank for group in groups)
-        for group in groups:
-            group.rank = rank
 
 
-def child(parent: nn.Module, name: str) -> nn.Module:
+def _child(parent: nn.Module, name: str) -> nn.Module:
     """A module's part by its name. Raises NotOfThisKind."""
     found = getattr(parent, name, None)
     if not isinstance(found, nn.Module):
@@ -135,7 +142,7 @@ def _plain(linear: nn.Module) -> nn.Linear:
     """What LoRA and packing are wrapped around."""
     while isinstance(linear, LoraLinear | PackedLinear):
         linear = linear.base
-    if type(linear) is not nn.Linear or linear.weight.dtype != torch.float32 or not linear.weight.is_contiguous():
+    if type(linear) is not nn.Linear or not readable(linear.weight, linear.bias):
         raise NotOfThisKind(f"{type(linear).__name__} is no plain linear in float32")
     return linear
 
@@ -143,6 +150,6 @@ def _plain(linear: nn.Module) -> nn.Linear:
 def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:
     """Weight and epsilon of an RMS norm."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, torch.Tensor) or weight.dtype != torch.float32 or not isinstance(eps, float):
+    if not isinstance(weight, torch.Tensor) or not readable(weight) or not isinstance(eps, float):
         raise NotOfThisKind(f"{type(norm).__name__} is not an RMS norm with a variance_epsilon")
     return weight.detach(), eps

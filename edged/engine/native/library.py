@@ -6,7 +6,6 @@ Owns the interface to `kernels.c`. Must not know models or batches.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
@@ -15,11 +14,8 @@ from typing import Any
 import torch
 
 from edged import logs
-from edged.engine.native import shared_library
+from edged.engine.native import shared_library, why_not_built
 
-log = logging.getLogger("edged.engine")
-_INTERFACE = "edged_interface_1"
-"""Named in `kernels.c`; a library without it is older or newer."""
 FEW_ROWS = 16
 """Up to so many rows are computed by the kernels, more by torch."""
 
@@ -62,39 +58,53 @@ class CPages(Structure):
 
 
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
-    "edged_before_attention": (None, (POINTER(CLayer), c_void_p, c_int64, *[c_void_p] * 5)),
-    "edged_after_attention": (None, (POINTER(CLayer), c_void_p, c_void_p, c_int64, *[c_void_p] * 3)),
-    "edged_scratch": (c_int64, (POINTER(CLayer), c_int64)),
-    "edged_product": (None, (POINTER(CGroup), c_void_p, c_int64, c_void_p, c_int64)),
+    "edged_before_attention": (None, (POINTER(CLayer), c_void_p, c_int64, *[c_void_p] * 5, c_int64)),
+    "edged_after_attention": (None, (POINTER(CLayer), c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64)),
+    "edged_scratch": (c_int64, (POINTER(CLayer), c_int64, c_int64)),
+    "edged_product": (None, (POINTER(CGroup), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "edged_decode": (
         None,
-        (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3),
+        (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64),
     ),
 }
 
 
-@cache
 def kernels() -> ctypes.CDLL | None:
-    """The functions of `kernels.c`; None where it was not compiled. Their OpenMP threads are torch's."""
-    path = shared_library()
-    if path is None:
-        return None
+    """The functions of `kernels.c`; None where there are none."""
+    return _loaded()[0]
+
+
+def why_no_kernels() -> str:
+    """Why `kernels` are not there; "" when they are."""
+    return _loaded()[1]
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    reason, path = why_not_built(), shared_library()
+    if reason or path is None:
+        return None, reason
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        log.warning("the compiled kernels cannot be loaded: %s", logs.first_line(error))
-        return None
-    if not hasattr(library, _INTERFACE):
-        log.warning("the compiled kernels are of another version of edged: install edged again")
-        return None
+        return None, f"the compiled kernels cannot be loaded: {logs.first_line(error)}"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return library
+    return library, ""
+
+
+def readable(*tensors: torch.Tensor | None) -> bool:
+    """Whether the kernels can read these: float32 on the CPU, element after element."""
+    return all(
+        tensor is None or (tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous())
+        for tensor in tensors
+    )
 
 
 def group_of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> CGroup:
-    """Linears of one input with no adapters; the tensors must outlive it."""
+    """Up to three linears of one input with no adapters; the tensors are `readable`, and must outlive it."""
+    assert len(weights) <= 3
     group = CGroup(count=len(weights), input=weights[0].shape[1])
     for linear, weight, bias in zip(group.linears, weights, biases, strict=False):
         linear.weight, linear.out = weight.data_ptr(), weight.shape[0]

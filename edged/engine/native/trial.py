@@ -6,19 +6,20 @@ What a layer is is not read from its class: its parts are found by name, and bot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from edged import logs
 from edged.engine.attention import attention_pass, current_pass
+from edged.engine.lora import LoraLinear
 from edged.engine.lora_updates import LoraRuns
 from edged.engine.model import ServedModel
-from edged.engine.native import NOT_BUILT
 from edged.engine.native.layers import NativeLayer, NotOfThisKind, Scratch
-from edged.engine.native.library import FEW_ROWS, kernels
+from edged.engine.native.library import FEW_ROWS, why_no_kernels
 
 _TOLERANCE = 1e-5
 """Of the largest number, in the trial: both ways do the same in fp32, but for the order of sums."""
@@ -83,8 +84,8 @@ def shorten_layers(model: ServedModel) -> str:
     assert model.lora is not None
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return f"the compiled kernels are for float32 on the CPU, not for {model.dtype} on {model.device.type}"
-    if kernels() is None:
-        return NOT_BUILT
+    if reason := why_no_kernels():
+        return reason
     ids = torch.tensor([[1, 2, 3]], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([[0, 1, model.shape.max_positions - 1]], device=model.device)
     scratch, found = Scratch(), []
@@ -100,27 +101,46 @@ def shorten_layers(model: ServedModel) -> str:
     return ""
 
 
+@contextmanager
+def _some_adapter(layer: nn.Module) -> Iterator[None]:
+    """Random matrices in slot 0 of a layer's linears; afterwards it holds what it did."""
+    generator = torch.Generator().manual_seed(0)
+    slots = [linear.get_buffer(side)[0] for linear in _adapted(layer) for side in ("down", "up")]
+    before = [slot.clone() for slot in slots]
+    try:
+        for slot in slots:
+            slot.normal_(0.0, len(slot) ** -0.5, generator=generator)
+        yield
+    finally:
+        for slot, own in zip(slots, before, strict=True):
+            slot.copy_(own)
+
+
+def _adapted(layer: nn.Module) -> list[LoraLinear]:
+    return [module for module in layer.modules() if isinstance(module, LoraLinear)]
+
+
 def _tried(
     model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: Scratch
 ) -> ShortLayer:
-    """`layer` the short way, if both ways agree on `hidden` [1, rows, hidden]. Raises NotOfThisKind."""
+    """`layer` the short way, if both ways agree on `hidden` [1, rows, hidden], of which the last two rows have an
+    adapter. Raises NotOfThisKind."""
     assert model.lora is not None
+    lora, shape, kind = model.lora, model.shape, type(layer).__name__
     witness = _Witness()
-    with attention_pass(witness):
+    with attention_pass(witness), _some_adapter(layer), lora.packed([(1, hidden.shape[1], 0)]):
         wanted = layer(hidden, **call)
-    if not isinstance(wanted, torch.Tensor) or call.get("position_embeddings") is None:
-        raise NotOfThisKind(f"{type(layer).__name__} is called in another way")
-    wanted_parts = (wanted[0], *witness.tensors)
-    runs = model.lora.runs
-    native = NativeLayer(layer, model.shape.heads, model.shape.head_dim, runs, scratch)
-    short = ShortLayer(layer, witness.call, native, runs)
-    try:
-        with attention_pass(witness):
-            got = short(hidden, **call)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise NotOfThisKind(f"{type(layer).__name__} has other shapes: {logs.first_line(error)}") from None
+        wanted_parts = (wanted[0], *witness.tensors)
+        angles = call.get("position_embeddings")
+        if not isinstance(wanted, torch.Tensor) or angles is None:
+            raise NotOfThisKind(f"{kind} is called in another way")
+        native = NativeLayer(layer, shape.heads, shape.head_dim, lora.rank, lora.runs, scratch)
+        if not native.fits(hidden[0], *angles):
+            raise NotOfThisKind(f"{kind} turns other parts of its heads, or is given other forms")
+        short = ShortLayer(layer, witness.call, native, lora.runs)
+        got = short(hidden, **call)
     for a, b in zip((got[0], *witness.tensors), wanted_parts, strict=True):
         # Not "above": a NaN is above nothing.
         if a.shape != b.shape or not float((a - b).abs().max()) <= _TOLERANCE * float(b.abs().max()):
-            raise NotOfThisKind(f"{type(layer).__name__} computes something else")
+            raise NotOfThisKind(f"{kind} computes something else")
     return short
