@@ -10,7 +10,8 @@ import http.client
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from urllib.parse import urlsplit
 from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
 
 CONNECT_TIMEOUT_S = 10.0
+_ASK_AGAIN_S = 0.5
+"""Between two tries while the model is being loaded."""
 
 
 class DaemonError(Exception):
@@ -108,11 +111,22 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data."""
+    """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data.
 
-    def __init__(self, address: Address, timeout_s: float = 300.0) -> None:
+    A request that finds the daemon loading its model, as the one that starts it does, is sent again for `patience_s`;
+    `on_wait` is told so once.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float = 300.0,
+        patience_s: float = 0.0,
+        on_wait: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._patience_s, self._on_wait = patience_s, on_wait
         self._connection: http.client.HTTPConnection | None = None
 
     def __enter__(self) -> Client:
@@ -204,6 +218,22 @@ class Client:
 
     def _open(
         self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str = "application/json"
+    ) -> http.client.HTTPResponse:
+        """`_ask`, again while the model is being loaded."""
+        told, until = False, time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._ask(method, path, body, content_type)
+            except Refused as refused:
+                if refused.code != "loading" or time.monotonic() >= until:
+                    raise
+                if not told:
+                    self._on_wait(str(refused))
+                told = True
+                time.sleep(_ASK_AGAIN_S)
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str
     ) -> http.client.HTTPResponse:
         """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
         payload = json.dumps(body).encode() if isinstance(body, dict) else body

@@ -11,6 +11,8 @@ import click
 from edged.cli.client import Client, find_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_LOADING_S = 600.0
+"""How long a command waits for a daemon that loads its model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 interval_option = click.option(
@@ -37,6 +39,10 @@ policy_option = click.option(
 )
 
 
+def _tell(message: str) -> None:
+    click.echo(f"edged: {message}; waiting", err=True)
+
+
 def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--socket`, `--url` and `--token`, and pass a connected client as the first argument."""
 
@@ -47,7 +53,7 @@ def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--token", default="", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
     @functools.wraps(function)
     def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:
-        with Client(find_address(socket_path, url, token)) as client:
+        with Client(find_address(socket_path, url, token), patience_s=_LOADING_S, on_wait=_tell) as client:
             return function(client, *args, **kwargs)
 
     return command

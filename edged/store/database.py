@@ -5,6 +5,7 @@ Owns connections, transactions and durability. Must not know what the tables mea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -30,6 +31,8 @@ GROUP_WRITES = 512
 """Most writes that share one commit (and so one fsync)."""
 BUSY_S = 30.0
 """How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
+_READS_END_S = 5.0
+"""How long closing waits for reads that it has cut off."""
 FOLDER_MODE = 0o750
 """Permissions of a data folder that did not exist."""
 _RESTORE = "; stop edged, move the file away, then restore a copy or what `sqlite3 FILE .recover` can read"
@@ -76,8 +79,8 @@ class Store:
             self._lock.release()
             raise
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        self._closed = False
+        self._gate = threading.Condition()
+        self._closed, self._reads = False, 0
         self.problem = ""
         """Why the latest transaction failed, or what is damaged; "" when all is well."""
         self._local = threading.local()
@@ -102,13 +105,18 @@ class Store:
 
     def _queue(self, write: _Write) -> Future[Any]:
         with self._gate:
-            if self._closed:
-                raise StoreError(f'database "{self.path}" is closed')
+            self._refuse_if_closed()
             self._writes.put(write)
         return write.future
 
     def read(self, fn: Callable[[Database], T]) -> T:
-        """`fn` of a read-only connection that sees one consistent state. Raises StoreError on SQLite's errors."""
+        """`fn` of a read-only connection that sees one consistent state.
+
+        Raises StoreError on SQLite's errors, and when the store is closed or closes meanwhile.
+        """
+        with self._gate:
+            self._refuse_if_closed()
+            self._reads += 1
         try:
             db = self._reader()
             with db.atomic():
@@ -120,16 +128,32 @@ class Store:
             raise explained from error
         except json.JSONDecodeError as error:
             raise StoreError(f'database "{self.path}": a row is damaged ({error}){_RESTORE}') from error
+        finally:
+            with self._gate:
+                self._reads -= 1
+                self._gate.notify_all()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StoreError(f'database "{self.path}" is closed')
 
     def close(self) -> None:
-        """Commit everything that was queued, then close. Calling it again does nothing."""
+        """Commit everything that was queued, then close; reads that still run are cut off. Calling it again does
+        nothing."""
         with self._gate:
             if self._closed:
                 return
             self._closed = True
             self._writes.put(None)
         self._thread.join()
-        for reader in list(self._readers):
+        readers = list(self._readers)
+        # A connection that is closed while another thread reads from it takes the process down.
+        for reader in readers:
+            with contextlib.suppress(sqlite3.ProgrammingError):
+                reader.conn.interrupt()
+        with self._gate:
+            idle = self._gate.wait_for(lambda: not self._reads, _READS_END_S)
+        for reader in readers if idle else []:
             reader.close()
         self._writer.close()
         self._lock.release()
@@ -179,8 +203,7 @@ class Store:
 
     def _reader(self) -> Database:
         """The calling thread's connection; it goes with the thread."""
-        if self._closed:
-            raise StoreError(f'database "{self.path}" is closed')
+        self._refuse_if_closed()
         db: Database | None = getattr(self._local, "db", None)
         if db is None:
             db = self._connect()

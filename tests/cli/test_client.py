@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from edged.cli.client import Address, Client, DaemonError, NotRunning, find_address
+from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused, find_address
 from edged.cli.main import cli
 from tests.cli.conftest import edged
 
@@ -174,6 +174,26 @@ def test_an_error_inside_a_stream_is_the_daemon_s_message(tmp_path: Path) -> Non
         result = edged("ask", "hi", "--socket", str(tmp_path / "s"))
     assert result.returncode == 1
     assert result.stderr.strip() == "edged: the engine stopped"
+
+
+def refused(code: str) -> bytes:
+    body = b'{"error": {"message": "the model is being loaded", "type": "server_error", "code": "%s"}}' % code.encode()
+    return b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_a_request_that_starts_the_daemon_waits_for_the_model(tmp_path: Path) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    told: list[str] = []
+    with peer(tmp_path / "s", refused("loading"), refused("loading"), answer) as received:
+        assert Client(Address(sockets=(tmp_path / "s",)), patience_s=60.0, on_wait=told.append).get("/v1/models") == {}
+    assert len(received) == 3
+    assert told == ["the model is being loaded"]
+
+
+@pytest.mark.parametrize(("code", "patience_s"), [("loading", 0.0), ("draining", 60.0)])
+def test_no_other_refusal_is_waited_for_and_none_without_patience(tmp_path: Path, code: str, patience_s: float) -> None:
+    with peer(tmp_path / "s", refused(code)), pytest.raises(Refused):
+        Client(Address(sockets=(tmp_path / "s",)), patience_s=patience_s).get("/v1/models")
 
 
 def test_a_kept_connection_that_was_closed_meanwhile_is_opened_again(tmp_path: Path) -> None:

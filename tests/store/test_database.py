@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,34 @@ try:
 except StoreError as error:
     sys.exit(str(error))
 """
+
+
+def test_a_store_that_closes_cuts_off_reads_of_other_threads(store):
+    """SQLite itself would end the process."""
+    begun, ended = threading.Barrier(4), []
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+
+    def read():
+        def count(db):
+            begun.wait()
+            return db.execute(endless).fetchone()
+
+        with pytest.raises(StoreError, match="interrupted"):
+            store.read(count)
+        ended.append(True)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    # Until they are within SQLite.
+    time.sleep(0.2)
+    store.close()
+    for thread in threads:
+        thread.join(10)
+    assert len(ended) == 3
+    with pytest.raises(StoreError, match="is closed"):
+        store.read(notes)
 
 
 def test_a_second_process_is_refused_by_folder_and_pid_until_the_first_is_gone(store):
