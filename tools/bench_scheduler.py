@@ -11,6 +11,7 @@ busy) are told beside it. With all policies each has one row, as in MACE's Table
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -61,6 +62,7 @@ def measure(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, dict
 
 def memory_mb(policy: str, tasks: int, queued: int) -> float:
     """Peak MB that a scheduler with its tasks and a hundred iterations allocates."""
+    gc.collect()  # what earlier schedulers left is not collected in the middle of this one
     tracemalloc.start()
     mix = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
     for _ in range(100):

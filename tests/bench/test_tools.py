@@ -113,7 +113,7 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
 
 def test_every_policys_decisions_are_timed() -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / "bench_scheduler.py"), "--policy", "all", "--json"]
-    command += ["--rounds", "2", "--tasks", "8", "--queued", "20"]
+    command += ["--rounds", "2", "--tasks", "8", "--queued", "200"]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     assert done.returncode == 0, done.stderr
