@@ -54,8 +54,8 @@ class ModelSettings(Section):
     prefill_attention: Literal["auto", "gathered", "triton"] = Field(
         "auto", description="triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
     )
-    lora_kernel: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="triton (CUDA) multiplies the updates of all adapters of a batch at once"
+    lora_kernel: Literal["auto", "torch", "native", "triton"] = Field(
+        "auto", description="native (CPU) and triton (CUDA) multiply the updates of all adapters of a batch at once"
     )
     graph_memory_mb: int = Field(
         512, ge=0, description="CUDA: most memory of captured decode iterations / 2^20; 0: none are captured"

@@ -194,7 +194,7 @@ async def stop_under_load(daemon: LiveDaemon) -> set[str]:
         await until_saved_twice(daemon)
         started = time.monotonic()
         daemon.signal(signal.SIGTERM)
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(until_it_stops, daemon)
         late = await asyncio.gather(chat(client, 4), return_exceptions=True)
         done, cut = await asyncio.gather(
             asyncio.gather(*short, return_exceptions=True), asyncio.gather(*long, return_exceptions=True)
@@ -212,6 +212,14 @@ async def stop_under_load(daemon: LiveDaemon) -> set[str]:
     assert not daemon.socket.exists()
     assert acknowledged
     return acknowledged
+
+
+def until_it_stops(daemon: LiveDaemon) -> None:
+    """Wait until it has said that it takes no more requests."""
+    deadline = time.monotonic() + 10
+    while "edged stops" not in daemon.log:
+        assert time.monotonic() < deadline, daemon.log
+        time.sleep(0.05)
 
 
 async def until_saved_twice(daemon: LiveDaemon) -> None:
@@ -239,7 +247,7 @@ def test_a_daemon_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path, mode
             pair_ids = http.post("/v1/feedback", json=body).json()["pair_ids"]
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     assert first.socket.exists()
-    with started(tmp_path, model) as second:
+    with started(tmp_path, model, download_s=2.0) as second:
         assert early_answer(second) == 503
         with second.wait_until_ready().http() as http:
             assert http.get("/v1/adapters/tom").json()["pairs_seen"] == len(pair_ids) == 1

@@ -137,7 +137,7 @@ def test_a_share_changed_at_run_time_changes_what_the_engine_does(tmp_path: Path
     busy = {"scheduler__tbt_slowdown": 1.0, "scheduler__tbt_floor_ms": 0.001, "scheduler__tbt_factor": 0.01}
     with running_engine(tmp_path, **starving, **busy) as (engine, client):
         for i in range(8):
-            engine.submit(request(f"r{i}", random_ids(8, i), tokens=150))
+            engine.submit(request(f"r{i}", random_ids(8, i), tokens=450))
         client.wait(lambda: all(client.tokens[f"r{i}"] for i in range(8)))
         engine.submit_pairs(random_pairs(4))
         client.wait(lambda: all(len(client.tokens[f"r{i}"]) > 20 for i in range(8)))

@@ -173,6 +173,9 @@ class _Player:
         if self._engine.error:
             raise ReplayError(self._engine.error)
         floor_s = plan.settings.scheduler.ttft_floor_ms / 1e3
+        # The engine may still learn: both lists grow, a moment before its score.
+        scores = list(self._recorder.scores)
+        scored_s = self._recorder.scored_s[: len(scores)]
         return {
             "model": after["model"],
             "policy": plan.settings.scheduler.policy,
@@ -188,8 +191,8 @@ class _Player:
             **serving_figures(answers, start_s, plan.seconds),
             "slo": slo_figures(answers, [len(arrival.prompt_ids) for arrival in load], forward_s, floor_s),
             "finetune": self._finetuning(before, after),
-            "alignment": alignment_figures(self._recorder.scores),
-            "series": score_series(self._recorder.scores, self._recorder.scored_s, start_s),
+            "alignment": alignment_figures(scores),
+            "series": score_series(scores, scored_s, start_s),
             "timeline": timeline.rows(),
             "prefix": prefix_figures(before["prefix"], after["prefix"], answers),
             "iterations": iteration_figures(before["busy"], after["busy"]),

@@ -14,6 +14,7 @@ import torch
 
 from edged.align.decoder import LoraRows
 from edged.align.transfer import upload
+from edged.engine.native.updates import NativeUpdates, why_no_native_updates
 
 Run = tuple[int, int, int]
 """(start, stop, slot) of consecutive packed rows that one adapter answers."""
@@ -22,6 +23,8 @@ _FEW_ROWS = 16
 """Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
 _ALONE_ROWS = 16
 """Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
+_NATIVE_ROWS = 64
+"""Up to so many rows the compiled kernels multiply updates sooner than torch."""
 _MOST_SPARE = 2
 """Slots multiplied together lie side by side; at most so many times as many as are used."""
 
@@ -57,8 +60,11 @@ class LoraRuns:
         self.single: list[Run] = []
         """Runs that are multiplied one by one; rows in no run see the base model."""
         self.together: _Together | None = None
-        self.kernel: Literal["torch", "triton"] = "torch"
-        """What multiplies the runs: torch, one by one or `together`, or Triton's kernels, in `tiles`."""
+        self.kernel: Literal["torch", "native", "triton"] = "torch"
+        """What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows;
+        or Triton's kernels, in `tiles`."""
+        self.few = False
+        """Whether the compiled kernels add the updates of the present runs."""
         self.tiles: LoraTiles | None = None
         self.training: Sequence[LoraRows] = ()
         """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
@@ -77,6 +83,10 @@ class LoraRuns:
             self.tiles = tiles if tiles is not None or not runs else triton_lora.cut(runs, device)
             return
         rows_in_runs = sum(stop - start for start, stop, _ in runs)
+        self.few = self.kernel == "native" and 0 < rows_in_runs <= _NATIVE_ROWS
+        if self.few:
+            self.single, self.together = [], None
+            return
         self.threads = torch.get_num_threads() if device.type == "cpu" and rows_in_runs <= _ALONE_ROWS else 0
         few = [run for run in runs if run[1] - run[0] <= _FEW_ROWS]
         slots = [slot for _, _, slot in few]
@@ -101,24 +111,37 @@ class LoraRuns:
         if not self._all:
             return None
         if self._slots is None or len(self._slots) != rows:
-            self._slots = torch.full((rows,), -1)
-            for start, stop, slot in self._all:
-                self._slots[start:stop] = slot
+            self._slots = slots_of_rows(self._all, rows)
         return self._slots
 
 
+def slots_of_rows(runs: list[Run], rows: int) -> torch.Tensor:
+    """[rows], -1 for those in no run."""
+    slots = torch.full((rows,), -1)
+    for start, stop, slot in runs:
+        slots[start:stop] = slot
+    return slots
+
+
 class LoraUpdates:
-    """Torch's updates of one linear."""
+    """The updates of one linear, by torch or by the compiled kernels."""
 
     def __init__(self, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
         """A's [slots, in_features, rank] and B's [slots, rank, out_features]."""
         self._runs, self._down, self._up = runs, down, up
+        self._native = None if why_no_native_updates(down.device, down.dtype) else NativeUpdates(down, up)
         # Views made once: at one row, making them takes a fifth of the update's time.
         self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
 
     def add(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features]."""
         state = self._runs
+        if state.few:
+            slots = state.slots_of(len(rows_in))
+            assert self._native is not None
+            assert slots is not None
+            self._native.add(rows_in, out, slots)
+            return
         if state.threads:
             torch.set_num_threads(1)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from edged.engine.batch import Segment, pack
 from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
 from edged.engine.lora import LoraSlots
-from edged.engine.lora_updates import Run
+from edged.engine.lora_updates import Run, slots_of_rows
 from edged.engine.native import decode as native
+from edged.engine.native.updates import NativeUpdates, why_no_native_updates
 
 log = logging.getLogger("edged.engine")
+_LoraKernel = Literal["native", "triton"]
 _TOLERANCE = 0.05
 """Of results of size 1 in bfloat16, whose unit is 1/128: enough to tell a wrong kernel from a coarse one."""
 
@@ -131,36 +134,50 @@ def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
 
     Returns why it cannot, or "".
     """
-    if settings.lora_kernel == "torch" or (settings.lora_kernel == "auto" and lora.device.type != "cuda"):
+    wanted = settings.lora_kernel
+    if wanted == "auto":
+        wanted = "triton" if lora.device.type == "cuda" else "native"
+    if wanted == "torch":
         return ""
-    from edged.engine import triton_lora
-
-    if reason := triton_lora.why_not(lora.device, lora.dtype, lora.rank) or trial_of_lora(lora):
-        log.info("LoRA updates are multiplied by torch (triton is not used: %s)", reason)
+    if reason := _why_not_lora(wanted, lora) or trial_of_lora(lora, wanted):
+        log.info("LoRA updates are multiplied by torch (%s is not used: %s)", wanted, reason)
     else:
-        lora.runs.kernel = "triton"
+        lora.runs.kernel = wanted
     return reason
 
 
-def trial_of_lora(lora: LoraSlots) -> str:
-    """Compile the kernels for every shape of linear and compare them with torch's products; what went wrong, or ""."""
+def _why_not_lora(kernel: _LoraKernel, lora: LoraSlots) -> str:
+    if kernel == "native":
+        return why_no_native_updates(lora.device, lora.dtype)
+    from edged.engine import triton_lora
+
+    return triton_lora.why_not(lora.device, lora.dtype, lora.rank)
+
+
+def trial_of_lora(lora: LoraSlots, kernel: _LoraKernel) -> str:
+    """Try the kernels on every shape of linear and compare them with torch's products; what went wrong, or ""."""
     random = _Random(lora.device, lora.dtype)
     shapes = sorted({(linear.in_features, linear.out_features) for linear in lora.linears.values()})
     batches: tuple[list[Run], ...] = ([(1, 2, 1)], [(0, 3, 1), (3, 70, 0)])
-    reasons = (_wrong_updates(random, *shape, lora.rank, runs) for shape in shapes for runs in batches)
+    reasons = (_wrong_updates(kernel, random, *shape, lora.rank, runs) for shape in shapes for runs in batches)
     return next(filter(None, reasons), "")
 
 
-def _wrong_updates(random: _Random, size_in: int, size_out: int, rank: int, runs: list[Run]) -> str:
-    from edged.engine import triton_lora
-
+def _wrong_updates(
+    kernel: _LoraKernel, random: _Random, size_in: int, size_out: int, rank: int, runs: list[Run]
+) -> str:
     rows, slots = runs[-1][1], max(slot for _, _, slot in runs) + 1
     x, y = random(rows, size_in), random(rows, size_out)
     down, up = random(slots, size_in, rank) / size_in**0.5, random(slots, rank, size_out) / rank**0.5
 
     def by_kernel() -> torch.Tensor:
         out = y.clone()
-        triton_lora.add_updates(x, out, down, up, triton_lora.cut(runs, y.device))
+        if kernel == "native":
+            NativeUpdates(down, up).add(x, out, slots_of_rows(runs, rows))
+        else:
+            from edged.engine import triton_lora
+
+            triton_lora.add_updates(x, out, down, up, triton_lora.cut(runs, y.device))
         return out
 
     def by_torch() -> torch.Tensor:

@@ -213,7 +213,7 @@ def test_a_byte_now_and_then_does_not_hold_an_import_open(daemon: LiveDaemon) ->
 
 def test_one_import_at_a_time(daemon: LiveDaemon) -> None:
     with daemon.http() as http:
-        with connected(daemon, 1000) as raw:
+        with connected(daemon, 1 << 20) as raw:
             until(lambda: list(daemon.data.glob(".scratch-*")))
             refused = send(http, packed((WEIGHTS, b"x")))
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "import_busy")

@@ -107,7 +107,7 @@ def test_requests_that_wait_and_those_that_are_refused_before_the_engine_are_cou
     with running(tmp_path / "run", model, **settings) as live, live.http() as http, crowd(live.socket, 12):
         deadline = time.monotonic() + 30.0
         # One runs; the engine's queue has one more, admission three: together what the limit says.
-        while (waiting := value(http, "edged_queue_requests", stage="waiting")) < 4:
+        while (waiting := value(http, "edged_queue_requests", stage="waiting")) != 4:
             assert time.monotonic() < deadline, f"{waiting:.0f} requests of 12 wait"
             time.sleep(0.05)
         assert waiting == value(http, "edged_queue_limit_requests")

@@ -174,7 +174,7 @@ async def test_one_users_flood_does_not_hold_up_another(small: LiveDaemon) -> No
             done.append(user)
 
         flood = [asyncio.create_task(chat("ann")) for _ in range(30)]
-        await waiting(small, 25)
+        await waiting(small, 15)
         before = len(done)
         await chat("bob")
         # Two run, two more are the engine's already, and bob's turn comes with the next.
@@ -193,7 +193,7 @@ async def test_a_full_queue_turns_the_flood_away_and_not_the_others(small: LiveD
             return await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
 
         flood = [asyncio.create_task(chat("ann")) for _ in range(60)]
-        await waiting(small, 40)
+        await waiting(small, 30)
         assert (await chat("bob")).choices
         answers = await asyncio.gather(*flood, return_exceptions=True)
     refusals = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]

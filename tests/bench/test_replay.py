@@ -70,11 +70,14 @@ def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Pa
     assert [row["at_s"] for row in report["series"]] == sorted(row["at_s"] for row in report["series"])
     assert 0.0 < report["finetune"]["latency_ms"]["p50"] <= report["finetune"]["latency_ms"]["p99"]
     assert report["finetune"]["pairs_waiting"] < report["finetune"]["pairs_sent"]
-    assert [round(row["at_s"]) for row in report["timeline"]] == [1, 2]
+    # The last look may come so late that it has a row of its own.
+    assert {round(row["at_s"]) for row in report["timeline"]} == {1, 2}
     for part in ("prefill_share", "decode_share", "finetune_share", "busy_share"):
         assert 0.0 < sum(row[part] for row in report["timeline"]) <= 2.0
     mixes = report["iterations"]["by_mix"].values()
-    assert sum(mix["count"] for mix in mixes) == report["iterations"]["count"] == report["scheduler"]["iterations"]
+    assert sum(mix["count"] for mix in mixes) == report["iterations"]["count"]
+    # Both are read while the engine runs, one after the other.
+    assert abs(report["iterations"]["count"] - report["scheduler"]["iterations"]) <= 1
     assert sum(report["prefix"]["requests_by_tenth"]) == report["requests"]["finished"]
 
 

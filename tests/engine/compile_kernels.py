@@ -85,7 +85,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None
     paths = Paths("triton", triton_prefill.tile_tokens(kv, group))
     slots = LoraSlots(nn.Sequential(nn.Linear(192, 192, dtype=dtype)), ["0"], 2, 16, dtype)
     trial(kv, group, paths)
-    trial_of_lora(slots)
+    trial_of_lora(slots, "triton")
     at_start = dict(made)
     iterations(kv, group, paths, slots)
     later = [name for hashed, (name, _) in made.items() if hashed not in at_start]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from edged.align.pair import VersionSaved
 from edged.engine.engine import Engine
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.engine.test_engine import generated
@@ -186,6 +187,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
     common = random_ids(30 * PAGE, 1)
     with running_engine(tmp_path, serving__max_batch_tokens=32, **settings) as (engine, client):
         learn(engine, client, "ann", 1)
+        client.wait(lambda: bool(client.of(VersionSaved)))
         learn(engine, client, "ann", 2)
 
         def publish(sequence: Any) -> None:

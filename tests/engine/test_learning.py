@@ -288,6 +288,7 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
             engine.submit_pairs(random_pairs(4, name, seed=i, first_id=1 + 10 * i))
         try:
             client.wait(lambda: len(client.of(PairRetired)) == 12)
+            client.wait(lambda: bool(handed))
             wait_idle(engine)
             assert len(handed) == 1, "the others wait until the disk has the first"
         finally:

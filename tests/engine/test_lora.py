@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +18,24 @@ from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.lora import LoraSlots
 from edged.engine.lora_updates import LoraTiles, Run
 from edged.engine.model import ServedModel
+from edged.engine.native.library import kernels, why_no_kernels
+from edged.engine.native.updates import NativeUpdates
 from edged.engine.paths import Paths, pick_lora_kernel, trial_of_lora
 from edged.engine.siblings import siblings
 from tests.models import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, RANK, WIDE_IN, WIDE_OUT = 12, 4, 24, 40
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    """What multiplies the updates, where it can be had."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    if request.param == "native" and (kernels() is None or DEVICE.type != "cpu"):
+        pytest.skip(why_no_kernels() or "the compiled kernels are for the CPU")
+    return request.param
 
 
 def wrapped(
@@ -80,18 +92,16 @@ CASES = {
     "slots far apart": [(0, 1, 0), (1, 2, 11)],
     "a prompt among decodes": [(0, 1, 0), (1, 31, 1), (31, 33, 2), (33, 34, 3)],
     "prompts alone": [(0, 20, 5), (20, 40, 6)],
+    "more rows than the compiled kernels take": [(0, 70, 5), (70, 73, 6)],
     "nobody": [],
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("runs", CASES.values(), ids=CASES.keys())
-def test_each_row_gets_the_update_of_its_own_slot(runs: list[Run], kernel: Literal["torch", "triton"]) -> None:
-    if kernel == "triton":
-        pytest.importorskip("triton")
+def test_each_row_gets_the_update_of_its_own_slot(runs: list[Run], kernel: Any) -> None:
     base, model, slots, loaded = wrapped()
     slots.runs.kernel = kernel
-    x = torch.randn(1, 42, WIDE_IN, device=DEVICE)
+    x = torch.randn(1, 75, WIDE_IN, device=DEVICE)
     wanted = base(x)[0].detach().clone()
     for start, stop, slot in runs:
         a, b = loaded[slot]
@@ -147,15 +157,15 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(monkeypatch: pytest.MonkeyP
     triton_lora = pytest.importorskip("edged.engine.triton_lora")
     pytest.importorskip("triton")
     _, _, slots, _ = wrapped()
-    assert trial_of_lora(slots) == ""
+    assert trial_of_lora(slots, "triton") == ""
     monkeypatch.setattr(triton_lora, "add_updates", lambda x, y, down, up, tiles: None)
-    assert trial_of_lora(slots) == "its kernels give wrong numbers here"
+    assert trial_of_lora(slots, "triton") == "its kernels give wrong numbers here"
 
 
 def test_a_device_without_the_kernels_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     _, _, slots, _ = wrapped(torch.device("cpu"))
     with caplog.at_level("INFO"):
-        pick_lora_kernel(slots, ModelSettings())
+        pick_lora_kernel(slots, ModelSettings(lora_kernel="torch"))
         assert not caplog.records
         pick_lora_kernel(slots, ModelSettings(lora_kernel="triton"))
     assert slots.runs.kernel == "torch"
@@ -164,8 +174,22 @@ def test_a_device_without_the_kernels_falls_back_with_the_reason(caplog: pytest.
     ]
 
 
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Literal["torch", "triton"]) -> None:
+@pytest.mark.skipif(kernels() is None, reason=why_no_kernels())
+def test_the_compiled_kernels_are_what_a_cpu_uses_where_they_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, _, slots, _ = wrapped(torch.device("cpu"))
+    assert pick_lora_kernel(slots, ModelSettings()) == ""
+    assert slots.runs.kernel == "native"
+    _, _, slots, _ = wrapped(torch.device("cpu"))
+    monkeypatch.setattr(NativeUpdates, "add", lambda self, x, out, slots: None)
+    with caplog.at_level("INFO"):
+        assert pick_lora_kernel(slots, ModelSettings()) == "its kernels give wrong numbers here"
+    assert slots.runs.kernel == "torch"
+    assert "native is not used: its kernels give wrong numbers here" in caplog.text
+
+
+def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Any) -> None:
     peft_model = get_peft_model(tiny_model(), LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"), "ann")
     peft_model.add_adapter("bob", LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"))
     generator = torch.Generator().manual_seed(1)

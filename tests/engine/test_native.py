@@ -22,6 +22,7 @@ from edged.engine.native.decode import NativeDecode
 from edged.engine.native.layers import NativeLayer, Scratch
 from edged.engine.native.library import group_of, kernels
 from edged.engine.native.trial import shorten_layers
+from edged.engine.native.updates import NativeUpdates
 from edged.engine.paths import pick_paths
 from tests.engine.test_attention import SHAPES
 from tests.engine.test_native_layers import served_model
@@ -126,6 +127,34 @@ def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threa
     alone = torch.cat([passed(slice(row, row + 1), 1) for row in range(9)])
     for count in range(1, 10):
         assert torch.equal(passed(slice(count), most), alone[:count])
+
+
+@pytest.mark.parametrize(("size_in", "rank", "size_out"), [(30, 5, 13), (64, 16, 40), (7, 24, 3)])
+@pytest.mark.parametrize("most", [1, 3])
+def test_an_update_is_torchs_and_the_same_beside_any_others_and_on_any_number_of_threads(
+    most: int, size_in: int, rank: int, size_out: int, threads: None
+) -> None:
+    torch.manual_seed(0)
+    down, up = torch.randn(3, size_in, rank), torch.randn(3, rank, size_out)
+    # Rows lie apart, as outputs of one product for several linears do.
+    x, y = torch.randn(11, size_in + 3)[:, :size_in], torch.randn(11, size_out + 9)
+    slots = torch.tensor([2, 2, 2, -1, 0, 1, 1, -1, -1, 0, 0])
+    updates = NativeUpdates(down, up)
+
+    def added(rows: slice, threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        out = y.clone()
+        updates.add(x[rows], out[rows, :size_out], slots[rows])
+        return out[rows]
+
+    alone = torch.cat([added(slice(row, row + 1), 1) for row in range(11)])
+    for count in range(1, 12):
+        assert torch.equal(added(slice(count), most), alone[:count])
+    for row, slot in enumerate(slots.tolist()):
+        wanted = y[row].double()
+        if slot >= 0:
+            wanted[:size_out] += x[row].double() @ down[slot].double() @ up[slot].double()
+        torch.testing.assert_close(alone[row].double(), wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

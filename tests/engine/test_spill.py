@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from edged.config import CacheSettings
+from edged.engine.engine import Engine
 from edged.engine.kv import KvStore
 from edged.engine.spill import DiskSpill, HostSpill, PageSpill, pick_spill
 from tests.engine.harness import random_ids, request, running_engine
@@ -113,10 +114,18 @@ def test_where_pages_go_follows_the_settings_and_the_device(tmp_path: Path, capl
     assert "cache.spill disk is not possible" in caplog.text
 
 
+def wait_for_the_disk(engine: Engine) -> None:
+    """As long as it takes: an iteration's 20 ms may pass while something else runs."""
+    spill = engine._parts.executor.spill
+    if isinstance(spill, DiskSpill):
+        spill._wait_s = spill._left_s = 30.0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_the_same_after_a_round_trip_and_the_prefill_is_saved(kind: str, tmp_path: Path) -> None:
     first = random_ids(160, 1)
     with running_engine(tmp_path, cache__spill=kind, **SMALL) as (engine, client):
+        wait_for_the_disk(engine)
         engine.submit(request("first", first, tokens=20))
         client.wait(lambda: "first" in client.finished)
         for i in range(12):
@@ -141,6 +150,7 @@ def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_p
     settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "cache__spill": kind, **SMALL}
     prompt = random_ids(160, 1)
     with running_engine(tmp_path, **settings) as (engine, client):
+        wait_for_the_disk(engine)
 
         def ask(name: str, adapter: str | None) -> int:
             engine.submit(request(name, prompt, tokens=8, adapter=adapter))

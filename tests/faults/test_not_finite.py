@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.pair import VersionPublished
+from edged.align.pair import PairRetired, VersionPublished, VersionSaved
 from edged.engine.engine import Engine
-from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import MARK, answers, embeddings
 
 
@@ -57,8 +57,9 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
     with running_engine(tmp_path, **settings) as (engine, client):
         for adapter, seed in (("ann", 0), ("ben", 1)):
             engine.submit_pairs(random_pairs(8, adapter, seed, first_id=1 + 100 * seed))
-        wait_idle(engine)
-        client.wait(lambda: set(engine.adapters()) == {"ann", "ben"})
+        client.wait(lambda: len(client.of(PairRetired)) == 16)
+        newest = set(engine.adapters().items())
+        client.wait(lambda: newest <= {(record.adapter, record.version) for record in client.of(VersionSaved)})
         wanted = {name: answers(engine, client, f"{name}-before", [prompt], adapter=name) for name in ("ann", "ben")}
         spoilt = engine.adapters()["ann"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-INTERFACE = "edged_interface_1"
-"""Named in `kernels.c`; a library without it is older or newer."""
+INTERFACE = "edged_interface_2"
+"""Named in `attention.c`; a library without it is older or newer."""
 NOT_BUILT = "edged was installed without a C compiler"
 OTHER_VERSION = "the compiled kernels are of another version of edged"
 INSTALL_AGAIN = "install gcc, then edged again: without its compiled kernels the processor decodes at half the speed"

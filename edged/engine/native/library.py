@@ -1,6 +1,6 @@
 """The compiled kernels: found, loaded, and their structures.
 
-Owns the interface to `kernels.c`. Must not know models or batches.
+Owns the interface to the C sources. Must not know models or batches.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "edged_after_attention": (None, (POINTER(CLayer), c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64)),
     "edged_scratch": (c_int64, (POINTER(CLayer), c_int64, c_int64)),
     "edged_product": (None, (POINTER(CGroup), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "edged_add_updates": (
+        None,
+        (POINTER(CLinear), c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
+    ),
     "edged_decode": (
         None,
         (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64),
@@ -70,7 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The functions of `kernels.c`; None where there are none."""
+    """The compiled functions; None where there are none."""
     return _loaded()[0]
 
 

@@ -1,0 +1,57 @@
+"""The low-rank updates of a packed batch's rows by the compiled kernels, all adapters in one call.
+
+Owns a wrapped linear's structure for them. Must not know which rows see which adapter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from edged.engine.native.library import CLinear, kernels, readable, why_no_kernels
+
+_ALONE_ROWS = 4
+"""Up to so many rows one thread multiplies sooner than two meet."""
+
+
+def why_no_native_updates(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernels cannot add updates of slots like these; "" when they can."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
+    return why_no_kernels()
+
+
+class NativeUpdates:
+    """The updates of one linear."""
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """A's [slots, in_features, rank] and B's [slots, rank, out_features], of `why_no_native_updates` = ""."""
+        assert readable(down, up)
+        self._kept = down, up
+        self._linear = CLinear(down=down.data_ptr(), up=up.data_ptr(), out=up.shape[2])
+        self._linear.down_slot, self._linear.down_row = down.stride(0), down.stride(1)
+        self._linear.up_slot = up.stride(0)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add to `out` [rows, out_features] the updates of `x` [rows, in_features] by `slots` [rows], -1 for none.
+
+        Rows of either may lie apart, but not a row's features.
+        """
+        library, rows = kernels(), len(x)
+        assert library is not None
+        assert x.stride(1) == out.stride(1) == 1
+        size_in, rank = self._kept[0].shape[1:]
+        threads = 1 if rows <= _ALONE_ROWS else torch.get_num_threads()
+        library.edged_add_updates(
+            ctypes.byref(self._linear),
+            size_in,
+            rank,
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            slots.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            threads,
+        )
