@@ -55,7 +55,8 @@ class ModelSettings(Section):
         "auto", description="triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
     )
     lora_kernel: Literal["auto", "torch", "native", "triton"] = Field(
-        "auto", description="native (CPU) and triton (CUDA) multiply the updates of all adapters of a batch at once"
+        "auto",
+        description="native (CPU, float32; beside short_layers) and triton (CUDA) add all adapters' updates at once",
     )
     graph_memory_mb: int = Field(
         512, ge=0, description="CUDA: most memory of captured decode iterations / 2^20; 0: none are captured"

@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
             triton_lora.add_updates(*rows, self.down, self.up, state.tiles)  # type: ignore[arg-type]
         elif state.few or state.single or state.together is not None:
             # Rows may lie apart (one product for several linears), but not a row's features.
-            y = y if y.stride(-1) == 1 else y.contiguous()
+            x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))
             self._updates.add(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
 

@@ -1,4 +1,4 @@
-"""Low-rank updates of a packed batch: which rows see which slot at present, and torch's products of them.
+"""Low-rank updates of a packed batch: which rows see which slot at present, and what multiplies them.
 
 Owns what all wrapped linears of a model share. Must not know which linears there are.
 """
@@ -24,7 +24,7 @@ _FEW_ROWS = 16
 _ALONE_ROWS = 16
 """Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
 _NATIVE_ROWS = 64
-"""Up to so many rows the compiled kernels multiply updates sooner than torch."""
+"""Up to so many rows in all the compiled kernels multiply updates at least as soon as torch."""
 _MOST_SPARE = 2
 """Slots multiplied together lie side by side; at most so many times as many as are used."""
 
@@ -129,7 +129,9 @@ class LoraUpdates:
     def __init__(self, runs: LoraRuns, down: torch.Tensor, up: torch.Tensor) -> None:
         """A's [slots, in_features, rank] and B's [slots, rank, out_features]."""
         self._runs, self._down, self._up = runs, down, up
-        self._native = None if why_no_native_updates(down.device, down.dtype) else NativeUpdates(down, up)
+        self._native = (
+            None if why_no_native_updates(down.device, down.dtype, down.shape[2]) else NativeUpdates(down, up)
+        )
         # Views made once: at one row, making them takes a fifth of the update's time.
         self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
 

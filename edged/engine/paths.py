@@ -148,7 +148,7 @@ def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
 
 def _why_not_lora(kernel: _LoraKernel, lora: LoraSlots) -> str:
     if kernel == "native":
-        return why_no_native_updates(lora.device, lora.dtype)
+        return why_no_native_updates(lora.device, lora.dtype, lora.rank)
     from edged.engine import triton_lora
 
     return triton_lora.why_not(lora.device, lora.dtype, lora.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -24,18 +24,19 @@ from edged.engine.paths import Paths, pick_lora_kernel, trial_of_lora
 from edged.engine.siblings import siblings
 from tests.models import tiny_model
 
+Kernel = Literal["torch", "native", "triton"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, RANK, WIDE_IN, WIDE_OUT = 12, 4, 24, 40
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
-def kernel(request: pytest.FixtureRequest) -> Any:
+def kernel(request: pytest.FixtureRequest) -> Kernel:
     """What multiplies the updates, where it can be had."""
     if request.param == "triton":
         pytest.importorskip("triton")
     if request.param == "native" and (kernels() is None or DEVICE.type != "cpu"):
         pytest.skip(why_no_kernels() or "the compiled kernels are for the CPU")
-    return request.param
+    return cast(Kernel, request.param)
 
 
 def wrapped(
@@ -92,13 +93,18 @@ CASES = {
     "slots far apart": [(0, 1, 0), (1, 2, 11)],
     "a prompt among decodes": [(0, 1, 0), (1, 31, 1), (31, 33, 2), (33, 34, 3)],
     "prompts alone": [(0, 20, 5), (20, 40, 6)],
+    "few rows after many of the base's": [(70, 72, 1), (72, 75, 4)],
     "more rows than the compiled kernels take": [(0, 70, 5), (70, 73, 6)],
     "nobody": [],
 }
 
 
 @pytest.mark.parametrize("runs", CASES.values(), ids=CASES.keys())
-def test_each_row_gets_the_update_of_its_own_slot(runs: list[Run], kernel: Any) -> None:
+def test_each_row_gets_the_update_of_its_own_slot(
+    runs: list[Run], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, add = [], NativeUpdates.add
+    monkeypatch.setattr(NativeUpdates, "add", lambda *given: calls.append(add(*given)))
     base, model, slots, loaded = wrapped()
     slots.runs.kernel = kernel
     x = torch.randn(1, 75, WIDE_IN, device=DEVICE)
@@ -109,6 +115,7 @@ def test_each_row_gets_the_update_of_its_own_slot(runs: list[Run], kernel: Any) 
     with torch.inference_mode(), slots.packed(runs):
         got = model(x)[0]
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    assert len(calls) == int(kernel == "native" and 0 < sum(stop - start for start, stop, _ in runs) <= 64)
     with torch.inference_mode():
         torch.testing.assert_close(model(x)[0], base(x)[0])
 
@@ -182,6 +189,10 @@ def test_the_compiled_kernels_are_what_a_cpu_uses_where_they_are_right(
     assert pick_lora_kernel(slots, ModelSettings()) == ""
     assert slots.runs.kernel == "native"
     _, _, slots, _ = wrapped(torch.device("cpu"))
+    slots.rank, rank = 4096, slots.rank
+    assert pick_lora_kernel(slots, ModelSettings()) == "the compiled kernels are for ranks up to 1024, not for 4096"
+    assert slots.runs.kernel == "torch"
+    slots.rank = rank
     monkeypatch.setattr(NativeUpdates, "add", lambda self, x, out, slots: None)
     with caplog.at_level("INFO"):
         assert pick_lora_kernel(slots, ModelSettings()) == "its kernels give wrong numbers here"
@@ -189,7 +200,7 @@ def test_the_compiled_kernels_are_what_a_cpu_uses_where_they_are_right(
     assert "native is not used: its kernels give wrong numbers here" in caplog.text
 
 
-def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Any) -> None:
+def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel) -> None:
     peft_model = get_peft_model(tiny_model(), LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"), "ann")
     peft_model.add_adapter("bob", LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"))
     generator = torch.Generator().manual_seed(1)

@@ -17,13 +17,14 @@ from edged.engine.attention import PagedPass, attend
 from edged.engine.batch import Segment, pack
 from edged.engine.compacted import Compacted
 from edged.engine.kv import KvStore
+from edged.engine.lora import LoraSlots
 from edged.engine.native import library
 from edged.engine.native.decode import NativeDecode
 from edged.engine.native.layers import NativeLayer, Scratch
 from edged.engine.native.library import group_of, kernels
 from edged.engine.native.trial import shorten_layers
 from edged.engine.native.updates import NativeUpdates
-from edged.engine.paths import pick_paths
+from edged.engine.paths import pick_lora_kernel, pick_paths
 from tests.engine.test_attention import SHAPES
 from tests.engine.test_native_layers import served_model
 
@@ -197,6 +198,11 @@ def test_an_edged_without_its_kernels_serves_by_torch_and_says_why(
         paths = pick_paths(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), ModelSettings(), 1)
         assert paths.decode == "ragged"
         assert paths.why_not["decode"].startswith(reason)
+        slots = LoraSlots(torch.nn.Sequential(torch.nn.Linear(8, 8)), ["0"], 2, 4, torch.float32)
+        assert pick_lora_kernel(slots, ModelSettings()).startswith(reason)
+        assert slots.runs.kernel == "torch"
+        with torch.inference_mode(), slots.packed([(0, 1, 0)]):
+            assert slots.linears["0"](torch.ones(1, 1, 8)).isfinite().all()
     finally:
         library._loaded.cache_clear()
 

@@ -82,7 +82,7 @@ def _triton(there: bool) -> Finding:
 def _kernels(why_not: str) -> Finding:
     if why_not:
         return doubtful("kernels", why_not, INSTALL_AGAIN)
-    return fine("kernels", "compiled: layers and attention of decode steps on the processor")
+    return fine("kernels", "compiled: layers, attention and adapters' updates of decode steps on the processor")
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:

@@ -15,6 +15,7 @@ typedef struct {
     float scaling, softcap; /* 0: none */
 } pages_t;
 
+/* Its name changes with any structure or signature of any of these files. */
 void edged_interface_2(void) {}
 const int64_t edged_piece = PIECE;
 

@@ -5,7 +5,7 @@
  * threads meet a few times.
  *
  * No sum depends on how many rows, sequences or threads there are: a row's numbers are the same whatever its neighbours.
- * edged/engine/native/library.py has the same structures; its INTERFACE changes with any of them or of the signatures.
+ * edged/engine/native/library.py has the same structures; INTERFACE in its package changes with any of them.
  */
 #pragma once
 #include <math.h>

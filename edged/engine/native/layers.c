@@ -4,6 +4,7 @@
 #define OUTS 4 /* weights' rows that are read side by side */
 #define ROWS 4 /* rows that are multiplied by a weight while it is in a register */
 #define PAIR 2 /* rows of one adapter that are multiplied by its matrices at once */
+#define ALONE 4 /* up to so many rows of updates are added by one thread sooner than two meet */
 
 typedef struct {
     const float *weight; /* [out, in] */
@@ -101,6 +102,7 @@ INLINE void reduce_some(const float *down, int64_t step, int64_t in, const float
 
 FOR_EACH_CPU static void reduce(const float *down, int64_t step, int64_t in, const float *x, int64_t x_row, int64_t rows,
                                 int64_t first, int64_t last, float *inner, int64_t inner_row) {
+    _Static_assert(PAIR == 2, "the rows that are left");
     if (rows == 2)
         reduce_some(down, step, in, x, x_row, 2, first, last, inner, inner_row);
     else
@@ -152,8 +154,8 @@ INLINE int64_t alike(const int64_t *slots, int64_t row, int64_t end) {
 
 /* The adapters' x A of all rows and linears of a group: inner [rows, count, rank]. */
 static void all_inner(const group_t *group, const float *x, int64_t rows, const int64_t *slots, float *inner) {
-    /* Few rows: the threads share a row's columns. */
-    int64_t columns = rows <= PAIR ? LANES : group->rank, chunks = (group->rank + columns - 1) / columns;
+    /* Few rows for so many threads: they share a row's columns. */
+    int64_t columns = group->count * rows < PAIR * omp_get_num_threads() ? LANES : group->rank, chunks = (group->rank + columns - 1) / columns;
     int64_t first, last, step, inner_row = group->count * group->rank;
     part(group->count * rows * chunks, 1, &first, &last);
     for (int64_t unit = first; unit < last; unit += step) {
@@ -314,10 +316,12 @@ void edged_product(const group_t *group, const float *x, int64_t rows, float *y,
 }
 
 /* The adapters' updates alone, of any number of rows: x [rows, in] and y [rows, out] with these steps. A thread has rows
- * of its own, so that none waits for another. `slots` as above. */
+ * of its own, so that none waits for another; the base's rows, which come first in a packed batch, are nobody's. `slots`
+ * as above. */
 void edged_add_updates(const linear_t *linear, int64_t in, int64_t rank, const float *x, int64_t x_row, int64_t rows,
                        const int64_t *slots, float *y, int64_t y_row, int64_t threads) {
-#pragma omp parallel num_threads(threads)
+    for (; rows && slots[0] < 0; rows--, slots++) x += x_row, y += y_row;
+#pragma omp parallel num_threads(rows <= ALONE ? 1 : threads)
     {
         int64_t first, last;
         float inner[PAIR * rank];

@@ -11,12 +11,14 @@ import torch
 
 from edged.engine.native.library import CLinear, kernels, readable, why_no_kernels
 
-_ALONE_ROWS = 4
-"""Up to so many rows one thread multiplies sooner than two meet."""
+_HIGHEST_RANK = 1024
+"""Of which a thread keeps two rows on its stack."""
 
 
-def why_no_native_updates(device: torch.device, dtype: torch.dtype) -> str:
+def why_no_native_updates(device: torch.device, dtype: torch.dtype, rank: int) -> str:
     """Why the kernels cannot add updates of slots like these; "" when they can."""
+    if rank > _HIGHEST_RANK:
+        return f"the compiled kernels are for ranks up to {_HIGHEST_RANK}, not for {rank}"
     if device.type != "cpu" or dtype != torch.float32:
         return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
     return why_no_kernels()
@@ -41,8 +43,9 @@ class NativeUpdates:
         library, rows = kernels(), len(x)
         assert library is not None
         assert x.stride(1) == out.stride(1) == 1
+        assert x.dtype == out.dtype == torch.float32
+        assert len(slots) == rows
         size_in, rank = self._kept[0].shape[1:]
-        threads = 1 if rows <= _ALONE_ROWS else torch.get_num_threads()
         library.edged_add_updates(
             ctypes.byref(self._linear),
             size_in,
@@ -53,5 +56,5 @@ class NativeUpdates:
             slots.data_ptr(),
             out.data_ptr(),
             out.stride(0),
-            threads,
+            torch.get_num_threads(),
         )
