@@ -48,6 +48,11 @@ class ModelSettings(Section):
     short_layers: bool = Field(
         True, description="CPU, float32: few tokens pass products and layers of the common kind by compiled kernels"
     )
+    narrow_weights: bool = Field(
+        True,
+        description="CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
+        " results are the same (beside pack_weights and short_layers)",
+    )
     decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = Field(
         "auto", description="native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
     )

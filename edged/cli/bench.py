@@ -167,7 +167,7 @@ def memory(
 _PARTS = {
     "system": "system, Python, libraries (assumed)",
     "weights": "weights",
-    "packed_copy": "weights packed for oneDNN",
+    "weight_copies": "copies of weights for the CPU's products",
     "lora_slots": "LoRA slots ({active_adapters} adapters of rank {rank} at once)",
     "adapters": "adapters in memory ({loaded_adapters}: fp32 masters, AdamW)",
     "step": "open DPO steps",

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from edged.align.group import head_window_size
 from edged.config import Settings
+from edged.engine.linear import COPIES_SHARE
 from edged.engine.lora import target_linears
 from edged.engine.quantized import WeightForm, is_linear, weight_count
 
@@ -103,8 +104,8 @@ class Needs:
     """Bytes by part."""
 
     weights: int
-    packed_copy: int
-    """oneDNN's, on the CPU."""
+    weight_copies: int
+    """What the CPU's products read instead, at most: oneDNN's copy and that of 16 bits."""
     lora_slots: int
     adapters: int
     """Masters and optimizers of those that stay in memory."""
@@ -127,7 +128,7 @@ class Needs:
     @property
     def total(self) -> int:
         """Everything but K/V pages."""
-        fixed = self.weights + self.packed_copy + self.lora_slots + self.kept_graph
+        fixed = self.weights + self.weight_copies + self.lora_slots + self.kept_graph
         return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
@@ -153,13 +154,12 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
     plain = form.bits == 8 * dtype.itemsize
     weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
     copied = plain and not cuda and dtype == torch.float32 and settings.model.pack_weights
-    linear_weights = sum(rows * columns for rows, columns in shape.linears)
     one = adapter_weights(shape.targets, align.rank)
     left = max(0, free - weights)
     loaded, active = adapters_that_fit(one, settings, dtype, left)
     return Needs(
         weights=weights,
-        packed_copy=linear_weights * dtype.itemsize if copied else 0,
+        weight_copies=copies_bytes(shape, settings, dtype, left) if copied else 0,
         lora_slots=active * one * dtype.itemsize,
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
         **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
@@ -167,6 +167,14 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         loaded_adapters=loaded,
         active_adapters=active,
     )
+
+
+def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
+    """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
+    linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
+    copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
+    both = copy * 3 // 2 if settings.model.short_layers and settings.model.narrow_weights else copy
+    return next((size for size in (both, copy) if size <= most), 0)
 
 
 def work_of(

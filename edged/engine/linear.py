@@ -1,23 +1,27 @@
 """Frozen fp32 linears on the CPU, with a second copy of the weight in oneDNN's packed layout.
 
 Owns that layout's use. Must not know LoRA or batches. On the packed layout products are up to twice as fast as torch's
-own, for the price of the weights' memory again; few rows are multiplied by the compiled kernels, where there are any.
+own, for the price of the weights' memory again; few rows are multiplied by the compiled kernels, where there are any,
+for the price of half of it more if the weights are numbers of 16 bits.
 Linears that are given the same input are one product: every product is a meeting of all threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
 from torch import nn
 
-from edged.engine.native.library import FEW_ROWS, group_of, kernels, readable
+from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, readable
+from edged.engine.native.narrow import narrow
 from edged.engine.quantized import is_quantized
 from edged.engine.siblings import siblings
 
+log = logging.getLogger("edged.engine")
 _ROWS = 16
 """Rows that the layout is chosen for; other numbers work as well."""
 _TILES = (1024, 512, 256, 128, 64, 32, 16)
@@ -26,7 +30,8 @@ _TILES = (1024, 512, 256, 128, 64, 32, 16)
 oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that it meets: prompts of all lengths would
 cost gigabytes, and milliseconds each time that one is new.
 """
-_SHARE_OF_FREE_MEMORY = 0.25
+COPIES_SHARE = 0.25
+"""Of the memory that is free: what copies of the weights may take."""
 _TOLERANCE = 1e-4
 """Of the largest output, between products that add up in another order."""
 
@@ -37,19 +42,22 @@ Place = tuple[nn.Module, str, nn.Linear]
 class Product:
     """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
 
-    def __init__(self, linears: Sequence[nn.Linear], native: bool) -> None:
-        """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights."""
+    def __init__(self, linears: Sequence[nn.Linear], native: bool, in_16_bits: bool) -> None:
+        """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights, or
+        `in_16_bits` copies of those that lose nothing by it."""
         weights = [linear.weight.detach() for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+        given = [bias for bias in biases if bias is not None]
+        self._bias = torch.cat(given) if given else None
         self.sizes = [linear.out_features for linear in linears]
         self._width = sum(self.sizes)
+        self._library = kernels() if native and readable(*weights, *biases) else None
+        narrows = [narrow(weight) if in_16_bits and self._library else None for weight in weights]
         # The kernels' structure holds addresses.
-        self._kept = weights, [None if linear.bias is None else linear.bias.detach() for linear in linears]
-        self._group = group_of(*self._kept)
-        self._library = kernels() if native and readable(*weights, *self._kept[1]) else None
+        self.parts = [LinearParts(*its) for its in zip(weights, biases, narrows, strict=True)]
+        self._group = group_of(self.parts)
         if self._library is not None and not self._agrees():
             self._library = None
         self._input: torch.Tensor | None = None
@@ -111,6 +119,11 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.product, self._index = product, index
 
+    @property
+    def parts(self) -> LinearParts:
+        """What the kernels read of it."""
+        return self.product.parts[self._index]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         if torch.is_grad_enabled():
@@ -119,25 +132,30 @@ class PackedLinear(nn.Module):
         return self.product.part(x, self._index)
 
 
-def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Why the weights of a model are not packed; "" when they can be."""
+def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, copies: float = 1.0) -> str:
+    """Why the weights of a model are not packed; "" when they can be. The copies take so many times their bytes."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"{dtype} on {device} has no packed product"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this torch has no oneDNN"
-    needed = sum(linear.weight.nbytes for _, _, linear in _linears(model).values())
+    needed = round(copies * sum(linear.weight.nbytes for _, _, linear in _linears(model).values()))
     free = psutil.virtual_memory().available
-    if needed > _SHARE_OF_FREE_MEMORY * free:
+    if needed > COPIES_SHARE * free:
         return f"the copy takes {needed >> 20} MiB, more than a quarter of the {free >> 20} MiB that are free"
     return ""
 
 
-def pack_linears(model: nn.Module, native: bool) -> None:
-    """Replace every plain linear by its packed form; `native`: see `Product`."""
+def pack_linears(model: nn.Module, native: bool, in_16_bits: bool = False) -> None:
+    """Replace every plain linear by its packed form; `native` and `in_16_bits`: see `Product`."""
+    narrow = total = 0
     for group in _groups(_linears(model)):
-        product = Product([linear for _, _, linear in group], native)
+        product = Product([linear for _, _, linear in group], native, in_16_bits)
         for index, (parent, name, linear) in enumerate(group):
             setattr(parent, name, PackedLinear(linear, product, index))
+        narrow += sum(part.narrow is not None for part in product.parts)
+        total += len(group)
+    if narrow:
+        log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", narrow, total)
 
 
 def _linears(model: nn.Module) -> dict[str, Place]:

@@ -94,14 +94,16 @@ class ServedModel:
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
-    def pack_weights(self, native: bool = True) -> str:
+    def pack_weights(self, native: bool = True, in_16_bits: bool = True) -> str:
         """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`.
 
-        With `native` few rows are multiplied by the compiled kernels, where there are any.
+        With `native` few rows are multiplied by the compiled kernels, where there are any; these read the weights
+        `in_16_bits` where that changes no number, and memory allows the second copy, too.
         """
         reason = why_not_packed(self.model, self.device, self.dtype)
         if not reason:
-            pack_linears(self.model, native)
+            both = native and in_16_bits and not why_not_packed(self.model, self.device, self.dtype, copies=1.5)
+            pack_linears(self.model, native, both)
             self.head = self.model.get_output_embeddings()
         return reason
 

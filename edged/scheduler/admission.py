@@ -49,11 +49,7 @@ class Admission:
         """Fine-tune tasks with work to do: one in the middle of a step first, since what it keeps holds memory and half
         a step serves nobody; then by priority."""
         rank = self._priorities.finetune
-        able = [
-            task
-            for task in queues.finetunes
-            if (task.tokens or task.next_unit < len(task.units)) and task not in draft.preempted
-        ]
+        able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
         return sorted(able, key=lambda task: (not task.begun, -rank(now - task.arrival_s, task.loss)))
 
     def _outranks_serving(self, queues: Queues, prompts: Sequence[Task], first: Task, now: float) -> bool:

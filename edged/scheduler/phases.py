@@ -65,8 +65,7 @@ def steps(queues: Queues, resources: Resources) -> list[Task]:
     able = [
         task
         for task in queues.finetunes
-        if (task.tokens or task.next_unit < len(task.units))
-        and task.held_pages + task.pages_for(task.tokens, resources.page_size) <= resources.total_pages
+        if task.has_work and task.held_pages + task.pages_for(task.tokens, resources.page_size) <= resources.total_pages
     ]
     return sorted(able, key=lambda task: not task.begun)
 

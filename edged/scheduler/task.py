@@ -74,6 +74,11 @@ class Task:
         """Of a fine-tune task: whether it is in the middle of a step."""
         return self.context > 0 or self.next_unit > 0
 
+    @property
+    def has_work(self) -> bool:
+        """Of a fine-tune task: whether anything of its step is still to run."""
+        return self.tokens > 0 or self.next_unit < len(self.units)
+
     def pages_for(self, tokens: int, page_size: int) -> int:
         """Pages that it must get to compute `tokens` more."""
         missing = self.context + tokens - self.capacity

@@ -21,7 +21,7 @@ from edged.engine.lora import LoraSlots
 from edged.engine.native import library
 from edged.engine.native.decode import NativeDecode
 from edged.engine.native.layers import NativeLayer, Scratch
-from edged.engine.native.library import group_of, kernels
+from edged.engine.native.library import LinearParts, group_of, kernels
 from edged.engine.native.trial import shorten_layers
 from edged.engine.native.updates import NativeUpdates
 from edged.engine.paths import pick_lora_kernel, pick_paths
@@ -169,7 +169,7 @@ def test_products_of_any_size_are_torchs(inputs: int, outputs: tuple[int, ...], 
     x, weights = torch.randn(rows, inputs), [torch.randn(size, inputs) for size in outputs]
     biases = [torch.randn(size) if index else None for index, size in enumerate(outputs)]
     out = torch.empty(rows, sum(outputs))
-    group = group_of(weights, biases)
+    group = group_of([LinearParts(*its) for its in zip(weights, biases, strict=True)])
     compiled.edged_product(ctypes.byref(group), x.data_ptr(), rows, out.data_ptr(), out.shape[1], 2)
     wanted = torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=1)
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)

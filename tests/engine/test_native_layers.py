@@ -15,7 +15,7 @@ from edged.config import AlignSettings
 from edged.engine.attention import IMPLEMENTATION, BranchPass, PagedPass, attention_pass
 from edged.engine.batch import NO_SLOT, Segment, pack
 from edged.engine.model import ServedModel
-from edged.engine.native.library import kernels, why_no_kernels
+from edged.engine.native.library import FEW_ROWS, kernels, why_no_kernels
 from edged.engine.native.trial import ShortLayer, shorten_layers
 from tests.engine.harness import random_ids, request, running_engine
 from tests.models import tiny_model
@@ -24,9 +24,11 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(kernels() is None, reason=why_no_kernels())
 
 
-def served_model(kind: str = "llama", packed: bool = True, rank: int = 4, **align: Any) -> ServedModel:
-    """With random adapters in slots 0 and 1 of two."""
-    base = tiny_model(kind).requires_grad_(False).eval()
+def served_model(
+    kind: str = "llama", packed: bool = True, rank: int = 4, dtype: torch.dtype = torch.float32, **align: Any
+) -> ServedModel:
+    """In float32, of weights that are numbers of `dtype`, with random adapters in slots 0 and 1 of two."""
+    base = tiny_model(kind).to(dtype).float().requires_grad_(False).eval()
     base.set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
     model.attach_lora(AlignSettings(rank=rank, **align), 2)
@@ -40,17 +42,17 @@ def served_model(kind: str = "llama", packed: bool = True, rank: int = 4, **alig
     return model
 
 
-def answers(model: ServedModel, slots: list[int], last: int = 1) -> torch.Tensor:
-    """Logits of the `last` tokens of texts, one under each slot, over pages that hold what precedes them."""
+def answers(model: ServedModel, slots: list[int], last: int = 1, before: int = 40) -> torch.Tensor:
+    """Logits of the `last` tokens of texts, one under each slot, over pages that hold what comes before these."""
     assert model.lora is not None
-    kv = model.new_kv(8 * len(slots) + 1, 8)
-    texts = [random_ids(40 + 7 * index, index) for index in range(len(slots))]
+    kv = model.new_kv(16 * len(slots) + 1, 8)
+    texts = [random_ids(before + last + 7 * index, index) for index in range(len(slots))]
     with torch.inference_mode():
         for own in (slice(None, -last), slice(-last, None)):
             segments = []
             for index, (ids, slot) in enumerate(zip(texts, slots, strict=True)):
                 first = range(len(ids))[own].start
-                pages = np.arange(8 * index, 8 * index + 8) + 1
+                pages = np.arange(16 * index, 16 * index + 16) + 1
                 segments.append(Segment(ids[own], first, pages, slot, first, samples=True))
             batch = pack(segments, kv, CPU)
             with attention_pass(PagedPass(batch, kv, "ragged")), model.lora.packed(batch.runs):
@@ -98,10 +100,10 @@ def test_some_linears_have_adapters_and_some_have_none(shorts: list[int]) -> Non
 
 def test_many_rows_and_gradients_go_the_layers_own_way(shorts: list[int]) -> None:
     model = served_model()
-    wanted = answers(model, [0], last=20)
+    wanted = answers(model, [0], last=FEW_ROWS + 1)
     assert shorten_layers(model) == ""
     shorts.clear()
-    assert torch.equal(answers(model, [0], last=20), wanted)
+    assert torch.equal(answers(model, [0], last=FEW_ROWS + 1), wanted)
     hidden = torch.randn(2, 64, requires_grad=True)
     _, calls = model.layer_calls(torch.tensor([[3, 4]]), torch.tensor([[0, 1]]))
     model.run_layer(

@@ -6,11 +6,15 @@
 #define PAIR 2 /* rows of one adapter that are multiplied by its matrices at once */
 #define ALONE 4 /* up to so many rows of updates are added by one thread sooner than two meet */
 
+enum { FLOAT32, BFLOAT16, FLOAT16 }; /* a weight's numbers: native/narrow.py has the last two */
+
 typedef struct {
-    const float *weight; /* [out, in] */
-    const float *bias;   /* [out] or NULL */
-    const float *down;   /* A of slot 0, [in, rank]; NULL: no adapters */
-    const float *up;     /* B of slot 0, [rank, out] */
+    const float *weight;   /* [out, in] */
+    const int32_t *narrow; /* the same numbers in 16 bits each, [out, in / 2]; unless `form` is FLOAT32 */
+    const float *bias;     /* [out] or NULL */
+    const float *down;     /* A of slot 0, [in, rank]; NULL: no adapters */
+    const float *up;       /* B of slot 0, [rank, out] */
+    int64_t form;
     int64_t out, down_row, down_slot, up_slot; /* steps between rows and slots, in floats */
 } linear_t;
 
@@ -28,19 +32,46 @@ typedef struct {
 
 /* -- products --------------------------------------------------------------------------------------------------------- */
 
-/* `outs` rows of a weight times `rows` of x: sums[row * stride + out]. */
-INLINE void dots(const float *w, int64_t in, const float *x, const int outs, const int rows, float *sums, int64_t stride) {
+/* The next numbers of a weight: a vector of them, of 16 bits each two. */
+INLINE void fetch(const char *w, const int form, vec *numbers) {
+    if (form == FLOAT32) {
+        numbers[0] = load((const float *)w);
+        return;
+    }
+    ints both = *(const ints *)w;
+    if (form == BFLOAT16) {
+        numbers[0] = (vec)(both << 16);
+        numbers[1] = (vec)(both & (int32_t)0xffff0000);
+    } else {
+        numbers[0] = (vec)(((both << 16) >> 3) & (int32_t)0x8fffe000) * all(0x1p102f);
+        numbers[1] = (vec)((both >> 3) & (int32_t)0x8fffe000) * all(0x1p102f);
+    }
+}
+
+/* Bytes of so many of a weight's numbers. */
+INLINE int64_t bytes(int64_t numbers, const int form) { return numbers * (form == FLOAT32 ? 4 : 2); }
+
+/* `outs` rows of a weight times `rows` of x: sums[row * stride + out]. The order of the sums is that of any form. */
+INLINE void dots(const char *w, const int form, int64_t in, const float *x, const int outs, const int rows, float *sums,
+                 int64_t stride) {
+    const int parts = form == FLOAT32 ? 1 : 2;
+    const char *next = w + bytes(outs * in, form); /* the weight's next rows: these few are a short stream for the processor */
     vec acc[OUTS][ROWS] = {0};
     int64_t i = 0;
-    for (; i + LANES <= in; i += LANES) {
-        vec own[ROWS];
+    for (; i + parts * LANES <= in; i += parts * LANES) {
+        vec weights[OUTS][2];
+        for (int line = 0; line < outs; line += 2) __builtin_prefetch(next + bytes(outs * i, form) + line * 32, 0, 2);
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) own[r] = load(x + r * in + i);
+        for (int o = 0; o < outs; o++) fetch(w + bytes(o * in + i, form), form, weights[o]);
+#pragma GCC unroll 2
+        for (int part = 0; part < parts; part++) {
+            vec own[ROWS];
 #pragma GCC unroll 4
-        for (int o = 0; o < outs; o++) {
-            vec weight = load(w + o * in + i);
+            for (int r = 0; r < rows; r++) own[r] = load(x + r * in + i + part * LANES);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) acc[o][r] += weight * own[r];
+            for (int o = 0; o < outs; o++)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) acc[o][r] += weights[o][part] * own[r];
         }
     }
 #pragma GCC unroll 4
@@ -48,28 +79,41 @@ INLINE void dots(const float *w, int64_t in, const float *x, const int outs, con
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             float total = sum(acc[o][r]);
-            for (int64_t j = i; j < in; j++) total += w[o * in + j] * x[r * in + j];
+            if (form == FLOAT32)
+                for (int64_t j = i; j < in; j++) total += ((const float *)w)[o * in + j] * x[r * in + j];
             sums[r * stride + o] = total;
         }
 }
 
-INLINE void dots_of_rows(const float *w, int64_t in, const float *x, const int outs, int64_t rows, float *y, int64_t stride) {
+INLINE void dots_of_rows(const char *w, const int form, int64_t in, const float *x, const int outs, int64_t rows, float *y,
+                         int64_t stride) {
     _Static_assert(ROWS == 4, "the rows that are left");
-    for (; rows >= ROWS; rows -= ROWS, x += ROWS * in, y += ROWS * stride) dots(w, in, x, outs, ROWS, y, stride);
-    if (rows == 3) dots(w, in, x, outs, 3, y, stride);
-    if (rows == 2) dots(w, in, x, outs, 2, y, stride);
-    if (rows == 1) dots(w, in, x, outs, 1, y, stride);
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * in, y += ROWS * stride) dots(w, form, in, x, outs, ROWS, y, stride);
+    if (rows == 3) dots(w, form, in, x, outs, 3, y, stride);
+    if (rows == 2) dots(w, form, in, x, outs, 2, y, stride);
+    if (rows == 1) dots(w, form, in, x, outs, 1, y, stride);
+}
+
+INLINE void product_from(const void *weight, const int form, int64_t in, const float *x, int64_t rows, int64_t first,
+                         int64_t last, float *y, int64_t stride) {
+    const char *w = weight;
+    int64_t o = first;
+    for (; o + OUTS <= last; o += OUTS) dots_of_rows(w + bytes(o * in, form), form, in, x, OUTS, rows, y + o, stride);
+    for (; o < last; o++) dots_of_rows(w + bytes(o * in, form), form, in, x, 1, rows, y + o, stride);
 }
 
 /* y[row * stride + o] = x[row] . weight[o] + bias[o], o in [first, last). */
 FOR_EACH_CPU static void product(const linear_t *linear, int64_t in, const float *x, int64_t rows, int64_t first,
                                  int64_t last, float *y, int64_t stride) {
-    int64_t o = first;
-    for (; o + OUTS <= last; o += OUTS) dots_of_rows(linear->weight + o * in, in, x, OUTS, rows, y + o, stride);
-    for (; o < last; o++) dots_of_rows(linear->weight + o * in, in, x, 1, rows, y + o, stride);
+    if (linear->form == BFLOAT16)
+        product_from(linear->narrow, BFLOAT16, in, x, rows, first, last, y, stride);
+    else if (linear->form == FLOAT16)
+        product_from(linear->narrow, FLOAT16, in, x, rows, first, last, y, stride);
+    else
+        product_from(linear->weight, FLOAT32, in, x, rows, first, last, y, stride);
     if (linear->bias)
         for (int64_t r = 0; r < rows; r++)
-            for (o = first; o < last; o++) y[r * stride + o] += linear->bias[o];
+            for (int64_t o = first; o < last; o++) y[r * stride + o] += linear->bias[o];
 }
 
 /* inner[r, c] = sum over i of x[r, i] * down[i, c], c in [first, last), for `rows` of at most PAIR. */

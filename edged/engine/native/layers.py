@@ -14,7 +14,7 @@ from torch import nn
 from edged.engine.linear import PackedLinear
 from edged.engine.lora import LoraLinear
 from edged.engine.lora_updates import LoraRuns
-from edged.engine.native.library import CGroup, CLayer, group_of, kernels, readable
+from edged.engine.native.library import CGroup, CLayer, LinearParts, group_of, kernels, readable
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Query [heads, rows, d], key and value [kv_heads, rows, d] -> [rows, heads, d]."""
@@ -48,10 +48,10 @@ class NativeLayer:
         Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
         """
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | LinearParts] = []
         self._rank, self._runs, self._scratch = rank, runs, scratch
         norms = [_norm(_child(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
-        self._kept += [weight for weight, _ in norms]
+        self._norms = [weight for weight, _ in norms]
         self._layer = CLayer(
             qkv=self._group(attention, ("q_proj", "k_proj", "v_proj")),
             o=self._group(attention, ("o_proj",)),
@@ -95,13 +95,11 @@ class NativeLayer:
 
     def _group(self, parent: nn.Module, names: Sequence[str]) -> CGroup:
         linears = [_child(parent, name) for name in names]
-        plain = [_plain(linear) for linear in linears]
-        if len({linear.in_features for linear in plain}) > 1:
+        parts = [_plain(linear) for linear in linears]
+        if len({its.weight.shape[1] for its in parts}) > 1:
             raise NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} have inputs of different sizes")
-        weights = [linear.weight.detach() for linear in plain]
-        biases = [None if linear.bias is None else linear.bias.detach() for linear in plain]
-        self._kept += [*weights, *(bias for bias in biases if bias is not None)]
-        group = group_of(weights, biases)
+        self._kept += parts
+        group = group_of(parts)
         group.rank = self._rank
         for place, linear in zip(group.linears, linears, strict=False):
             if isinstance(linear, LoraLinear):
@@ -115,7 +113,7 @@ class NativeLayer:
         layer = self._layer
         query = layer.heads * layer.head_dim
         same = (
-            (self._kept[0].numel(), self._kept[1].numel()),
+            (self._norms[0].numel(), self._norms[1].numel()),
             (layer.qkv.input, layer.hidden),
             (wide[0], query),
             (wide[1], wide[2]),
@@ -138,13 +136,17 @@ def _child(parent: nn.Module, name: str) -> nn.Module:
     return found
 
 
-def _plain(linear: nn.Module) -> nn.Linear:
+def _plain(linear: nn.Module) -> LinearParts:
     """What LoRA and packing are wrapped around."""
-    while isinstance(linear, LoraLinear | PackedLinear):
+    while isinstance(linear, LoraLinear):
         linear = linear.base
-    if type(linear) is not nn.Linear or not readable(linear.weight, linear.bias):
-        raise NotOfThisKind(f"{type(linear).__name__} is no plain linear in float32")
-    return linear
+    packed = linear if isinstance(linear, PackedLinear) else None
+    plain = linear if packed is None else packed.base
+    if type(plain) is not nn.Linear or not readable(plain.weight, plain.bias):
+        raise NotOfThisKind(f"{type(plain).__name__} is no plain linear in float32")
+    if packed is not None:
+        return packed.parts
+    return LinearParts(plain.weight.detach(), None if plain.bias is None else plain.bias.detach())
 
 
 def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:

@@ -9,23 +9,24 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from edged import logs
 from edged.engine.native import shared_library, why_not_built
+from edged.engine.native.narrow import Narrow
 
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Up to so many rows are computed by the kernels, more by torch."""
 
 
 class CLinear(Structure):
-    """`linear_t`: pointers, outputs, and steps between an adapter's rows and between slots, in floats."""
+    """`linear_t`: pointers, the narrow weight's form, outputs, and steps between an adapter's rows and slots."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "down", "up")),
-        *((name, c_int64) for name in ("out", "down_row", "down_slot", "up_slot")),
+        *((name, c_void_p) for name in ("weight", "narrow", "bias", "down", "up")),
+        *((name, c_int64) for name in ("form", "out", "down_row", "down_slot", "up_slot")),
     )
 
 
@@ -106,11 +107,22 @@ def readable(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def group_of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> CGroup:
-    """Up to three linears of one input with no adapters; the tensors are `readable`, and must outlive it."""
-    assert len(weights) <= 3
-    group = CGroup(count=len(weights), input=weights[0].shape[1])
-    for linear, weight, bias in zip(group.linears, weights, biases, strict=False):
+class LinearParts(NamedTuple):
+    """A linear for the kernels; `weight` [out, in] and `bias` [out] are `readable`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    narrow: Narrow | None = None
+    """Of the same numbers as `weight`, and read instead."""
+
+
+def group_of(parts: Sequence[LinearParts]) -> CGroup:
+    """Up to three linears of one input with no adapters; their tensors must outlive it."""
+    assert len(parts) <= 3
+    group = CGroup(count=len(parts), input=parts[0].weight.shape[1])
+    for linear, (weight, bias, narrow) in zip(group.linears, parts, strict=False):
         linear.weight, linear.out = weight.data_ptr(), weight.shape[0]
         linear.bias = None if bias is None else bias.data_ptr()
+        if narrow is not None:
+            linear.narrow, linear.form = narrow.words.data_ptr(), narrow.form
     return group

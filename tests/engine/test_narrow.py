@@ -1,0 +1,122 @@
+"""Weights that are numbers of 16 bits are read as such: half the bytes, and every product the same to the last bit."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from edged.config import Settings
+from edged.engine.budget import BaseShape, needs
+from edged.engine.linear import PackedLinear
+from edged.engine.model import ServedModel
+from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, why_no_kernels
+from edged.engine.native.narrow import narrow
+from edged.engine.native.trial import shorten_layers
+from edged.engine.parts import build_parts
+from edged.engine.quantized import form_of_setting
+from tests.engine.test_native_layers import answers, served_model
+from tests.models import tiny_model
+
+compiled = pytest.mark.skipif(kernels() is None, reason=why_no_kernels())
+
+
+def weight_of(dtype: torch.dtype, outputs: int, inputs: int) -> torch.Tensor:
+    """Random numbers of `dtype` in float32, of all sizes that a float16 below 128 has, and zeros of both signs."""
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs) * 2.0 ** torch.randint(-24, 4, (outputs, inputs))
+    weight[0, :6] = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-24), 127.9375, -127.9375])
+    return weight.to(dtype).float()
+
+
+@compiled
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9, FEW_ROWS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [((8,), 16), ((7, 3, 300), 64), ((1,), 48)])
+def test_products_are_the_same_to_the_last_bit(
+    outputs: tuple[int, ...], inputs: int, dtype: torch.dtype, rows: int
+) -> None:
+    library = kernels()
+    assert library is not None
+    weights = [weight_of(dtype, size, inputs) for size in outputs]
+    x = torch.randn(rows, inputs)
+    found = []
+    for copies in ([narrow(weight) for weight in weights], [None] * len(weights)):
+        group = group_of([LinearParts(weight, None, copy) for weight, copy in zip(weights, copies, strict=True)])
+        out = torch.empty(rows, sum(outputs))
+        library.edged_product(ctypes.byref(group), x.data_ptr(), rows, out.data_ptr(), out.shape[1], 2)
+        found.append(out)
+    assert all(narrow(weight) is not None for weight in weights)
+    assert torch.equal(*found)
+    wanted = torch.cat([F.linear(x.double(), weight.double()) for weight in weights], 1).float()
+    torch.testing.assert_close(found[0], wanted, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.full((4, 16), 1.0 + 2.0**-11),
+        torch.full((4, 16), 1.0 + 2.0**-9) * 128.0,
+        torch.full((4, 16), 1.0 + 2.0**-9) * 2.0**-25,
+        torch.ones(4, 24),
+    ],
+    ids=["float32", "a large float16", "smaller than a float16", "of another size"],
+)
+def test_others_are_left_as_they_are(weight: torch.Tensor) -> None:
+    assert narrow(weight) is None
+
+
+def test_one_number_in_the_last_row_decides() -> None:
+    weight = weight_of(torch.bfloat16, 600, 32)
+    assert narrow(weight) is not None
+    weight[-1, -1] += 2.0**-22
+    assert narrow(weight) is None
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slots", [[1], [0, 1, 1]])
+def test_a_model_answers_the_same_to_the_last_bit(slots: list[int], dtype: torch.dtype) -> None:
+    found = []
+    for in_16_bits in (True, False):
+        model = served_model(packed=False, dtype=dtype)
+        assert model.pack_weights(in_16_bits=in_16_bits) == ""
+        assert shorten_layers(model) == ""
+        packed = [module for module in model.model.modules() if isinstance(module, PackedLinear)]
+        assert len(packed) == 7 * 3 + 1
+        assert all((linear.parts.narrow is not None) == in_16_bits for linear in packed)
+        found.append(answers(model, slots))
+    assert torch.equal(*found)
+
+
+@compiled
+@pytest.mark.parametrize("setting", [True, False])
+def test_the_setting_decides_and_the_log_says_it(
+    setting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    settings = Settings.model_validate({"model": {"narrow_weights": setting, "device": "cpu"}})
+    with caplog.at_level(logging.INFO, "edged.engine"):
+        parts = build_parts(settings, tmp_path / "model", tmp_path / "data")
+    assert isinstance(parts.model, ServedModel)
+    assert ("22 of 22 weights are numbers of 16 bits" in caplog.text) == setting
+
+
+def test_copies_count_as_memory_where_there_is_room_for_them() -> None:
+    shape = BaseShape.of_config(tiny_model("llama").config, Settings().align.target_modules)
+    weights = 4 * (shape.hidden_size * shape.vocab_size + sum(rows * columns for rows, columns in shape.linears))
+
+    def copies(free: int, **model: bool) -> int:
+        settings = Settings.model_validate({"model": model})
+        form = form_of_setting("", torch.float32, False)
+        return needs(shape, settings, form, torch.float32, False, free).weight_copies
+
+    assert copies(1 << 30) == weights * 3 // 2
+    assert copies(1 << 30, narrow_weights=False) == copies(1 << 30, short_layers=False) == weights
+    assert copies(1 << 30, pack_weights=False) == 0
+    assert copies(7 * weights) == weights
+    assert copies(4 * weights) == 0
