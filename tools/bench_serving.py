@@ -3,6 +3,7 @@
 
     python tools/bench_serving.py                           16 requests at once
     python tools/bench_serving.py --requests 1 --adapter    a single stream, also with an adapter applied
+    python tools/bench_serving.py --requests 1 --float16    ... of weights that are numbers of 16 bits
     python tools/bench_serving.py --size 3b                 Llama-3.2-3B's shape, on a GPU
 
 A random-weight Llama, of SmolLM2-135M's shape unless --size says another; prompts of 256 tokens, answers of 64. The
@@ -48,20 +49,23 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=None, help="of each (default 64; quick: 8)")
     parser.add_argument("--adapter", action="store_true", help="measure edged with an adapter of rank 16 applied, too")
     parser.add_argument("--peer", choices=PEERS, default=None, help="measure against this side alone")
-    parser.add_argument("--llama-f16", action="store_true", help="llama.cpp with fp16 weights, keys and values")
+    parser.add_argument("--float16", action="store_true", help="a checkpoint in float16, which llama.cpp reads as F16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
 
     rounds = options.rounds or (2 if options.quick else 7)
     size, dtype = options.size or ("4m" if options.quick else "135m"), device_dtype(options.device)
+    stored = "float16" if options.float16 else dtype
+    if options.float16 and options.device.startswith("cuda"):
+        dtype = stored
     sides = [EDGED, *([ADAPTED] if options.adapter else []), *choose_peers(options.peer, options.requests)]
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         job = Job(
-            model=str(write_random_llama(Path(folder) / "model", SHAPES[size], dtype)),
+            model=str(write_random_llama(Path(folder) / "model", SHAPES[size], stored)),
             adapters=str(Path(folder) / "adapters"),
             gguf=str(Path(folder) / "model.gguf"),
-            gguf_half=options.llama_f16,
+            gguf_half=options.float16,
             device=options.device,
             dtype=dtype,
             vocab=SHAPES[size].vocab,
@@ -74,7 +78,7 @@ def main() -> None:
 
             write_gguf(Path(job.model), Path(job.gguf), job.gguf_half)
         machine = measure_machine(torch.device(job.device), job.dtype)
-        report = {"model": size, **measure(job, rounds, sides), **floors(job, machine)}
+        report = {"model": size, "checkpoint": stored, **measure(job, rounds, sides), **floors(job, machine)}
     print(table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -155,7 +159,7 @@ def table(report: dict) -> str:
     gpu = not report["device"].startswith("CPU")
     machine = Machine(**report["machine"])
     lines = [
-        f"{report['model']} random-weight Llama, {report['job']['requests']} requests, prompt "
+        f"{report['model']} random-weight Llama ({report['checkpoint']}), {report['job']['requests']} requests, prompt "
         f"{report['job']['prompt_tokens']}, output {report['job']['output_tokens']}, {report['dtype']}, "
         f"{report['device']}, {report['rounds']} rounds",
         "",

@@ -62,12 +62,15 @@ class Sizes:
     vocab: int
     itemsize: int
     rank: int = 0
+    stored: int | None = None
+    """Bytes of one number of the matrices as the checkpoint has them; None: as many as are computed in."""
 
     @classmethod
     def of(cls, model_dir: Path, dtype: str, rank: int = 0) -> Sizes:
-        """From a model's config.json."""
+        """From a model's config.json, which is believed to tell the type of the weights."""
         config = json.loads((model_dir / "config.json").read_text())
-        heads = config["num_attention_heads"]
+        heads, itemsize = config["num_attention_heads"], getattr(torch, dtype).itemsize
+        stored = getattr(torch, config.get("dtype") or config.get("torch_dtype") or dtype).itemsize
         return cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
@@ -76,8 +79,9 @@ class Sizes:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             intermediate=config["intermediate_size"],
             vocab=config["vocab_size"],
-            itemsize=getattr(torch, dtype).itemsize,
+            itemsize=itemsize,
             rank=rank,
+            stored=min(stored, itemsize),
         )
 
     @property
@@ -103,6 +107,21 @@ class Sizes:
         return self.layers * self.rank * sum(fan_in + fan_out for fan_in, fan_out in self._linears)
 
     @property
+    def weight_itemsize(self) -> int:
+        """Bytes that one number of the matrices needs."""
+        return self.stored or self.itemsize
+
+    @property
+    def matrix_bytes(self) -> int:
+        """All matrices, the output's included."""
+        return (self.layer_numbers + self.head_numbers) * self.weight_itemsize
+
+    @property
+    def adapter_bytes(self) -> int:
+        """One adapter."""
+        return self.adapter_numbers * self.itemsize
+
+    @property
     def kv_bytes(self) -> int:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
@@ -118,7 +137,7 @@ def decode(sizes: Sizes, batch: int, context: int, adapters: int = 0) -> Work:
     numbers = sizes.layer_numbers + sizes.head_numbers
     own = sizes.adapter_numbers if adapters else 0
     return Work(
-        (numbers + adapters * sizes.adapter_numbers) * sizes.itemsize + batch * context * sizes.kv_bytes,
+        sizes.matrix_bytes + adapters * sizes.adapter_bytes + batch * context * sizes.kv_bytes,
         2 * batch * (numbers + own) + batch * context * sizes._pair_operations,
     )
 
@@ -127,8 +146,7 @@ def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0, adapt
     """`prompts` packed prompts of `tokens` tokens each, after `context` that have their K/V; each ends in a token."""
     numbers = sizes.layer_numbers + (sizes.adapter_numbers if adapters else 0)
     return Work(
-        (sizes.layer_numbers + sizes.head_numbers + adapters * sizes.adapter_numbers) * sizes.itemsize
-        + prompts * (context + tokens) * sizes.kv_bytes,
+        sizes.matrix_bytes + adapters * sizes.adapter_bytes + prompts * (context + tokens) * sizes.kv_bytes,
         2 * prompts * (tokens * numbers + sizes.head_numbers)
         + prompts * tokens * (context + (tokens + 1) / 2) * sizes._pair_operations,
     )
@@ -147,7 +165,7 @@ def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
         attended += prompt * (prompt + 1) / 2 + sum(answer * (prompt + (answer + 1) / 2) for answer in answers)
     first = sum(fan_in * fan_out for fan_in, fan_out in sizes._linears[:3])
     return Work(
-        2 * (sizes.layer_numbers + sizes.head_numbers) * sizes.itemsize,
+        2 * sizes.matrix_bytes,
         2 * tokens * (2 * sizes.layer_numbers - first)
         + 4 * scored * sizes.head_numbers
         + 6 * tokens * sizes.adapter_numbers
@@ -162,15 +180,16 @@ def unit(sizes: Sizes, kind: str, tokens: int) -> Work:
     """
     layer, adapter = sizes.layer_numbers / sizes.layers, sizes.adapter_numbers / sizes.layers
     if kind == "forward":
-        return Work(sizes.layer_numbers * sizes.itemsize, 2 * tokens * sizes.layer_numbers)
+        return Work(sizes.layer_numbers * sizes.weight_itemsize, 2 * tokens * sizes.layer_numbers)
     if kind == "step":
         # AdamW reads weight, gradient and two moments in float32 and writes all but the gradient; tokens are adapters.
         return Work(tokens * sizes.adapter_numbers * 7 * 4, 0)
     if kind in ("head", "score", "test"):
-        return Work(sizes.head_numbers * sizes.itemsize, (4 if kind == "head" else 2) * tokens * sizes.head_numbers)
+        operations = (4 if kind == "head" else 2) * tokens * sizes.head_numbers
+        return Work(sizes.head_numbers * sizes.weight_itemsize, operations)
     # A forward, the way back through it (frozen matrices: the gradient of their inputs alone), or both.
     frozen, trained = {"graph": (2, 2), "grad": (2, 4), "layer": (4, 6)}[kind]
-    return Work(layer * sizes.itemsize, tokens * (frozen * layer + trained * adapter))
+    return Work(layer * sizes.weight_itemsize, tokens * (frozen * layer + trained * adapter))
 
 
 def measure_machine(device: torch.device, dtype: str) -> Machine:

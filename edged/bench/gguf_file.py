@@ -31,10 +31,10 @@ _OTHER_NAMES = {
 
 
 def write_gguf(model_dir: Path, path: Path, half: bool = False) -> Path:
-    """Write the Llama of `model_dir` (config.json, model.safetensors in fp32) to `path`, and return that.
+    """Write the Llama of `model_dir` (config.json, model.safetensors in fp32 or fp16) to `path`, and return that.
 
-    With `half` matrices are in fp16. Embeddings that are tied in the model are tied in the file: it then has no output
-    matrix.
+    With `half` matrices are in fp16, else in fp32. Embeddings that are tied in the model are tied in the file: it then
+    has no output matrix.
     """
     import gguf
 
@@ -61,7 +61,8 @@ def write_gguf(model_dir: Path, path: Path, half: bool = False) -> Path:
             tensor = interleaved(tensor, heads)
         elif name.endswith("k_proj.weight"):
             tensor = interleaved(tensor, kv_heads)
-        writer.add_tensor(gguf_name(name), tensor.astype(np.float16) if half and tensor.ndim == 2 else tensor)
+        dtype = np.float16 if half and tensor.ndim == 2 else np.float32
+        writer.add_tensor(gguf_name(name), tensor.astype(dtype, copy=False))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

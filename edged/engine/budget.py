@@ -52,6 +52,8 @@ class BaseShape:
     """Those that LoRA is applied to."""
     plain_weights: int
     """Embeddings, norms, biases, and the head where it is not tied."""
+    in_16_bits: bool = False
+    """Whether the checkpoint's numbers are of 16 bits, as its configuration has it."""
 
     @property
     def parameters(self) -> int:
@@ -82,6 +84,7 @@ class BaseShape:
             linears=linears,
             targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
             plain_weights=weight_count(model) - sum(rows * columns for rows, columns in linears),
+            in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
 
@@ -105,7 +108,7 @@ class Needs:
 
     weights: int
     weight_copies: int
-    """What the CPU's products read instead, at most: oneDNN's copy and that of 16 bits."""
+    """What the CPU's products read instead: oneDNN's copy, and that in 16 bits."""
     lora_slots: int
     adapters: int
     """Masters and optimizers of those that stay in memory."""
@@ -157,10 +160,11 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
     one = adapter_weights(shape.targets, align.rank)
     left = max(0, free - weights)
     loaded, active = adapters_that_fit(one, settings, dtype, left)
+    slots = active * one * dtype.itemsize
     return Needs(
         weights=weights,
-        weight_copies=copies_bytes(shape, settings, dtype, left) if copied else 0,
-        lora_slots=active * one * dtype.itemsize,
+        weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
+        lora_slots=slots,
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
         **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
         kv_per_token=shape.kv_per_token(dtype),
@@ -173,7 +177,8 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
     """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
     linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
-    both = copy * 3 // 2 if settings.model.short_layers and settings.model.narrow_weights else copy
+    narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
+    both = copy * 3 // 2 if narrow else copy
     return next((size for size in (both, copy) if size <= most), 0)
 
 

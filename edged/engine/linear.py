@@ -60,6 +60,7 @@ class Product:
         self._group = group_of(self.parts)
         if self._library is not None and not self._agrees():
             self._library = None
+            self.parts = [part._replace(narrow=None) for part in self.parts]
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
         """Outputs for `_input` that nobody took yet."""
@@ -141,21 +142,21 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, c
     needed = round(copies * sum(linear.weight.nbytes for _, _, linear in _linears(model).values()))
     free = psutil.virtual_memory().available
     if needed > COPIES_SHARE * free:
-        return f"the copy takes {needed >> 20} MiB, more than a quarter of the {free >> 20} MiB that are free"
+        return f"copies take {needed >> 20} MiB, more than a quarter of the {free >> 20} MiB that are free"
     return ""
 
 
-def pack_linears(model: nn.Module, native: bool, in_16_bits: bool = False) -> None:
+def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
     """Replace every plain linear by its packed form; `native` and `in_16_bits`: see `Product`."""
-    narrow = total = 0
+    halved = total = 0
     for group in _groups(_linears(model)):
         product = Product([linear for _, _, linear in group], native, in_16_bits)
         for index, (parent, name, linear) in enumerate(group):
             setattr(parent, name, PackedLinear(linear, product, index))
-        narrow += sum(part.narrow is not None for part in product.parts)
+        halved += sum(part.narrow is not None for part in product.parts)
         total += len(group)
-    if narrow:
-        log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", narrow, total)
+    if halved:
+        log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", halved, total)
 
 
 def _linears(model: nn.Module) -> dict[str, Place]:

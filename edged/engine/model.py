@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from edged.engine.loading import load_pretrained
 from edged.engine.lora import LoraSlots, NoSuchLinears, target_linears
 from edged.engine.quantized import is_linear, is_quantized, stored_tensors, weight_bytes, weight_count
 
+log = logging.getLogger("edged.engine")
 _PROBE_TOKENS = 6
 
 
@@ -102,8 +104,10 @@ class ServedModel:
         """
         reason = why_not_packed(self.model, self.device, self.dtype)
         if not reason:
-            both = native and in_16_bits and not why_not_packed(self.model, self.device, self.dtype, copies=1.5)
-            pack_linears(self.model, native, both)
+            lacking = why_not_packed(self.model, self.device, self.dtype, copies=1.5) if native and in_16_bits else ""
+            if lacking:
+                log.info("weights are not read in 16 bits: %s", lacking)
+            pack_linears(self.model, native, native and in_16_bits and not lacking)
             self.head = self.model.get_output_embeddings()
         return reason
 

@@ -155,10 +155,10 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
         log.warning("%s", model.trainable_error)
     settings = bounded(settings, model)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
-    kernels = settings.model.short_layers
-    if settings.model.pack_weights and (reason := model.pack_weights(kernels, settings.model.narrow_weights)):
+    native = settings.model.short_layers
+    if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.narrow_weights)):
         log.info("weights are not packed: %s", reason)
-    if kernels and (reason := shorten_layers(model)):
+    if native and (reason := shorten_layers(model)):
         log.info("layers are computed as the model has them: %s", reason)
     pages = page_count(model, settings)
     kv = model.new_kv(pages, settings.cache.page_size)

@@ -1,12 +1,15 @@
 """The most likely tokens alone: top-k and top-p without sorting a vocabulary.
 
 Owns which tokens stay. Must not know requests, nor how a token is drawn from those that stay. The host waits for
-nothing here, and a row's result does not depend on the rows beside it.
+nothing here, and a row's result does not depend on the rows beside it. On the CPU top-p is a compiled kernel, where
+there is one; torch's way gives the same to the last bit.
 """
 
 from __future__ import annotations
 
 import torch
+
+from edged.engine.native.library import kernels, readable
 
 _GROUP = 32
 """Tokens that one maximum stands for in the search for the best k."""
@@ -36,6 +39,18 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     al. 2020, as a stable sort has it). The smallest weight that stays is found digit by digit of its bit pattern, as
     a radix sort would find it: the patterns of positive floats are in the floats' order.
     """
+    library, (rows, vocab) = kernels(), weights.shape
+    if library is None or not readable(weights):
+        keep_nucleus_by_torch(weights, top_p)
+        return
+    threads = min(torch.get_num_threads(), rows)
+    left, top_p = weights.new_empty(threads, vocab), top_p.double().contiguous()
+    scale = 2.0 ** _mass_bits(vocab)
+    library.edged_keep_nucleus(weights.data_ptr(), rows, vocab, top_p.data_ptr(), scale, left.data_ptr(), threads)
+
+
+def keep_nucleus_by_torch(weights: torch.Tensor, top_p: torch.Tensor) -> None:
+    """As `keep_nucleus`, on any device."""
     masses = _masses(weights)
     wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
     least, above, equals = _least_to_keep(weights, masses, wanted)
@@ -51,8 +66,11 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
 
 def _masses(weights: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
     """Weights as whole numbers in doubles, so small that a row of `vocab` of them can be added up exactly."""
-    bits = _EXACT_BITS - ((vocab or weights.shape[1]) - 1).bit_length()
-    return (weights * 2.0**bits).round_().double()
+    return (weights * 2.0 ** _mass_bits(vocab or weights.shape[1])).round_().double()
+
+
+def _mass_bits(vocab: int) -> int:
+    return _EXACT_BITS - (vocab - 1).bit_length()
 
 
 def _least_to_keep(

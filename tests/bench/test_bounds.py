@@ -53,6 +53,20 @@ def test_a_decode_is_counted_as_torch_counts_it(model_dir: Path, model: PreTrain
     assert bounds.decode(Sizes.of(model_dir, "float32"), batch, context).operations == pytest.approx(seen, rel=1e-3)
 
 
+def test_weights_that_are_stored_in_16_bits_are_read_as_such(tmp_path: Path) -> None:
+    found = {}
+    for dtype in ("float16", "float32"):
+        write_random_llama(tmp_path / dtype, SHAPES["4m"], dtype)
+        found[dtype] = Sizes.of(tmp_path / dtype, "float32", rank=4)
+    half, full = found["float16"], found["float32"]
+    assert full.matrix_bytes == 2 * half.matrix_bytes == 4 * (full.layer_numbers + full.head_numbers)
+    assert half.adapter_bytes == full.adapter_bytes
+    assert bounds.decode(full, 1, 10).bytes - bounds.decode(half, 1, 10).bytes == half.matrix_bytes
+    assert bounds.decode(full, 1, 10).operations == bounds.decode(half, 1, 10).operations
+    for kind in ("forward", "head", "layer"):
+        assert bounds.unit(full, kind, 8).bytes == 2 * bounds.unit(half, kind, 8).bytes
+
+
 def test_a_prefill_attends_to_half_of_the_square(model_dir: Path, model: PreTrainedModel) -> None:
     tokens = 64
     sizes = Sizes.of(model_dir, "float32")

@@ -40,12 +40,17 @@ def test_serving_is_compared_on_equal_greedy_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_stream_is_compared_with_llama_cpp_and_with_an_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "checkpoint"), [((), "float32"), (("--float16",), "float16")])
+def test_a_single_stream_is_compared_with_llama_cpp_and_with_an_adapter(
+    options: tuple[str, ...], checkpoint: str, tmp_path: Path
+) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed: it comes with the extra [peers]")
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: it is in the extra [peers]")
-    arguments = ("--rounds", "1", "--requests", "1", "--adapter", "--peer", "llama.cpp")
+    arguments = ("--rounds", "1", "--requests", "1", "--adapter", "--peer", "llama.cpp", *options)
     report = run_tool("bench_serving.py", *arguments, report=tmp_path / "report.json")
-    assert report["equal_answers_share"] == {"llama.cpp": 1.0}
+    assert report["checkpoint"] == checkpoint
+    # llama.cpp rounds what it multiplies by weights in F16, so its answers may leave ours at some token.
+    assert report["equal_answers_share"]["llama.cpp"] == 1.0 or checkpoint == "float16"
     assert set(report["ratios_with_adapter"]) == {"edged", "llama.cpp"}
     assert report["floor_s"]["edged with an adapter"] > report["floor_s"]["edged"] > 0
 

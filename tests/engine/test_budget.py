@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.bench.random_llama import Shape, write_random_llama
 from edged.cli.main import cli
-from edged.config import ModelSettings, load_settings
+from edged.config import ModelSettings, Settings, load_settings
 from edged.engine.budget import BaseShape, adapter_weights, adapters_that_fit, needs, step_bytes
 from edged.engine.memory import shape_of
 from edged.engine.model import ServedModel
 from edged.engine.quantized import MADE_BY, form_of_checkpoint, form_of_setting, method_of
-from tests.models import save_tiny
+from tests.models import save_tiny, tiny_config
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -138,3 +138,24 @@ def test_open_steps_hold_a_gradient_for_each_adapter_that_may_share_them() -> No
 
 def test_the_box_is_this_one_where_none_is_given() -> None:
     assert plan("--device", "cpu")[1]["device_bytes"] == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("stored", "most"), [("float32", 1.0), ("bfloat16", 1.5)])
+def test_copies_of_weights_count_where_the_engine_would_make_them(stored: str, most: float) -> None:
+    config = tiny_config("llama", dtype=stored)
+    shape = BaseShape.of_config(config, load_settings().align.target_modules)
+    weights = 4 * (shape.hidden_size * shape.vocab_size + sum(rows * columns for rows, columns in shape.linears))
+
+    def copies(beside: int, **model: bool) -> float:
+        """Over the weights, with so many times their bytes free beside them and the adapters' slots."""
+        settings = Settings.model_validate({"model": model, "align": {"max_active_adapters": 1}})
+        form = form_of_setting("", torch.float32, False)
+        base = needs(shape, settings, form, torch.float32, False, 1 << 30)
+        free = base.weights + base.lora_slots + beside * weights
+        return needs(shape, settings, form, torch.float32, False, free).weight_copies / weights
+
+    assert copies(100) == most
+    assert copies(100, narrow_weights=False) == copies(100, short_layers=False) == 1.0
+    assert copies(100, pack_weights=False) == 0.0
+    assert copies(5) == 1.0
+    assert copies(3) == 0.0

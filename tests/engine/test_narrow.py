@@ -6,19 +6,18 @@ import ctypes
 import logging
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 from edged.config import Settings
-from edged.engine.budget import BaseShape, needs
 from edged.engine.linear import PackedLinear
 from edged.engine.model import ServedModel
 from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, why_no_kernels
 from edged.engine.native.narrow import narrow
 from edged.engine.native.trial import shorten_layers
 from edged.engine.parts import build_parts
-from edged.engine.quantized import form_of_setting
 from tests.engine.test_native_layers import answers, served_model
 from tests.models import tiny_model
 
@@ -31,6 +30,11 @@ def weight_of(dtype: torch.dtype, outputs: int, inputs: int) -> torch.Tensor:
     weight = torch.randn(outputs, inputs) * 2.0 ** torch.randint(-24, 4, (outputs, inputs))
     weight[0, :6] = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-24), 127.9375, -127.9375])
     return weight.to(dtype).float()
+
+
+def parts_of(model: ServedModel) -> list[LinearParts]:
+    """Of all packed linears."""
+    return [module.parts for module in model.model.modules() if isinstance(module, PackedLinear)]
 
 
 @compiled
@@ -70,10 +74,11 @@ def test_others_are_left_as_they_are(weight: torch.Tensor) -> None:
     assert narrow(weight) is None
 
 
-def test_one_number_in_the_last_row_decides() -> None:
-    weight = weight_of(torch.bfloat16, 600, 32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_number_in_the_last_row_decides(dtype: torch.dtype) -> None:
+    weight = weight_of(dtype, 600, 32)
     assert narrow(weight) is not None
-    weight[-1, -1] += 2.0**-22
+    weight[-1, -1] = 1.0 + 2.0**-22
     assert narrow(weight) is None
 
 
@@ -86,9 +91,7 @@ def test_a_model_answers_the_same_to_the_last_bit(slots: list[int], dtype: torch
         model = served_model(packed=False, dtype=dtype)
         assert model.pack_weights(in_16_bits=in_16_bits) == ""
         assert shorten_layers(model) == ""
-        packed = [module for module in model.model.modules() if isinstance(module, PackedLinear)]
-        assert len(packed) == 7 * 3 + 1
-        assert all((linear.parts.narrow is not None) == in_16_bits for linear in packed)
+        assert [part.narrow is not None for part in parts_of(model)] == [in_16_bits] * (7 * 3 + 1)
         found.append(answers(model, slots))
     assert torch.equal(*found)
 
@@ -102,21 +105,19 @@ def test_the_setting_decides_and_the_log_says_it(
     settings = Settings.model_validate({"model": {"narrow_weights": setting, "device": "cpu"}})
     with caplog.at_level(logging.INFO, "edged.engine"):
         parts = build_parts(settings, tmp_path / "model", tmp_path / "data")
-    assert isinstance(parts.model, ServedModel)
+    assert {part.narrow is not None for part in parts_of(parts.model)} == {setting}
     assert ("22 of 22 weights are numbers of 16 bits" in caplog.text) == setting
 
 
-def test_copies_count_as_memory_where_there_is_room_for_them() -> None:
-    shape = BaseShape.of_config(tiny_model("llama").config, Settings().align.target_modules)
-    weights = 4 * (shape.hidden_size * shape.vocab_size + sum(rows * columns for rows, columns in shape.linears))
-
-    def copies(free: int, **model: bool) -> int:
-        settings = Settings.model_validate({"model": model})
-        form = form_of_setting("", torch.float32, False)
-        return needs(shape, settings, form, torch.float32, False, free).weight_copies
-
-    assert copies(1 << 30) == weights * 3 // 2
-    assert copies(1 << 30, narrow_weights=False) == copies(1 << 30, short_layers=False) == weights
-    assert copies(1 << 30, pack_weights=False) == 0
-    assert copies(7 * weights) == weights
-    assert copies(4 * weights) == 0
+@compiled
+def test_memory_for_one_copy_is_not_enough_for_two(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served_model(packed=False, dtype=torch.bfloat16)
+    weights = sum(linear.weight.nbytes for linear in model.model.modules() if type(linear) is torch.nn.Linear)
+    free = psutil.virtual_memory()._replace(available=5 * weights)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with caplog.at_level(logging.INFO, "edged.engine"):
+        assert model.pack_weights() == ""
+    assert "weights are not read in 16 bits: copies take " in caplog.text
+    assert {part.narrow for part in parts_of(model)} == {None}

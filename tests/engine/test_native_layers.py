@@ -42,11 +42,11 @@ def served_model(
     return model
 
 
-def answers(model: ServedModel, slots: list[int], last: int = 1, before: int = 40) -> torch.Tensor:
+def answers(model: ServedModel, slots: list[int], last: int = 1) -> torch.Tensor:
     """Logits of the `last` tokens of texts, one under each slot, over pages that hold what comes before these."""
     assert model.lora is not None
     kv = model.new_kv(16 * len(slots) + 1, 8)
-    texts = [random_ids(before + last + 7 * index, index) for index in range(len(slots))]
+    texts = [random_ids(40 + last + 7 * index, index) for index in range(len(slots))]
     with torch.inference_mode():
         for own in (slice(None, -last), slice(-last, None)):
             segments = []
@@ -79,14 +79,14 @@ def shorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_few_rows_get_the_answers_of_the_models_own_layers(
     kind: str, packed: bool, slots: list[int], shorts: list[int]
 ) -> None:
-    model = served_model(kind, packed)
-    wanted = {last: answers(model, slots, last) for last in (1, 4)}
+    model, most = served_model(kind, packed), FEW_ROWS // len(slots)
+    wanted = {last: answers(model, slots, last) for last in (1, 4, most)}
     assert not shorts
     assert shorten_layers(model) == ""
     shorts.clear()
     for last, own in wanted.items():
         torch.testing.assert_close(answers(model, slots, last), own, atol=1e-4, rtol=1e-4)
-    assert shorts == [len(slots)] * 3 + [4 * len(slots)] * 3
+    assert shorts == [rows * len(slots) for rows in (1, 4, most) for _ in range(3)]
 
 
 def test_some_linears_have_adapters_and_some_have_none(shorts: list[int]) -> None:

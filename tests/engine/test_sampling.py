@@ -22,7 +22,7 @@ from edged.align.transfer import upload
 from edged.engine.penalties import Changes, TokenCounts
 from edged.engine.request import Sampling
 from edged.engine.sampling import NOT_A_TOKEN, Row, sample, uniform
-from edged.engine.truncation import keep_nucleus, kth_best
+from edged.engine.truncation import keep_nucleus, keep_nucleus_by_torch, kth_best
 
 VOCAB = 50
 
@@ -166,8 +166,10 @@ def test_the_nucleus_is_that_of_a_stable_sort(spread: float, vocab: int, step: f
     scores[:4, ::3] = float("-inf")
     top_p = torch.tensor([0.0, 0.1, 0.3777, 0.5111, 0.7, 0.8, 0.9123, 0.95, 0.987, 0.999, 0.9999, 1e-7])
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    got = weights.clone()
+    got, by_torch = weights.clone(), weights.clone()
     keep_nucleus(got, top_p)
+    keep_nucleus_by_torch(by_torch, top_p)
+    assert torch.equal(got, by_torch)
     wanted = sorted_nucleus(scores, top_p)
     chances = scores.double().softmax(-1)
     # Sets that differ differ by no more than the rounding of a float32 weight makes of the share.

@@ -121,7 +121,7 @@ def test_packed_siblings_give_what_each_would_alone(bias: bool, native: bool) ->
     layer = Layer(bias)
     inputs = [torch.randn(1, rows, 64) for rows in (1, 3, 16, 333, 0)]
     wanted = [layer(x).detach() for x in inputs]
-    pack_linears(layer, native)
+    pack_linears(layer, native, in_16_bits=False)
     assert isinstance(layer.q_proj, PackedLinear)
     with torch.inference_mode():
         for x, y in zip(inputs, wanted, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-INTERFACE = "edged_interface_3"
+INTERFACE = "edged_interface_4"
 """Named in `attention.c`; a library without it is older or newer."""
 NOT_BUILT = "edged was installed without a C compiler"
 OTHER_VERSION = "the compiled kernels are of another version of edged"

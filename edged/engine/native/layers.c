@@ -10,11 +10,11 @@ enum { FLOAT32, BFLOAT16, FLOAT16 }; /* a weight's numbers: native/narrow.py has
 
 typedef struct {
     const float *weight;   /* [out, in] */
-    const int32_t *narrow; /* the same numbers in 16 bits each, [out, in / 2]; unless `form` is FLOAT32 */
+    const int32_t *narrow; /* the same numbers in 16 bits each, [out, in / 2]; NULL where `form` is FLOAT32 */
     const float *bias;     /* [out] or NULL */
     const float *down;     /* A of slot 0, [in, rank]; NULL: no adapters */
     const float *up;       /* B of slot 0, [rank, out] */
-    int64_t form;
+    int64_t form;          /* of `narrow` */
     int64_t out, down_row, down_slot, up_slot; /* steps between rows and slots, in floats */
 } linear_t;
 
@@ -55,12 +55,15 @@ INLINE int64_t bytes(int64_t numbers, const int form) { return numbers * (form =
 INLINE void dots(const char *w, const int form, int64_t in, const float *x, const int outs, const int rows, float *sums,
                  int64_t stride) {
     const int parts = form == FLOAT32 ? 1 : 2;
-    const char *next = w + bytes(outs * in, form); /* the weight's next rows: these few are a short stream for the processor */
+    /* The next rows, into the second cache: so few short ones are streams that the processor does not foresee. After a
+     * weight's last row that fetches nothing of use, and never faults. */
+    const char *next = w + bytes(outs * in, form);
     vec acc[OUTS][ROWS] = {0};
     int64_t i = 0;
     for (; i + parts * LANES <= in; i += parts * LANES) {
         vec weights[OUTS][2];
-        for (int line = 0; line < outs; line += 2) __builtin_prefetch(next + bytes(outs * i, form) + line * 32, 0, 2);
+        /* 32 bytes of each row are read in a turn: of two rows a line of the cache. */
+        for (int row = 0; row < outs; row += 2) __builtin_prefetch(next + bytes(outs * i, form) + row * 32, 0, 2);
 #pragma GCC unroll 4
         for (int o = 0; o < outs; o++) fetch(w + bytes(o * in + i, form), form, weights[o]);
 #pragma GCC unroll 2

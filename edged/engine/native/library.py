@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
         None,
         (POINTER(CLinear), c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
     ),
+    "edged_keep_nucleus": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
     "edged_decode": (
         None,
         (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64),
