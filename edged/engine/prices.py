@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from edged.config import ModelSettings
 from edged.engine.model import ServedModel
+from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.threads import CpuThreads
 from edged.scheduler.cost import CostModel, Prices, roofline
 from edged.scheduler.profile import ProfileError, Subject, find_profile
@@ -68,7 +70,9 @@ def guess_of(model: ServedModel) -> Prices:
     """A roofline of the model on its device."""
     operations, bandwidth = _CPU_RATES if model.device.type == "cpu" else _cuda_rates(model.device, model.dtype)
     shape = model.shape
-    return roofline(shape.parameters, operations, bandwidth, shape.layers, model.dtype.itemsize)
+    prices = roofline(shape.parameters, operations, bandwidth, shape.layers, model.dtype.itemsize)
+    # The compiled kernels end at a number of tokens, where a step costs more at once.
+    return replace(prices, knee_tokens=FEW_ROWS) if model.device.type == "cpu" and kernels() else prices
 
 
 def _cuda_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -28,6 +28,7 @@ FORWARD_PRICES = (
     "fine-tune token",
     "adapter",
     "decodes beside chunks",
+    "more tokens than the knee",
 )
 """What the seconds of a forward are made of, in the order of its prices."""
 
@@ -98,6 +99,7 @@ class Load:
             float(self.finetune_tokens),
             float(self.adapters),
             float(self.mixed),
+            float(tokens > knee_tokens),
         )
 
 
@@ -106,8 +108,9 @@ class CostModel:
 
     A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
-    of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks. A unit
-    costs a constant and a price per token, by kind. When the device turns slower or faster, all of these do at once.
+    of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks and for
+    more tokens than the knee (few may go another way through the model). A unit costs a constant and a price per token,
+    by kind. When the device turns slower or faster, all of these do at once.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
@@ -188,11 +191,11 @@ class CostModel:
         tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
         if not tokens:
             return 0.0
-        once, low, high, decode, key, pair, finetune, adapter, beside = self._prices
+        once, low, high, decode, key, pair, finetune, adapter, beside, past = self._prices
         knee = self._knee
         return (
             once
-            + (low * tokens if tokens <= knee else low * knee + high * (tokens - knee))
+            + (low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee))
             + decode * load.decodes
             + key * load.context
             + pair * load.pairs
@@ -207,7 +210,7 @@ class CostModel:
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
-        once, low, high, decode, key, pair, extra, adapter, beside = self._prices
+        once, low, high, decode, key, pair, extra, adapter, beside, past = self._prices
         knee = self._knee
         base = load.prefill_tokens + load.decodes + load.finetune_tokens
         fixed = once + decode * load.decodes + key * load.context + pair * load.pairs + adapter * load.adapters
@@ -217,7 +220,7 @@ class CostModel:
 
         def fits(count: int) -> bool:
             tokens = base + count
-            packed = low * tokens if tokens <= knee else low * knee + high * (tokens - knee)
+            packed = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
             return packed + count * (slope + curve * count) <= left_s
 
         if fits(most):
@@ -313,6 +316,7 @@ def roofline(
             pair_s,
             0.1 * token_s,
             0.03 * read_s + layers * launch_s,
+            layers * launch_s,
             layers * launch_s,
         ),
         knee_tokens=max(1, round(read_s / token_s)),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost import CostModel, Load, roofline
+from edged.scheduler.cost import FORWARD_PRICES, CostModel, Load, roofline
 from edged.scheduler.fit import least_squares
 from edged.scheduler.profile import (
     FOLDER,
@@ -115,7 +115,8 @@ def test_a_grid_of_measurements_gives_a_devices_prices_and_its_knee() -> None:
 
 def test_decodes_beside_a_prompt_have_a_price_of_their_own() -> None:
     device = Device(mixed_s=0.004)
-    assert fit_prices(*measured(device)).forward[-1] == pytest.approx(0.004, rel=0.02)
+    beside_price = fit_prices(*measured(device)).forward[FORWARD_PRICES.index("decodes beside chunks")]
+    assert beside_price == pytest.approx(0.004, rel=0.02)
     guess = roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10)
     cost, load = CostModel.from_profile(profile_of(device), guess), Load(decodes=8, context=4096)
     beside = replace(load)
@@ -124,14 +125,29 @@ def test_decodes_beside_a_prompt_have_a_price_of_their_own() -> None:
     assert cost.chunk(load, 0, 500, cost.forward_s(beside) * (1 + 1e-9), finetune=False) == 64
 
 
+def test_more_tokens_than_go_the_short_way_have_a_price_of_their_own() -> None:
+    device = Device(free_tokens=32, past_s=0.01)
+    prices = fit_prices(*measured(device))
+    assert prices.knee_tokens == 32
+    assert prices.forward[FORWARD_PRICES.index("more tokens than the knee")] == pytest.approx(0.01, rel=0.05)
+    cost = CostModel.from_profile(profile_of(device), roofline(parameters=10**9, flops_per_s=1e11, bytes_per_s=2e10))
+    for tokens in (30, 32, 33, 40):
+        load = Load(prefill_tokens=tokens)
+        assert cost.forward_s(load) == pytest.approx(device.forward_s(load), rel=0.03)
+    # A chunk is as long as the short way takes, until the other one is paid for.
+    budget_s = device.forward_s(Load(prefill_tokens=32)) + 0.005
+    assert cost.chunk(Load(), 0, 500, budget_s, finetune=False) == 32
+    assert cost.chunk(Load(), 0, 500, budget_s + 0.01, finetune=False) > 32
+
+
 def test_a_file_of_a_version_that_knew_fewer_prices_is_read_and_the_others_are_learned(tmp_path: Path) -> None:
     device, path, rng = Device(mixed_s=0.004), tmp_path / "profile.json", random.Random(0)
     profile_of(device).write(path)
     older = json.loads(path.read_text())
-    older["prices"]["forward"].pop()
+    older["prices"]["forward"] = older["prices"]["forward"][:8]
     path.write_text(json.dumps(older))
     profile = Profile.read(path)
-    assert profile.prices.forward[-1] == 0.0
+    assert profile.prices.forward[8:] == (0.0,) * (len(FORWARD_PRICES) - 8)
     cost = CostModel.from_profile(profile, roofline(parameters=3_000_000_000, flops_per_s=1e11, bytes_per_s=2e10))
     load = Load(prefill_tokens=8, decodes=8, context=4096, pairs=32.0)
     assert cost.forward_s(load) == pytest.approx(device.forward_s(load) - 0.004, rel=0.02)

@@ -28,6 +28,8 @@ class Device:
     unit_token_s: float = 0.0001
     unit_base_s: float = 0.001
     free_tokens: int = 0
+    past_s: float = 0.0
+    """Once where there are more than the free tokens."""
     noise: float = 0.0
 
     def forward_s(self, load: Load) -> float:
@@ -42,6 +44,7 @@ class Device:
             + self.key_s * load.context
             + self.pair_s * load.pairs
             + self.mixed_s * load.mixed
+            + self.past_s * (beyond > 0)
         )
 
     def unit_s(self, unit: Unit) -> float:
