@@ -4,10 +4,10 @@
     python tools/bench_simulation.py TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs mace]
                                      [--rounds 3] [--profile FILE] [--quick] [--output FILE]
 
-Measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace while learning
-the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the profile's times.
-Nothing is held out for tests, which a simulation leaves out. Printed: the median of the replays with the smallest and
-the largest, the simulation, and simulated over measured.
+Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace
+while learning the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the
+profile's times: a machine's own speed moves from minute to minute. Nothing is held out for tests, which a simulation
+leaves out. Printed: medians over the rounds with the smallest and the largest, and of simulated over measured in each.
 """
 
 from __future__ import annotations
@@ -64,23 +64,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="replays of each policy (default 3)")
     parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
     parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
-    parser.add_argument("--profile", type=Path, help="this machine's (default: it is measured first)")
+    parser.add_argument("--profile", type=Path, help="this machine's (default: every round begins by measuring one)")
     parser.add_argument("--output", type=Path, help="write a JSON report here")
     options = parser.parse_args()
     options.seconds = options.seconds or (3.0 if options.quick else 60.0)
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
-        profile = options.profile or measured_profile(options.model, Path(folder), options.quick)
-        config = Path(folder) / "settings.toml"
-        config.write_text(
-            f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n"
-        )
-        rounds = [[replayed(options, config, policy) for policy in options.policies] for _ in range(options.rounds)]
-        report = {
-            policy: {"measured": measured, "simulated": simulated(options, profile, config, policy, measured[0])}
-            for policy, measured in zip(options.policies, zip(*rounds, strict=True), strict=True)
+        report: dict[str, dict[str, list[dict[str, Any]]]] = {
+            policy: {"measured": [], "simulated": []} for policy in options.policies
         }
+        for number in range(options.rounds):
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            profile, config = prepare(options, Path(folder))
+            for policy, sides in report.items():
+                sides["measured"].append(replayed(options, config, policy))
+                sides["simulated"].append(simulated(options, profile, config, policy, sides["measured"][-1]))
     for policy, sides in report.items():
-        print(f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}")
+        print(f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}{'(spread)':>14}")
         for line in table(**sides):
             print(line)
     if options.output:
@@ -96,11 +95,16 @@ def edged(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def measured_profile(model: Path, folder: Path, quick: bool) -> Path:
-    """A profile of this machine with the model."""
-    path = folder / "profile.json"
-    edged(["profile", "--model", str(model), "--output", str(path), *(["--quick"] if quick else [])])
-    return path
+def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+    """A round's profile, which is measured if none was given, and the settings that name it."""
+    profile = options.profile
+    if profile is None:
+        profile = folder / "profile.json"
+        quick = ["--quick"] if options.quick else []
+        edged(["profile", "--model", str(options.model), "--output", str(profile), *quick])
+    config = folder / "settings.toml"
+    config.write_text(f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n")
+    return profile, config
 
 
 def replayed(options: argparse.Namespace, config: Path, policy: str) -> dict[str, Any]:
@@ -143,14 +147,16 @@ def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[i
         yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
 
 
-def table(measured: Sequence[dict[str, Any]], simulated: dict[str, Any]) -> Iterator[str]:
-    """One line for each figure."""
+def table(measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line for each figure: medians over the rounds, and of the rounds' own ratios."""
     for name, path in FIGURES:
-        values = [value for report in measured if (value := figure(report, path)) is not None]
-        middle, guess = median(values) if values else None, figure(simulated, path)
-        ratio = f"{guess / middle:8.2f}" if middle and guess is not None else f"{'-':>8}"
+        rounds = [(figure(a, path), figure(b, path)) for a, b in zip(measured, simulated, strict=True)]
+        values = [value for value, _ in rounds if value is not None]
+        guesses = [guess for _, guess in rounds if guess is not None]
+        ratios = [guess / value for value, guess in rounds if value and guess is not None]
+        shown = [f"{median(numbers):.1f}" if numbers else "-" for numbers in (values, guesses)]
         spread = f"({min(values):.1f}-{max(values):.1f})" if values else ""
-        shown = ["-" if value is None else f"{value:.1f}" for value in (middle, guess)]
+        ratio = f"{median(ratios):8.2f}{f'({min(ratios):.2f}-{max(ratios):.2f})':>14}" if ratios else f"{'-':>8}"
         yield f"{name:<28}{shown[0]:>12}{spread:>18}{shown[1]:>12}{ratio}"
 
 

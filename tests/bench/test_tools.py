@@ -309,8 +309,8 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
     pairs.write_text("\n".join(lines) + "\n")
     report = run_tool("bench_simulation.py", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
     for sides in report.values():
-        simulated = sides["simulated"]
-        for measured in sides["measured"]:
+        assert len(sides["measured"]) == 3
+        for measured, simulated in zip(sides["measured"], sides["simulated"], strict=True):
             assert measured["load"] == simulated["load"]
             assert measured["finetune"]["pairs_sent"] == simulated["finetune"]["pairs_sent"]
             assert simulated["requests"]["finished"] == simulated["requests"]["sent"] == measured["requests"]["sent"]
