@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
     parser.add_argument("--retrain-rate", type=float, default=0.5, help="pairs per request (default 0.5)")
     parser.add_argument("--seconds", type=float, default=None, help="of the load (default 60; quick: 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="replays of each policy (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of a profile, replays and simulations (default 3)")
     parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
     parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
     parser.add_argument("--profile", type=Path, help="this machine's (default: every round begins by measuring one)")
@@ -74,7 +74,7 @@ def main() -> None:
         }
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            profile, config = prepare(options, Path(folder))
+            profile, config = begin_round(options, Path(folder))
             for policy, sides in report.items():
                 sides["measured"].append(replayed(options, config, policy))
                 sides["simulated"].append(simulated(options, profile, config, policy, sides["measured"][-1]))
@@ -95,7 +95,7 @@ def edged(arguments: Sequence[str]) -> str:
     return done.stdout
 
 
-def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+def begin_round(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """A round's profile, which is measured if none was given, and the settings that name it."""
     profile = options.profile
     if profile is None:

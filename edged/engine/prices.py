@@ -71,7 +71,8 @@ def guess_of(model: ServedModel) -> Prices:
     operations, bandwidth = _CPU_RATES if model.device.type == "cpu" else _cuda_rates(model.device, model.dtype)
     shape = model.shape
     prices = roofline(shape.parameters, operations, bandwidth, shape.layers, model.dtype.itemsize)
-    # The compiled kernels end at a number of tokens, where a step costs more at once.
+    # The compiled kernels end at a number of tokens, where a step costs more at once. Where they are not used it does
+    # not, and that price is learned to be small.
     return replace(prices, knee_tokens=FEW_ROWS) if model.device.type == "cpu" and kernels() else prices
 
 

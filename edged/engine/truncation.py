@@ -35,9 +35,10 @@ def kth_best(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
 def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     """Zero, in place, all but the smallest set of largest `weights` whose share of the row's sum reaches `top_p`.
 
-    `weights` [rows, vocab] are float32 in [0, 1], `top_p` [rows]. Of equal weights the first ones stay (Holtzman et
-    al. 2020, as a stable sort has it). The smallest weight that stays is found digit by digit of its bit pattern, as
-    a radix sort would find it: the patterns of positive floats are in the floats' order.
+    `weights` [rows, vocab] are float32 in [0, 1], rows at least one, `top_p` [rows]. A row of no numbers may stay. Of
+    equal weights the first ones stay (Holtzman et al. 2020, as a stable sort has it). The smallest weight that stays is
+    found digit by digit of its bit pattern, as a radix sort would find it: the patterns of positive floats are in the
+    floats' order.
     """
     library, (rows, vocab) = kernels(), weights.shape
     if library is None or not readable(weights):

@@ -131,6 +131,8 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "guard__held_out_share": 0.0,
         "scheduler__idle_quantum_ms": 1.0,
         "align__keep_graph": False,
+        # Chunks of few tokens would be added up in another order, and AdamW makes much of that near zero.
+        "model__short_layers": False,
     }
     for times in (0, 12):
         with running_engine(tmp_path, data=f"data-{times}", **settings) as (engine, client):

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from edged.align.transfer import upload
+from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.penalties import Changes, TokenCounts
 from edged.engine.request import Sampling
 from edged.engine.sampling import NOT_A_TOKEN, Row, sample, uniform
@@ -166,10 +167,8 @@ def test_the_nucleus_is_that_of_a_stable_sort(spread: float, vocab: int, step: f
     scores[:4, ::3] = float("-inf")
     top_p = torch.tensor([0.0, 0.1, 0.3777, 0.5111, 0.7, 0.8, 0.9123, 0.95, 0.987, 0.999, 0.9999, 1e-7])
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    got, by_torch = weights.clone(), weights.clone()
+    got = weights.clone()
     keep_nucleus(got, top_p)
-    keep_nucleus_by_torch(by_torch, top_p)
-    assert torch.equal(got, by_torch)
     wanted = sorted_nucleus(scores, top_p)
     chances = scores.double().softmax(-1)
     # Sets that differ differ by no more than the rounding of a float32 weight makes of the share.
@@ -179,6 +178,30 @@ def test_the_nucleus_is_that_of_a_stable_sort(spread: float, vocab: int, step: f
     assert (differing[~near] <= 1e-6).all()
     assert torch.equal(got[got > 0], weights[got > 0])
     assert (got > 0).any(-1).all()
+
+
+@pytest.mark.skipif(kernels() is None, reason=why_no_kernels())
+@pytest.mark.parametrize("threads", [1, 2, 20])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+@pytest.mark.parametrize("vocab", [1, 3, 1000, 49152])
+def test_the_kernels_nucleus_is_torchs_to_the_last_bit(vocab: int, spread: float, threads: int) -> None:
+    scores = spread * torch.randn(12, vocab, generator=torch.Generator().manual_seed(vocab))
+    scores[6:] = (scores[6:] / 0.5).round() * 0.5
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    top_p = torch.tensor([0.0, 0.1, 0.3777, 0.5, 0.7, 0.8, 0.9123, 0.95, 0.987, 0.999, 1.0, 1e-7])
+    wanted, got, beside_nan = weights.clone(), weights.clone(), weights.clone()
+    beside_nan[3] = torch.nan
+    keep_nucleus_by_torch(wanted, top_p)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        keep_nucleus(got, top_p)
+        keep_nucleus(beside_nan, top_p)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got, wanted)
+    sound = torch.arange(12) != 3
+    assert torch.equal(beside_nan[sound], wanted[sound])
 
 
 @pytest.mark.parametrize(("vocab", "most"), [(50, 7), (4096, 60), (4096, 2000), (4100, 30)])

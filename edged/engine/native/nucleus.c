@@ -20,7 +20,7 @@ INLINE double mass(float weight, float scale) { return (double)rintf(weight * sc
  * The least that stays is found digit by digit of its pattern, which orders positive floats. `left` holds `vocab`. */
 FOR_EACH_CPU static void keep_row(float *weights, int64_t vocab, double top_p, float scale, float *left) {
     double wanted = 0, above = 0, reached = 0;
-    int32_t found = 0;
+    int32_t found = 0; /* all comparisons are false for a NaN: a row that has one stays as it is */
     int64_t count = vocab;
     const float *from = weights;
     for (int shift = 2 * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
