@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from edged.align.group import head_window_size
 from edged.config import Settings
-from edged.engine.linear import COPIES_SHARE
+from edged.engine.linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.lora import target_linears
 from edged.engine.quantized import WeightForm, is_linear, weight_count
 
@@ -178,7 +178,7 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
     linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
     narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
-    both = copy * 3 // 2 if narrow else copy
+    both = round(BOTH_COPIES * copy) if narrow else copy
     return next((size for size in (both, copy) if size <= most), 0)
 
 

@@ -32,6 +32,8 @@ cost gigabytes, and milliseconds each time that one is new.
 """
 COPIES_SHARE = 0.25
 """Of the memory that is free: what copies of the weights may take."""
+BOTH_COPIES = 1.5
+"""Of the weights' bytes: oneDNN's copy and that in 16 bits."""
 _TOLERANCE = 1e-4
 """Of the largest output, between products that add up in another order."""
 
@@ -45,18 +47,18 @@ class Product:
     def __init__(self, linears: Sequence[nn.Linear], native: bool, in_16_bits: bool) -> None:
         """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights, or
         `in_16_bits` copies of those that lose nothing by it."""
-        weights = [linear.weight.detach() for linear in linears]
+        # The kernels' structure holds addresses.
+        self.parts = [LinearParts.of(linear) for linear in linears]
+        weights, biases, _ = zip(*self.parts, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
         given = [bias for bias in biases if bias is not None]
         self._bias = torch.cat(given) if given else None
         self.sizes = [linear.out_features for linear in linears]
         self._width = sum(self.sizes)
         self._library = kernels() if native and readable(*weights, *biases) else None
-        narrows = [narrow(weight) if in_16_bits and self._library else None for weight in weights]
-        # The kernels' structure holds addresses.
-        self.parts = [LinearParts(*its) for its in zip(weights, biases, narrows, strict=True)]
+        if in_16_bits and self._library is not None:
+            self.parts = [part._replace(narrow=narrow(part.weight)) for part in self.parts]
         self._group = group_of(self.parts)
         if self._library is not None and not self._agrees():
             self._library = None

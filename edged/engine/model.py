@@ -24,7 +24,7 @@ from edged.engine.attention import IMPLEMENTATION, AttentionPass, PagedPass, att
 from edged.engine.batch import Segment, pack
 from edged.engine.frozen import give_gradients
 from edged.engine.kv import KvStore
-from edged.engine.linear import pack_linears, why_not_packed
+from edged.engine.linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.loading import ModelRefused as ModelRefused
 from edged.engine.loading import load_pretrained
 from edged.engine.lora import LoraSlots, NoSuchLinears, target_linears
@@ -104,10 +104,11 @@ class ServedModel:
         """
         reason = why_not_packed(self.model, self.device, self.dtype)
         if not reason:
-            lacking = why_not_packed(self.model, self.device, self.dtype, copies=1.5) if native and in_16_bits else ""
-            if lacking:
+            in_16_bits = in_16_bits and native
+            if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
                 log.info("weights are not read in 16 bits: %s", lacking)
-            pack_linears(self.model, native, native and in_16_bits and not lacking)
+                in_16_bits = False
+            pack_linears(self.model, native, in_16_bits)
             self.head = self.model.get_output_embeddings()
         return reason
 

@@ -13,6 +13,8 @@ const field = byId("user");
 let caller = null;
 let versions = {};
 let typed = false;
+/** Whether the box has had a name for this caller. */
+let offered = false;
 let changed = () => {};
 
 /** Wire the user box up; `hears` is told of every new speaker. */
@@ -26,6 +28,7 @@ export function startSpeaker(hears) {
     show();
   });
   field.addEventListener("change", () => speaker() && changed(speaker()));
+  field.addEventListener("blur", offerName);
   show();
 }
 
@@ -44,15 +47,22 @@ export function showAdapters(current) {
   show();
 }
 
-/** Take in who the caller is. A name that nobody typed here gives way to one of the caller's. */
+/** Take in who the caller is. A name that nobody typed here gives way to one of the caller's, once nobody is in the box. */
 export function showCaller(known) {
   if (JSON.stringify(known) === JSON.stringify(caller)) return;
   caller = known;
-  if (!typed) {
-    const remembered = localStorage.getItem(REMEMBERED);
-    field.value = remembered !== null && !problemOf(remembered) ? remembered : firstName();
-    if (speaker()) changed(speaker());
-  }
+  offered = false;
+  if (document.activeElement !== field) offerName();
+  show();
+}
+
+/** Put a name of the caller's into the box, once; never under the hands of somebody who is about to type one. */
+function offerName() {
+  if (typed || offered || !caller) return;
+  offered = true;
+  const remembered = localStorage.getItem(REMEMBERED);
+  field.value = remembered !== null && !problemOf(remembered) ? remembered : firstName();
+  if (speaker()) changed(speaker());
   show();
 }
 

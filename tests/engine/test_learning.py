@@ -122,8 +122,12 @@ def take_pages_of_steps(engine: Engine, times: int) -> list[int]:
     return hit
 
 
-@pytest.mark.parametrize("window", [7, 400])
-def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_same(tmp_path: Path, window: int) -> None:
+# The compiled kernels add up chunks of few tokens in another order than longer ones are, and AdamW makes much of that
+# where a gradient is near zero: with them windows end the same that are all short.
+@pytest.mark.parametrize(("window", "short_layers"), [(7, True), (7, False), (400, False)])
+def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_same(
+    tmp_path: Path, window: int, short_layers: bool
+) -> None:
     weights = []
     settings = {
         "align__window_tokens": window,
@@ -131,8 +135,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "guard__held_out_share": 0.0,
         "scheduler__idle_quantum_ms": 1.0,
         "align__keep_graph": False,
-        # Chunks of few tokens would be added up in another order, and AdamW makes much of that near zero.
-        "model__short_layers": False,
+        "model__short_layers": short_layers,
     }
     for times in (0, 12):
         with running_engine(tmp_path, data=f"data-{times}", **settings) as (engine, client):

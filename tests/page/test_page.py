@@ -121,6 +121,21 @@ def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaem
     expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
 
 
+def test_nobodys_name_is_changed_under_its_hands(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/v1/events*", lambda route: held.append(route))
+    page.reload()
+    field = page.get_by_label("as", exact=True)
+    field.focus()
+    while not held:
+        page.wait_for_timeout(20)
+    held[0].continue_()
+    expect(page.locator("#serving")).to_have_text("base", timeout=PATIENT_MS)
+    expect(field).to_have_value("")
+    field.press("Tab")
+    expect(field).to_have_value("guest")
+
+
 def test_thumbs_and_asking_again_make_a_pair_of_two_answers(page: Page) -> None:
     person = Person(page).is_called("rater").wants_one_answer()
     person.asks(RICE)

@@ -140,13 +140,10 @@ def _plain(linear: nn.Module) -> LinearParts:
     """What LoRA and packing are wrapped around."""
     while isinstance(linear, LoraLinear):
         linear = linear.base
-    packed = linear if isinstance(linear, PackedLinear) else None
-    plain = linear if packed is None else packed.base
+    plain = linear.base if isinstance(linear, PackedLinear) else linear
     if type(plain) is not nn.Linear or not readable(plain.weight, plain.bias):
         raise NotOfThisKind(f"{type(plain).__name__} is no plain linear in float32")
-    if packed is not None:
-        return packed.parts
-    return LinearParts(plain.weight.detach(), None if plain.bias is None else plain.bias.detach())
+    return linear.parts if isinstance(linear, PackedLinear) else LinearParts.of(plain)
 
 
 def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from edged import logs
 from edged.engine.native import shared_library, why_not_built
@@ -115,6 +116,11 @@ class LinearParts(NamedTuple):
     bias: torch.Tensor | None
     narrow: Narrow | None = None
     """Of the same numbers as `weight`, and read instead."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> LinearParts:
+        """A linear's own weight and bias."""
+        return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
 def group_of(parts: Sequence[LinearParts]) -> CGroup:

@@ -5,13 +5,12 @@
 #define DIGITS (1 << DIGIT_BITS)
 #define TABLES 2 /* weights that follow each other often have one digit: an addition need not wait for the one before */
 
-INLINE int32_t pattern(float weight) {
+/* One digit of a weight's pattern. */
+INLINE int32_t digit(float weight, int shift) {
     int32_t bits;
     memcpy(&bits, &weight, sizeof bits);
-    return bits;
+    return bits >> shift & (DIGITS - 1);
 }
-
-INLINE int32_t digit(float weight, int shift) { return pattern(weight) >> shift & (DIGITS - 1); }
 
 /* A weight as a whole number: sums of these are exact, in any order. */
 INLINE double mass(float weight, float scale) { return (double)rintf(weight * scale); }
