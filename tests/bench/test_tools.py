@@ -314,3 +314,5 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
             assert measured["load"] == simulated["load"]
             assert measured["finetune"]["pairs_sent"] == simulated["finetune"]["pairs_sent"]
             assert simulated["requests"]["finished"] == simulated["requests"]["sent"] == measured["requests"]["sent"]
+        # Every round has a profile of its own, and no two measurements are the same.
+        assert len({simulated["slo"]["forward_ms_of_mean_prompt"] for simulated in sides["simulated"]}) == 3
