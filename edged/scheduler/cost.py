@@ -110,7 +110,8 @@ class CostModel:
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
     of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks and for
     more tokens than the knee (few may go another way through the model). A unit costs a constant and a price per token,
-    by kind. When the device turns slower or faster, all of these do at once.
+    by kind. When the device turns slower or faster, all of these do at once: predictions are prices times the pace of
+    the last few iterations.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
@@ -126,6 +127,7 @@ class CostModel:
         self.source = "guess"
         """Where its first prices came from: "guess", or the profile's file."""
         self._prices = guess.forward
+        """Of a forward, at the pace of the moment."""
 
     @classmethod
     def guess(
@@ -205,8 +207,12 @@ class CostModel:
         )
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
-        """Predicted seconds of a prompt's `tokens` alone in a forward, after `context` others."""
-        return self.forward_s(Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens)))
+        """Seconds that a prompt's `tokens` alone in a forward, after `context` others, are priced at.
+
+        Whatever the pace of the moment, which will have passed before most targets are due.
+        """
+        load = Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens))
+        return self.forward_s(load) / self._drift.pace
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
@@ -238,7 +244,7 @@ class CostModel:
         """Predicted seconds of one fine-tune unit."""
         fit = self._units.get(unit.kind)
         once, token = fit.prices if fit is not None else self._unit_guess["layer"]
-        return once + token * unit.tokens
+        return (once + token * unit.tokens) * self._drift.pace
 
     def observe(self, result: Result) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -248,6 +254,7 @@ class CostModel:
         """
         parts: dict[Part, tuple[float, float]] = {}
         finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
+        pace = self._drift.pace
         load = load_of(result)
         features = load.features(self._knee)
         if result.forward_s > 0.0:
@@ -273,7 +280,7 @@ class CostModel:
         if parts:
             self.accuracy.observe(parts)
         if known_s and usual_s:
-            factor = self._drift.observe(known_s, usual_s, known_measured_s)
+            factor = self._drift.observe(known_s / pace, usual_s, known_measured_s)
             if factor != 1.0:
                 for fit in (self._fit, *self._units.values()):
                     fit.rescale(factor, self._drift.now)
@@ -287,7 +294,7 @@ class CostModel:
         for unit, seconds in result.units:
             if seconds > 0.0:
                 self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds, drift)
-        self._prices = tuple(self._fit.prices)
+        self._prices = tuple([price * self._drift.pace for price in self._fit.prices])
 
     def _unit_fit(self, kind: str) -> Fit:
         fit = self._units.get(kind)

@@ -1,4 +1,4 @@
-"""How fast the device is now: against a moment ago, and against what is usual.
+"""How fast the device is now: against its prices, and against what is usual.
 
 Owns both factors. A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few
 iterations tell it of all kinds of work. Must not know what ran, nor how prices are fitted.
@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 WITNESSES = 5
-"""Iterations in a row that must all have been slower (or faster) than predicted to show that the device is."""
+"""Iterations in a row that must all have been slower (or faster) than priced to show that the device is."""
 LEAST_CHANGE = 0.1
 """What each of them must have been off by, in log ratios; the fits follow smaller changes by themselves."""
 NOISES = 2.0
@@ -20,27 +20,37 @@ _LATEST = 0.05
 _LATEST_NOISE = 0.02
 _LARGEST_NOISE = 1.0
 """A single stall counts as this, in log ratios."""
+_LATEST_PACE = 0.4
+"""Share of the latest iteration in `pace`."""
+_LARGEST_STEP = 0.04
+"""By which one iteration moves `pace` at most, in log ratios: a stall is no new pace."""
 
 
 class Drift:
-    """Tells jumps of the device's speed. `now`: how many times longer work takes than usual.
+    """Tells how fast the device is.
 
-    Nothing is summed up without end: `now` compares two predictions, and a jump is moved into the prices for good.
+    `pace`: how many times longer work takes at the moment than it is priced at. Processors share caches, memory and
+    power with others, which come and go within tens of milliseconds: prices, the mean of about a hundred iterations,
+    are late for that. `now`: how many times longer work takes than usual.
+
+    Nothing is summed up without end: both compare two numbers, and a jump is moved into the prices for good.
     """
 
-    __slots__ = ("_latest", "_log", "_noise", "now")
+    __slots__ = ("_latest", "_log", "_log_pace", "_noise", "now", "pace")
 
     def __init__(self) -> None:
-        self._log = self._noise = 0.0
+        self._log = self._noise = self._log_pace = 0.0
         self._latest: deque[float] = deque(maxlen=WITNESSES)
-        self.now = 1.0
+        self.now = self.pace = 1.0
 
-    def observe(self, predicted_s: float, usual_s: float, measured_s: float) -> float:
-        """An iteration, as it was predicted, as usual prices predict it, and as it was, all above zero.
+    def observe(self, priced_s: float, usual_s: float, measured_s: float) -> float:
+        """An iteration, as it is priced, as usual prices have it, and as it was, all above zero.
 
-        Returns the factor by which all work takes longer from here on; mostly 1.
+        Returns the factor by which all prices rise from here on; mostly 1.
         """
-        surprise = math.log(measured_s / predicted_s)
+        surprise = math.log(measured_s / priced_s)
+        missing = _LATEST_PACE * (surprise - self._log_pace)
+        self._log_pace += max(-_LARGEST_STEP, min(_LARGEST_STEP, missing))
         latest, least = self._latest, max(LEAST_CHANGE, NOISES * self._noise)
         latest.append(surprise)
         self._noise += _LATEST_NOISE * (min(_LARGEST_NOISE, abs(surprise)) - self._noise)
@@ -48,6 +58,7 @@ class Drift:
         if len(latest) == WITNESSES and (min(latest) > least or max(latest) < -least):
             jump = sorted(latest)[WITNESSES // 2]
             latest.clear()
-        self._log += jump + _LATEST * (math.log(predicted_s / usual_s) - self._log)
-        self.now = math.exp(self._log)
+        self._log_pace -= jump
+        self._log += jump + _LATEST * (math.log(priced_s / usual_s) - self._log)
+        self.now, self.pace = math.exp(self._log), math.exp(self._log_pace)
         return math.exp(jump)

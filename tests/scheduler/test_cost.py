@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -134,6 +135,22 @@ def test_a_device_whose_speed_is_constant_is_not_found_to_drift_however_noisy_it
     assert cost.drift == pytest.approx(1.0, rel=0.2)
     chunk = Load(prefill_tokens=300, decodes=8, context=8000)
     assert cost.forward_s(chunk) == pytest.approx(device.forward_s(chunk), rel=0.25)
+
+
+def test_a_pace_that_comes_and_goes_within_tens_of_iterations_is_followed() -> None:
+    device, rng = Device(), random.Random(8)
+    cost, errors, lone_s = trained(device), [], []
+    for number in range(1500):
+        pace = math.exp(0.25 * math.sin(number * math.tau / 80.0)) * rng.lognormvariate(0.0, 0.08)
+        result = iteration(scaled(device, pace), rng)
+        errors.append(abs(cost.forward_s(load_of(result)) / result.forward_s - 1.0))
+        cost.observe(result)
+        lone_s.append(cost.prompt_s(300))
+    # The mean of all paces is off by 18 %.
+    assert sum(errors[500:]) / len(errors[500:]) < 0.12
+    # What is due in many iterations' time is priced at that mean.
+    usual_s = device.forward_s(Load(prefill_tokens=300, pairs=300 * 150.0))
+    assert lone_s[500:] == pytest.approx([usual_s] * 1000, rel=0.15)
 
 
 def test_what_was_not_run_for_long_is_priced_as_it_was_at_the_speed_of_now() -> None:
