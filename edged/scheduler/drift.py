@@ -58,7 +58,8 @@ class Drift:
         if len(latest) == WITNESSES and (min(latest) > least or max(latest) < -least):
             jump = sorted(latest)[WITNESSES // 2]
             latest.clear()
-        self._log_pace -= jump
+            # The prices take it in whole.
+            self._log_pace = 0.0
         self._log += jump + _LATEST * (math.log(priced_s / usual_s) - self._log)
         self.now, self.pace = math.exp(self._log), math.exp(self._log_pace)
         return math.exp(jump)

@@ -137,6 +137,17 @@ def test_a_device_whose_speed_is_constant_is_not_found_to_drift_however_noisy_it
     assert cost.forward_s(chunk) == pytest.approx(device.forward_s(chunk), rel=0.25)
 
 
+def test_five_iterations_tell_of_a_jump_and_the_next_is_predicted_right() -> None:
+    slow, rng = scaled(Device(), 2.0), random.Random(9)
+    cost = trained(Device())
+    for _ in range(5):
+        cost.observe(iteration(slow, rng))
+    for _ in range(10):
+        result = iteration(slow, rng)
+        assert cost.forward_s(load_of(result)) == pytest.approx(result.forward_s, rel=0.1)
+        cost.observe(result)
+
+
 def test_a_pace_that_comes_and_goes_within_tens_of_iterations_is_followed() -> None:
     device, rng = Device(), random.Random(8)
     cost, errors, lone_s = trained(device), [], []
