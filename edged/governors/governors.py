@@ -22,7 +22,7 @@ from edged.telemetry.reading import Reading
 
 log = logging.getLogger("edged.governors")
 _DRIFTED = 1.1
-"""Iterations that take so many times as long as priced, while clocks are held down, are the throttling's."""
+"""Iterations that take so many times as long as usual, while clocks are held down, are the throttling's."""
 
 
 class Governors:
@@ -111,7 +111,7 @@ class Governors:
             if throttled:
                 message = (
                     f"the device is throttled ({', '.join(why)}): "
-                    f"iterations take {use.drift:.2f} times as long as priced"
+                    f"iterations take {use.drift:.2f} times as long as usual"
                 )
                 logs.event(log, logging.WARNING, "throttled", message, reasons=list(why), drift=use.drift)
             else:

@@ -29,7 +29,7 @@ class Use:
     prunes: bool
     """Whether sequences can be pruned at all."""
     drift: float
-    """How many times longer work takes now than when it was priced."""
+    """How many times longer work takes now than usual."""
     serving_s: float
     """Device seconds since start, for prompts and answers."""
     finetune_s: float

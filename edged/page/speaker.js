@@ -28,7 +28,10 @@ export function startSpeaker(hears) {
     show();
   });
   field.addEventListener("change", () => speaker() && changed(speaker()));
-  field.addEventListener("blur", offerName);
+  field.addEventListener("blur", () => {
+    offerName();
+    show();
+  });
   show();
 }
 
@@ -52,18 +55,17 @@ export function showCaller(known) {
   if (JSON.stringify(known) === JSON.stringify(caller)) return;
   caller = known;
   offered = false;
-  if (document.activeElement !== field) offerName();
+  offerName();
   show();
 }
 
 /** Put a name of the caller's into the box, once; never under the hands of somebody who is about to type one. */
 function offerName() {
-  if (typed || offered || !caller) return;
+  if (typed || offered || !caller || document.activeElement === field) return;
   offered = true;
   const remembered = localStorage.getItem(REMEMBERED);
   field.value = remembered !== null && !problemOf(remembered) ? remembered : firstName();
   if (speaker()) changed(speaker());
-  show();
 }
 
 /** Have the daemon tell who the caller is, if it has not yet; whether that is known. */

@@ -110,8 +110,8 @@ class CostModel:
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
     of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks and for
     more tokens than the knee (few may go another way through the model). A unit costs a constant and a price per token,
-    by kind. When the device turns slower or faster, all of these do at once: predictions are prices times the pace of
-    the last few iterations.
+    by kind. When the device turns slower or faster, all of these do at once: what is predicted of the next iteration
+    is its price times the slowness of the last few; what is due later is priced alone.
     """
 
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
@@ -127,7 +127,6 @@ class CostModel:
         self.source = "guess"
         """Where its first prices came from: "guess", or the profile's file."""
         self._prices = guess.forward
-        """Of a forward, at the pace of the moment."""
 
     @classmethod
     def guess(
@@ -171,7 +170,7 @@ class CostModel:
 
     @property
     def token_s(self) -> float:
-        """Seconds per prompt token where prompts fill the forward, above zero."""
+        """The price of a prompt's token where prompts fill the forward, above zero: for many iterations ahead."""
         return max(self._prices[2], 1e-9)
 
     @property
@@ -189,7 +188,11 @@ class CostModel:
         }
 
     def forward_s(self, load: Load) -> float:
-        """Predicted seconds of one packed forward with sampling; 0 when there is nothing in it."""
+        """Predicted seconds of one packed forward with sampling, the next one; 0 when there is nothing in it."""
+        return self.priced_s(load) * self._drift.slowness
+
+    def priced_s(self, load: Load) -> float:
+        """The same in the mean of some hundred iterations, however slow the device is at the moment."""
         tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
         if not tokens:
             return 0.0
@@ -207,12 +210,8 @@ class CostModel:
         )
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
-        """Seconds that a prompt's `tokens` alone in a forward, after `context` others, are priced at.
-
-        Whatever the pace of the moment, which will have passed before most targets are due.
-        """
-        load = Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens))
-        return self.forward_s(load) / self._drift.pace
+        """Price of a prompt's `tokens` alone in a forward, after `context` others, in seconds."""
+        return self.priced_s(Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens)))
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
@@ -221,7 +220,7 @@ class CostModel:
         base = load.prefill_tokens + load.decodes + load.finetune_tokens
         fixed = once + decode * load.decodes + key * load.context + pair * load.pairs + adapter * load.adapters
         fixed += extra * load.finetune_tokens + (beside if load.decodes else 0.0)
-        left_s = limit_s - fixed
+        left_s = limit_s / self._drift.slowness - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
         def fits(count: int) -> bool:
@@ -244,7 +243,7 @@ class CostModel:
         """Predicted seconds of one fine-tune unit."""
         fit = self._units.get(unit.kind)
         once, token = fit.prices if fit is not None else self._unit_guess["layer"]
-        return (once + token * unit.tokens) * self._drift.pace
+        return (once + token * unit.tokens) * self._drift.slowness
 
     def observe(self, result: Result) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -254,7 +253,6 @@ class CostModel:
         """
         parts: dict[Part, tuple[float, float]] = {}
         finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
-        pace = self._drift.pace
         load = load_of(result)
         features = load.features(self._knee)
         if result.forward_s > 0.0:
@@ -280,7 +278,7 @@ class CostModel:
         if parts:
             self.accuracy.observe(parts)
         if known_s and usual_s:
-            factor = self._drift.observe(known_s / pace, usual_s, known_measured_s)
+            factor = self._drift.observe(known_s / self._drift.slowness, usual_s, known_measured_s)
             if factor != 1.0:
                 for fit in (self._fit, *self._units.values()):
                     fit.rescale(factor, self._drift.now)
@@ -294,7 +292,7 @@ class CostModel:
         for unit, seconds in result.units:
             if seconds > 0.0:
                 self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds, drift)
-        self._prices = tuple([price * self._drift.pace for price in self._fit.prices])
+        self._prices = tuple(self._fit.prices)
 
     def _unit_fit(self, kind: str) -> Fit:
         fit = self._units.get(kind)

@@ -20,28 +20,28 @@ _LATEST = 0.05
 _LATEST_NOISE = 0.02
 _LARGEST_NOISE = 1.0
 """A single stall counts as this, in log ratios."""
-_LATEST_PACE = 0.4
-"""Share of the latest iteration in `pace`."""
+_LATEST_SLOWNESS = 0.4
+"""Share of the latest iteration in `slowness`."""
 _LARGEST_STEP = 0.04
-"""By which one iteration moves `pace` at most, in log ratios: a stall is no new pace."""
+"""By which one iteration moves `slowness` at most, in log ratios: a stall tells nothing of what comes next."""
 
 
 class Drift:
     """Tells how fast the device is.
 
-    `pace`: how many times longer work takes at the moment than it is priced at. Processors share caches, memory and
-    power with others, which come and go within tens of milliseconds: prices, the mean of about a hundred iterations,
-    are late for that. `now`: how many times longer work takes than usual.
+    `slowness`: how many times longer work takes at the moment than it is priced at. Processors share caches, memory
+    and power with others, which come and go within tens of milliseconds: prices, the mean of about a hundred
+    iterations, are late for that. `now`: how many times longer work takes than usual.
 
     Nothing is summed up without end: both compare two numbers, and a jump is moved into the prices for good.
     """
 
-    __slots__ = ("_latest", "_log", "_log_pace", "_noise", "now", "pace")
+    __slots__ = ("_latest", "_log", "_log_slowness", "_noise", "now", "slowness")
 
     def __init__(self) -> None:
-        self._log = self._noise = self._log_pace = 0.0
+        self._log = self._noise = self._log_slowness = 0.0
         self._latest: deque[float] = deque(maxlen=WITNESSES)
-        self.now = self.pace = 1.0
+        self.now = self.slowness = 1.0
 
     def observe(self, priced_s: float, usual_s: float, measured_s: float) -> float:
         """An iteration, as it is priced, as usual prices have it, and as it was, all above zero.
@@ -49,8 +49,8 @@ class Drift:
         Returns the factor by which all prices rise from here on; mostly 1.
         """
         surprise = math.log(measured_s / priced_s)
-        missing = _LATEST_PACE * (surprise - self._log_pace)
-        self._log_pace += max(-_LARGEST_STEP, min(_LARGEST_STEP, missing))
+        missing = _LATEST_SLOWNESS * (surprise - self._log_slowness)
+        self._log_slowness += max(-_LARGEST_STEP, min(_LARGEST_STEP, missing))
         latest, least = self._latest, max(LEAST_CHANGE, NOISES * self._noise)
         latest.append(surprise)
         self._noise += _LATEST_NOISE * (min(_LARGEST_NOISE, abs(surprise)) - self._noise)
@@ -59,7 +59,7 @@ class Drift:
             jump = sorted(latest)[WITNESSES // 2]
             latest.clear()
             # The prices take it in whole.
-            self._log_pace = 0.0
+            self._log_slowness = 0.0
         self._log += jump + _LATEST * (math.log(priced_s / usual_s) - self._log)
-        self.now, self.pace = math.exp(self._log), math.exp(self._log_pace)
+        self.now, self.slowness = math.exp(self._log), math.exp(self._log_slowness)
         return math.exp(jump)

@@ -196,7 +196,7 @@ class Scheduler:
         adapters = {grant.task.adapter for grant in decodes}
         adapters.discard(0)
         context = sum([grant.task.context - grant.task.pruned for grant in decodes])
-        alone_s = self.cost.forward_s(Load(decodes=len(decodes), context=context, adapters=len(adapters)))
+        alone_s = self.cost.priced_s(Load(decodes=len(decodes), context=context, adapters=len(adapters)))
         due_s = {service: now + self.targets.tbt_s(service, alone_s) for service in ServiceClass}
         for task in tasks:
             task.deadline_s = due_s[task.service]

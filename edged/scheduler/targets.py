@@ -1,6 +1,6 @@
 """When a request's next token is due: TTFT and TBT targets by service class.
 
-Owns that arithmetic over predicted latencies. Must not know queues or policies.
+Owns that arithmetic over priced latencies. Must not know queues or policies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from edged.scheduler.task import ServiceClass
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """A target is `factor` times a predicted latency, but at least `floor_s`."""
+    """A target is `factor` times a priced latency, but at least `floor_s`."""
 
     ttft_factor: float
     ttft_floor_s: float
@@ -23,7 +23,7 @@ class _Class:
 
 
 class Targets:
-    """Targets in seconds; they follow the cost model as it learns."""
+    """Targets in seconds; they follow the prices as these are learned, and no slowness of the moment."""
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
         self._cost = cost
@@ -51,7 +51,7 @@ class Targets:
 
     def impossible(self) -> list[str]:
         """A sentence for every target that this device cannot meet even for a request alone on it."""
-        alone_s = self._cost.forward_s(Load(decodes=1))
+        alone_s = self._cost.priced_s(Load(decodes=1))
         problems = []
         for service, own in self._classes.items():
             prefix = "" if service is ServiceClass.INTERACTIVE else "batch_"

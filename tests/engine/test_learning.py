@@ -123,7 +123,7 @@ def take_pages_of_steps(engine: Engine, times: int) -> list[int]:
 
 
 # The compiled kernels add up chunks of few tokens in another order than longer ones are, and AdamW makes much of that
-# where a gradient is near zero: with them windows end the same that are all short.
+# where a gradient is near zero: so with them only windows that are all short end the same.
 @pytest.mark.parametrize(("window", "short_layers"), [(7, True), (7, False), (400, False)])
 def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_same(
     tmp_path: Path, window: int, short_layers: bool

@@ -66,7 +66,7 @@ def test_throttling_is_told_with_what_it_costs(caplog: pytest.LogCaptureFixture)
     governors = engine.governors()
     governors.hear(replace(ROOMY, throttle_reasons=("thermal",)))
     assert [record.getMessage() for record in caplog.records] == [
-        "the device is throttled (thermal): iterations take 1.30 times as long as priced"
+        "the device is throttled (thermal): iterations take 1.30 times as long as usual"
     ]
     assert governors.report()["power"]["drift_by_throttling"] == 1.3
     engine.use = replace(USE, drift=1.0)

@@ -121,7 +121,7 @@ def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaem
     expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
 
 
-def test_nobodys_name_is_changed_under_its_hands(page: Page) -> None:
+def test_the_user_box_is_not_filled_while_somebody_is_in_it(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/events*", lambda route: held.append(route))
     page.reload()

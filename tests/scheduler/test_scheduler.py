@@ -188,7 +188,7 @@ def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
     scheduler = scheduler_of()
     scheduler.add(prompt(tokens=100), now=0.0)
     plan = scheduler.plan(0.0, AMPLE)
-    assert plan.predicted_forward_s == pytest.approx(scheduler.cost.prompt_s(100))
+    assert plan.predicted_forward_s == pytest.approx(scheduler.cost.forward_s(Load(prefill_tokens=100, pairs=5000.0)))
     assert math.isfinite(plan.budget_s)
 
 
