@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace, output: Path) -> Ratios:
     """Every benchmark's ratios, one after the other; each report goes through `output`."""
     found: Ratios = {}
     quick = ["--quick"] if options.quick else []
-    found |= iteration(run("bench_iteration.py", output, *quick))
+    found |= iteration(run("bench_iteration.py", output, *quick, "--batch", str(OUTSIDE_AT_BATCH)))
     found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
     if options.pairs:
         steps = quick or ["--steps", "3"]
@@ -87,8 +87,10 @@ def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
     """One benchmark's report; its progress goes to stderr."""
     print(f"== {script} {' '.join(arguments)}", file=sys.stderr, flush=True)
     command = [sys.executable, str(ROOT / "tools" / script), *arguments, "--output", str(output)]
+    began = time.monotonic()
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise SystemExit(f"tools/bench: {script} failed; its last lines are above")
+    print(f"== {script} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     report: dict[str, Any] = json.loads(output.read_text())
     return report
 

@@ -5,9 +5,9 @@
     python tools/bench_iteration.py --size 3b            on a GPU
 
 An engine in process (no sockets, no store) with a random-weight Llama. Answers of prompts of 256 tokens are decoded
-together, 1, 8 and 32, greedily, at a temperature, with top_p and with penalties; an iteration lasts from the begin of
-one batch to that of the next. Outside the forward are planning, packing, drawing, bookkeeping and delivery. On CUDA
-the forward is the device's time from its first kernel to its last.
+together, 1, 8 and 32 unless told, greedily, at a temperature, with top_p and with penalties; an iteration lasts from
+the begin of one batch to that of the next. Outside the forward are planning, packing, drawing, bookkeeping and
+delivery. On CUDA the forward is the device's time from its first kernel to its last.
 
 Then the shares: what greedy decodes and a prompt of 2,048 tokens must read and compute (weights, keys and values; see
 edged/bench/bounds.py) over the time that they took, of what a large copy and a large product reach here.
@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch  # noqa: E402
 
 import edged  # noqa: E402
 from edged.bench.bounds import Machine, Sizes, Work, copy_bytes_per_s, decode, measure_machine, prefill  # noqa: E402
-from edged.bench.iteration import ANSWER_TOKENS, PREFILL_TOKENS, PROMPT_TOKENS, measure  # noqa: E402
+from edged.bench.iteration import ANSWER_TOKENS, BATCHES, PREFILL_TOKENS, PROMPT_TOKENS, measure  # noqa: E402
 from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama  # noqa: E402
 from edged.engine.threads import apart  # noqa: E402
 
@@ -44,25 +45,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a 4 M parameter model: a smoke test")
     parser.add_argument("--size", choices=SHAPES, default=None, help="of the model (default 135m; quick: 4m)")
+    parser.add_argument(
+        "--batch", type=int, choices=BATCHES, action="append", help="answers at once, may be given again (default: all)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
-    report = run(options.size or ("4m" if options.quick else "135m"), options.device)
+    size = options.size or ("4m" if options.quick else "135m")
+    report = run(size, options.device, options.batch or BATCHES)
     print(json.dumps(report) if options.json else table(report))
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def run(size: str, device: str) -> dict[str, Any]:
-    """Measure, and set beside what the device can do."""
+def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
+    """Measure at these numbers of answers, and set beside what the device can do."""
     load_before, dtype = os.getloadavg()[0], device_dtype(device)
     machine = apart(lambda: measure_machine(torch.device(device), dtype))
     copy = apart(lambda: copy_bytes_per_s(torch.device(device)))
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         model = apart(lambda: write_random_llama(Path(folder), SHAPES[size], dtype))
         sizes = Sizes.of(model, dtype)
-        found = measure(model, device, dtype, lambda text: print(text, file=sys.stderr, flush=True))
+        found = measure(model, device, dtype, batches, lambda text: print(text, file=sys.stderr, flush=True))
     context = PROMPT_TOKENS + ANSWER_TOKENS // 2
     for batch, mixes in found["decodes"].items():
         for figures in mixes.values():

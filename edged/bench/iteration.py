@@ -142,17 +142,19 @@ class WatchedEngine:
         self._engine.stop(0.0)
 
 
-def measure(model: Path, device: str, dtype: str, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Every mix at every batch size, and a long prompt; `progress` is told what comes next."""
+def measure(
+    model: Path, device: str, dtype: str, batches: Sequence[int], progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every mix at every batch size of `batches`, and a long prompt; `progress` is told what comes next."""
     engine = WatchedEngine(model, device, dtype)
     try:
         random = np.random.default_rng(0)
-        prompts = [tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist()) for _ in range(max(BATCHES))]
+        prompts = [tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist()) for _ in range(max(batches))]
         progress(f"{len(prompts)} prompts of {PROMPT_TOKENS} tokens")
         # From here on they are found among the shared prefixes, so that all answers begin together.
         engine.answer(prompts, 1, MIXES["greedy"])
         decodes: dict[str, dict[str, Any]] = {}
-        for batch in BATCHES:
+        for batch in batches:
             for name, mix in MIXES.items():
                 progress(f"decoding, batch {batch}, {name}")
                 ran = engine.answer(prompts[:batch], ANSWER_TOKENS, mix)

@@ -35,7 +35,7 @@ class ProfiledDevice:
 
     def forward_s(self, load: Pass) -> float:
         """Seconds of one packed forward with sampling; 0 when there is nothing in it."""
-        return self._prices.forward_s(load)
+        return self._prices.priced_s(load)
 
     def unit_s(self, unit: Unit) -> float:
         """Seconds of one fine-tune unit."""

@@ -238,7 +238,8 @@ def _predictions(cost: dict[str, Any]) -> str:
     known = [(kind, value) for kind, value in cost["mape_percent_by_kind"].items() if value is not None]
     errors = ", ".join(f"{kind} {number(value, 0)} %" for kind, value in known) or "nothing predicted yet"
     source = "a guess" if cost["source"] == "guess" else cost["source"].rsplit("/", 1)[-1]
-    return f"off by {errors}; {source} and {number(cost['iterations'])} iterations, drift {number(cost['drift'])}"
+    speed = f"drift {number(cost['drift'])}, slowness {number(cost['slowness'])}"
+    return f"off by {errors}; {source} and {number(cost['iterations'])} iterations, {speed}"
 
 
 def _quantiles(values: dict[str, Any], digits: int) -> str:

@@ -179,12 +179,13 @@ class CostModel:
         return self._drift.now
 
     def report(self) -> dict[str, Any]:
-        """Errors in percent, where the first prices came from, iterations that they learned from, the drift factor."""
+        """Errors in percent, where the first prices came from, iterations they learned from, drift and slowness."""
         return {
             **self.accuracy.report(),
             "source": self.source,
             "iterations": self.accuracy.iterations,
             "drift": self._drift.now,
+            "slowness": self._drift.slowness,
         }
 
     def forward_s(self, load: Load) -> float:
@@ -240,10 +241,13 @@ class CostModel:
         return shortest
 
     def unit_s(self, unit: Unit) -> float:
-        """Predicted seconds of one fine-tune unit."""
+        """Predicted seconds of one fine-tune unit, the next one."""
+        return self._unit_price_s(unit) * self._drift.slowness
+
+    def _unit_price_s(self, unit: Unit) -> float:
         fit = self._units.get(unit.kind)
         once, token = fit.prices if fit is not None else self._unit_guess["layer"]
-        return (once + token * unit.tokens) * self._drift.slowness
+        return once + token * unit.tokens
 
     def observe(self, result: Result) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -263,22 +267,21 @@ class CostModel:
             chunks = load.prefill_tokens or load.finetune_tokens
             parts[Part.PREFILL if chunks else Part.DECODE] = forward_s, result.forward_s
             if self._fit.settled:
-                known_s, usual_s, known_measured_s = forward_s, self._fit.usual_s(features), result.forward_s
+                known_s, usual_s, known_measured_s = self.priced_s(load), self._fit.usual_s(features), result.forward_s
         for unit, seconds in result.units:
             if seconds > 0.0:
                 finetune_s += seconds
-                predicted_s = self.unit_s(unit)
-                units_s, units_measured_s = units_s + predicted_s, units_measured_s + seconds
+                units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
                 fit = self._unit_fit(unit.kind)
                 if fit.settled:
-                    known_s, known_measured_s = known_s + predicted_s, known_measured_s + seconds
+                    known_s, known_measured_s = known_s + self._unit_price_s(unit), known_measured_s + seconds
                     usual_s += fit.usual_s((1.0, float(unit.tokens)))
         if units_measured_s:
             parts[Part.UNITS] = units_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
         if known_s and usual_s:
-            factor = self._drift.observe(known_s / self._drift.slowness, usual_s, known_measured_s)
+            factor = self._drift.observe(known_s, usual_s, known_measured_s)
             if factor != 1.0:
                 for fit in (self._fit, *self._units.values()):
                     fit.rescale(factor, self._drift.now)

@@ -31,7 +31,7 @@ class Drift:
 
     `slowness`: how many times longer work takes at the moment than it is priced at. Processors share caches, memory
     and power with others, which come and go within tens of milliseconds: prices, the mean of about a hundred
-    iterations, are late for that. `now`: how many times longer work takes than usual.
+    iterations, are late for that. A rest is not told to it. `now`: how many times longer work takes than usual.
 
     Nothing is summed up without end: both compare two numbers, and a jump is moved into the prices for good.
     """

@@ -1,7 +1,8 @@
 """The plan of the iteration after the present one, made while the present one runs.
 
 Owns what is foreseen and whether it came true. Must not know how a policy decides, nor how an iteration is executed.
-A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away.
+A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away. What
+the plan predicts it takes was predicted before the present iteration was learned from.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Mace:
             return self._quantum_s
         share = queues.arrears.share
         tokens = min(draft.tokens_left, sum(task.tokens for task in runnable))
-        serving_s = self._cost.forward_s(draft.load) + tokens * self._cost.token_s
+        serving_s = self._cost.priced_s(draft.load) + tokens * self._cost.token_s
         most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
         return min(share * queues.arrears.wait_s(now), max(self._quantum_s, most_s))
 
@@ -100,7 +100,9 @@ class Mace:
         limit_s = draft.slack_s * (1.0 - cost.headroom) - turn.owed_s
         needed = draft.tokens_left
         if load.decodes:
-            needed = max(SMALLEST_CHUNK, pacing.needed_tokens(prompts, now, base_s, cost.token_s, needed))
+            # A pace for many iterations: at prices, not at the slowness of the moment.
+            priced_s = cost.priced_s(load)
+            needed = max(SMALLEST_CHUNK, pacing.needed_tokens(prompts, now, priced_s, cost.token_s, needed))
         for task in sorted(runnable, key=self.order):
             most = draft.room(task)
             if most <= 0:

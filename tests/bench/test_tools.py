@@ -82,6 +82,10 @@ def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> No
             assert 0 < found["floor_ms"] < found["iteration_ms"]["median"]
     assert set(report["shares"]) == {"decode, batch 1", "decode, batch 8", "decode, batch 32", "prompt of 2048"}
     assert all(share["of_copy_bandwidth"] > 0 < share["of_matmul_rate"] for share in report["shares"].values())
+    one = run_tool(
+        "bench_iteration.py", "--size", "4m", "--device", "cpu", "--batch", "8", report=tmp_path / "one.json"
+    )
+    assert set(one["decodes"]) == {"8"}
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> Non
     data = json.loads(daemon.run("status", "--json").stdout)
     assert {"model", "queue", "rates", "latency", "bins", "pages", "finetune", "device"} <= data.keys()
     assert {"hit_share", "hit_tokens", "restored_tokens", "spilled_pages", "spill"} <= data["prefix"].keys()
-    assert {"mape_percent_by_kind", "after_warm_up", "source", "iterations", "drift"} <= data["cost_model"].keys()
+    model = data["cost_model"]
+    assert {"mape_percent_by_kind", "after_warm_up", "source", "iterations", "drift", "slowness"} <= model.keys()
 
 
 @pytest.mark.parametrize("command", ["status", "metrics"])

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from edged.config import SchedulerSettings
 from edged.scheduler.cost import CostModel, Load, load_of
 from edged.scheduler.fit import Fit
+from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.targets import Targets
-from edged.scheduler.task import Kind, Outcome, Result, ServiceClass, Task, Unit
+from edged.scheduler.task import Kind, Outcome, Resources, Result, ServiceClass, Task, Unit
 from tests.scheduler.world import Device
+
+AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
 
 loads = st.builds(
     Load,
@@ -164,13 +167,17 @@ def come_and_gone(device: Device, cost: CostModel) -> Iterator[Result]:
 
 def test_a_slowness_that_comes_and_goes_within_tens_of_iterations_is_followed() -> None:
     cost, forwards, units, priced = trained(Device()), [], [], []
+    told = []
     for result in come_and_gone(Device(), cost):
+        told.append(cost.report()["slowness"])
         forwards.append(abs(cost.forward_s(load_of(result)) / result.forward_s - 1.0))
         units += [abs(cost.unit_s(unit) / seconds - 1.0) for unit, seconds in result.units]
         priced.append(abs(cost.priced_s(load_of(result)) / result.forward_s - 1.0))
     assert np.mean(forwards) < 0.12
     assert np.mean(units) < 0.12
     assert np.mean(priced) > 0.15
+    assert min(told) < 0.85
+    assert max(told) > 1.15
 
 
 def test_targets_do_not_move_with_the_moment() -> None:
@@ -179,6 +186,22 @@ def test_targets_do_not_move_with_the_moment() -> None:
     usual_s = targets.ttft_s(ServiceClass.INTERACTIVE, 300)
     for _ in come_and_gone(device, cost):
         assert targets.ttft_s(ServiceClass.INTERACTIVE, 300) == pytest.approx(usual_s, rel=0.15)
+
+
+def test_deadlines_are_of_prices_and_a_plan_is_of_the_moment() -> None:
+    cost = trained(Device())
+    next(None for _ in come_and_gone(Device(), cost) if cost.report()["slowness"] > 1.2)
+    alone_s, tokens = cost.priced_s(Load(decodes=1)), Load(prefill_tokens=100, pairs=5000.0)
+    assert Targets(SchedulerSettings(tbt_factor=0.5, tbt_floor_ms=1.05e3 * alone_s), cost).impossible() == []
+    scheduler = Scheduler(SchedulerSettings(tbt_factor=2.0, tbt_floor_ms=0.001), cost)
+    task = Task(1, Kind.PREFILL, 0.0, tokens=100)
+    scheduler.add(task, now=0.0)
+    predicted_s = scheduler.plan(0.0, AMPLE).predicted_forward_s
+    assert predicted_s == pytest.approx(cost.forward_s(tokens))
+    assert predicted_s > 1.2 * cost.priced_s(tokens)
+    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], predicted_s), now=1.0)
+    decode_s = cost.priced_s(Load(decodes=1, context=100))
+    assert task.deadline_s == pytest.approx(1.0 + 2.0 * decode_s, rel=1e-3)
 
 
 def test_what_was_not_run_for_long_is_priced_as_it_was_at_the_speed_of_now() -> None:
