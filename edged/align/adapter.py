@@ -222,6 +222,7 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
+        self._spared: dict[str, int] = {}
         self.left: set[str] = set()
         """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
@@ -266,8 +267,13 @@ class AdapterFiles:
             sync(path)
         sync(draft)
 
+    def spare(self, adapter: str, version: int) -> None:
+        """Keep this one version of an adapter beside the newest, in place of the one spared before."""
+        self._spared[adapter] = version
+
     def _retire(self, adapter: str) -> tuple[int, ...]:
-        old = self.versions(adapter)[: -self.keep]
+        spared = self._spared.get(adapter)
+        old = [version for version in self.versions(adapter)[: -self.keep] if version != spared]
         for version in old:
             shutil.rmtree(self.path(adapter, version), ignore_errors=True)
         return tuple(old)
@@ -351,6 +357,7 @@ class AdapterFiles:
     def hide(self, adapter: str) -> None:
         """Have nobody find an adapter's versions until `forget` has removed them; from any thread."""
         self._hidden.append(adapter)
+        self._spared.pop(adapter, None)
 
     def hidden(self, adapter: str) -> bool:
         """Whether its versions are about to be removed, or could not be."""

@@ -55,6 +55,7 @@ class DpoStep:
         pairs = [pair for member in members for pair in (*member.fresh, *member.replay)]
         self._batches = groups_of(pairs, min(windows * align.window_tokens, most_tokens))
         self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
+        self.groups_done = 0
         self._open()
 
     def _open(self) -> None:
@@ -197,6 +198,7 @@ class DpoStep:
         if self._batches:
             for member in self.members.values():
                 member.mark()
+            self.groups_done += 1
             self._open()
         elif not any(member.trained for member in self.members.values()):
             self._end_step()

@@ -34,6 +34,7 @@ class HeldOutTest:
         self.finished = False
         self._release = release
         self._pairs = list(pairs)
+        self.groups_done = 0
         self._open()
 
     def _open(self) -> None:
@@ -107,6 +108,7 @@ class HeldOutTest:
         )
         self.free()
         if self._pairs:
+            self.groups_done += 1
             self._open()
         else:
             self.finished = True

@@ -145,9 +145,9 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             )
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
         case PairRetired():
-            learned = (
-                record.version if record.epochs_done > 0 and record.state in ("queued", "trained", "learnt") else None
-            )
+            # One that was learnt without a step of its own was learnt by what the version knew.
+            of_it = record.state == "learnt" or (record.epochs_done > 0 and record.state in ("queued", "trained"))
+            learned = record.version or None if of_it else None
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)
             if record.state == "quarantined":
                 quarantine.insert_quarantined(db, record.pair_id, created_at, record.adapter, record.reason)

@@ -11,8 +11,17 @@ import torch
 
 from edged.config import AlignSettings
 
-_SAID_BY_ALLOCATORS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In RuntimeErrors: CUDA's libraries and torch's allocator for the CPU have no exception of their own."""
+_SAID_BY_ALLOCATORS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "NVML_SUCCESS ==",
+)
+"""In RuntimeErrors: CUDA's libraries and torch's allocator for the CPU have no exception of their own. cuBLAS does not
+initialize where its handle finds no memory; torch's allocator for CUDA asks NVML about a process that found none, and
+fails an assertion where NVML cannot tell, as on a Jetson."""
 _MOST_TRIES = 6
 """Of what finds no memory alone."""
 _GROWS_AFTER = 8

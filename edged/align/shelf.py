@@ -6,6 +6,7 @@ alone uses it, but for `load`, which any thread may call: reading an adapter mus
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -128,6 +129,10 @@ class Shelf:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
+    def hurry(self, adapter: str) -> None:
+        """Its present version is due to be written now."""
+        self._places[adapter].saved_at_s = -math.inf
+
     def next_save_s(self, every_s: float) -> float | None:
         """When the next unsaved version is due to be written; None when all are."""
         due = [place.saved_at_s + every_s for place in self._places.values() if place.state.version != place.saved]
@@ -143,6 +148,11 @@ class Shelf:
         copied = place.state.copied()
         place.saved, place.saved_at_s = copied.version, now
         return copied
+
+    def written(self, adapter: str) -> int:
+        """The newest version of an adapter that is known to be on disk; one that left memory is there."""
+        place = self._places.get(adapter)
+        return place.written if place is not None else self.versions.get(adapter, 0)
 
     def save_ended(self, adapter: str, version: int, written: bool) -> None:
         """A version is on disk, or could not be written: then it is due again."""

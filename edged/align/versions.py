@@ -89,6 +89,8 @@ class Versions:
         else:
             state = self._shelf.get(learner.name)
             state.restore(weights, max(parent, state.newest_number) + 1)
+        # Until it is on disk a power cut would bring back what it takes the place of.
+        self._shelf.hurry(learner.name)
         learner.tested_version = state.version
         self.publish(learner.name, parent, reason)
 
@@ -97,9 +99,10 @@ class Versions:
     def judge(self, learner: Learner, score: HeldOutScore, guard: GuardSettings) -> None:
         """Go back to the best tested version, or have the present one take that place, as its test came out."""
         if reason := judge(score, learner.best, guard):
-            self.restore(learner, self._best_weights(learner), reason)
+            self.restore(learner, self._earlier_weights(learner), reason)
         elif score.better_than(learner.best, guard):
             learner.best, learner.best_weights = score, self._shelf.get(learner.name).tensors()
+            self._shelf.files.spare(learner.name, score.version)
 
     def suspect(self, learner: Learner, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
@@ -119,17 +122,14 @@ class Versions:
         """Publish earlier weights in the place of the present version's."""
         self.restore(learner, self._earlier_weights(learner), reason)
 
-    def _best_weights(self, learner: Learner) -> Weights | None:
-        """Of the best tested version, from disk when they left memory; None (untrained) when they are nowhere."""
-        if learner.best_weights is None and learner.best is not None and learner.best.version:
+    def _earlier_weights(self, learner: Learner) -> Weights | None:
+        """Of the best tested version, from disk when they left memory; where they are nowhere, of the newest on disk
+        before the present one; None: untrained."""
+        if learner.best is not None and learner.best.version != self.current(learner.name):
+            if learner.best_weights is not None or not learner.best.version:
+                return learner.best_weights
             with contextlib.suppress(AdapterError):
                 return self._shelf.files.load(learner.name, learner.best.version).weights
-        return learner.best_weights
-
-    def _earlier_weights(self, learner: Learner) -> Weights | None:
-        """Of the best tested version, else of the newest on disk before the present one; None: untrained."""
-        if learner.best is not None and learner.best.version != self.current(learner.name):
-            return self._best_weights(learner)
         for version in reversed(self._shelf.files.versions(learner.name)):
             if version < self.current(learner.name) and version not in learner.withdrawn:
                 with contextlib.suppress(AdapterError):

@@ -92,7 +92,9 @@ def _device_memory(device: torch.device) -> DeviceMemory:
 
 
 def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
-    """`work` with the threads that the engine's own thread would have."""
+    """`work` with the threads and the device that the engine's own thread would have."""
+    if parts.model.device.type == "cuda":
+        torch.cuda.set_device(parts.model.device)
     if parts.threads is not None:
         parts.threads.begin()
     return work()

@@ -109,6 +109,10 @@ def attend(
     one would be turned into this in every layer.) `softcap` bounds the scores as in Gemma 2: cap * tanh(score / cap).
     """
     if softcap is None:
+        if mask is not None and query.is_cuda:
+            # There torch has no fused kernel for both a mask and grouped queries.
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         return F.scaled_dot_product_attention(
             query,
             key,

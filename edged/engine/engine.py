@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason
 from edged.governors.limits import Limits, Use
 
 log = logging.getLogger("edged.engine")
+T = TypeVar("T")
 
 
 class Engine:
@@ -133,12 +134,31 @@ class Engine:
                 self._inbox.post(lambda: self._learning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
-        """Publish an earlier version as a new one; the future raises UnknownAdapter or UnknownVersion."""
-        return self._inbox.ask(lambda: self._learning.rollback(adapter, version))
+        """Publish an earlier version as a new one; the future has its number when it is on disk.
+
+        It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
+        """
+        return self._once_saved(adapter, lambda: self._learning.rollback(adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
-        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future has its number."""
-        return self._inbox.ask(lambda: self._learning.import_adapter(adapter, weights, reason))
+        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
+        return self._once_saved(adapter, lambda: self._learning.import_adapter(adapter, weights, reason))
+
+    def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
+        """The number of what is published, when it is on disk."""
+        known: Future[int] = Future()
+
+        def run() -> None:
+            try:
+                version = publish()
+                saved = self._learning.saved(adapter, version)
+            except Exception as error:
+                known.set_exception(error)
+            else:
+                saved.add_done_callback(lambda _: _follow(known, saved, version))
+
+        self._inbox.post(run)
+        return known
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
@@ -159,7 +179,7 @@ class Engine:
             except Exception as error:
                 gone.set_exception(error)
             else:
-                removal.add_done_callback(lambda _: _follow(gone, removal))
+                removal.add_done_callback(lambda _: _follow(gone, removal, None))
 
         self._inbox.post(forget)
         return gone
@@ -252,10 +272,10 @@ class Engine:
         return self.stats.busy.report()
 
 
-def _follow(future: Future[None], done: Future[None]) -> None:
-    """Have a future end as one that is done."""
+def _follow(future: Future[T], done: Future[None], value: T) -> None:
+    """Have a future end with `value`, or as one that is done ended."""
     error = done.exception()
     if error is None:
-        future.set_result(None)
+        future.set_result(value)
     else:
         future.set_exception(error)

@@ -295,8 +295,11 @@ class Executor:
                 ran.append(Unit(*job.step.run_unit()))
             except Exception as error:
                 if not out_of_memory(error):
+                    # Not the step's fault where the device does nothing more: this raises there, too.
+                    self.model.check_device()
                     log.exception("a fine-tune unit failed")
-                work.failed[task_id] = error
+                # Its frames hold what the step computed, which would stay until cycles are collected.
+                work.failed[task_id] = error.with_traceback(None)
                 break
             clock.lap()
             # A device that had all units queued could not be interrupted.
@@ -311,12 +314,14 @@ class Executor:
         """
         if self.trie is None:
             return
-        # What a preempted sequence finds again is nothing that sharing saved.
-        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=not sequence.generated)
+        # What a preempted sequence finds again is its own, and nothing that sharing saved.
+        first = not sequence.started_s
+        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
         if pages:
             sequence.add_pages(pages)
             sequence.computed = len(pages) * self.kv.page_size
-            sequence.cached_tokens = max(sequence.cached_tokens, sequence.computed)
+            if first:
+                sequence.cached_tokens = sequence.computed
 
     def share(self, sequence: Sequence) -> None:
         """Let later sequences of the same adapter version use what this one computed."""

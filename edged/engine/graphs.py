@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -76,6 +77,9 @@ class CudaRecorder:
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
             run()
+            # A wait for the device would break the capture, and a broken one torch's allocator for good.
+            with _no_waits():
+                run()
         current.wait_stream(self._aside)
         # The threads that read and write adapters use the device meanwhile. A capture that fails may leave its stream
         # in place.
@@ -95,6 +99,17 @@ class CudaRecorder:
 
     def _held(self) -> int:
         return max(0, torch.cuda.memory_reserved(self._device) - self._before)
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    """What makes the host wait for the GPU raises RuntimeError; nothing else may use it meanwhile."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def is_too_much(held: int, added: int, most: int) -> bool:

@@ -27,6 +27,8 @@ from edged.engine.saving import Saver
 from edged.engine.steps import Steps
 
 log = logging.getLogger("edged.align")
+_MOST_TRIED = 16
+"""Adapters of which one iteration asks whether a step of theirs finds a slot."""
 
 
 class Learning:
@@ -55,6 +57,8 @@ class Learning:
         self._paused = False
         self._held = False
         """Governors allow no step."""
+        self._slotless_s = math.inf
+        """Since when there was work and no step open, for want of a LoRA slot."""
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self.fetcher = Fetcher(self._trainer, self._fetched, post)
         self._saver = Saver(self._trainer.shelf, parts.settings.store, post, journal)
@@ -107,23 +111,35 @@ class Learning:
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
-        None while requests wait for LoRA slots.
+        While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, until no step was open
+        for as long as serving may starve fine-tuning.
         """
         self._trainer.roster.tick(now)
         if self._scheduler.degraded:
             self._steps.abandon_all()
         rested = self._steps.rested(now)
-        # A request that waits for a slot gets the next one.
-        if not self._opens or slots_wanted or self._scheduler.degraded or not rested:
+        if not self._opens or self._scheduler.degraded or not rested:
             return
-        while len(self._steps.jobs) < self._most_open:
-            adapter = self._next_ready()
-            if adapter is None or not self._steps.open(adapter, now):
-                return
+        # A request that waits for a slot gets the next one.
+        overdue = now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
+        spare = self._parts.slots.count if slots_wanted and not overdue else 0
+        tried: set[str] = set()
+        while len(self._steps.jobs) < self._most_open and len(tried) < _MOST_TRIED and self._steps.rested(now):
+            adapter = self._next_ready(tried)
+            if adapter is None:
+                break
+            tried.add(adapter)
+            self._steps.open(adapter, now, spare)
+        if self._steps.jobs or not tried:
+            self._slotless_s = math.inf
+        else:
+            self._slotless_s = min(self._slotless_s, now)
 
-    def _next_ready(self) -> str | None:
-        """The first adapter with work that is in memory; those before it are read, few at once."""
+    def _next_ready(self, tried: Collection[str]) -> str | None:
+        """The first adapter with work, not `tried`, that is in memory; those before it are read, few at once."""
         for adapter in self._trainer.roster.ready():
+            if adapter in tried:
+                continue
             if self._trainer.shelf.resident(adapter):
                 return adapter
             if self.fetcher.count < self._most_open:
@@ -149,6 +165,10 @@ class Learning:
     def introduce(self, adapter: str) -> None:
         """See `Trainer.introduce`."""
         self._trainer.introduce(adapter)
+
+    def saved(self, adapter: str, version: int) -> Future[None]:
+        """See `Saver.saved`."""
+        return self._saver.saved(adapter, version)
 
     def rollback(self, adapter: str, version: int) -> int:
         """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""

@@ -91,6 +91,7 @@ class Loop:
                     # A plan that was made ahead counted on other pages.
                     self._foresight = None
                 self.learning.feed(time.monotonic(), self.serving.refused)
+                self.serving.unpark()
                 self.serving.prune(time.monotonic())
                 plan = self._plan()
                 busy = bool(plan.grants or plan.preempt)
@@ -113,7 +114,11 @@ class Loop:
                 self.serving.fail_all(self.error, time.monotonic())
             else:
                 self.serving.cancel_all(time.monotonic())
-            self.learning.close()
+            self._flush()
+            try:
+                self.learning.close()
+            except Exception:
+                log.exception("what was learned last could not be saved")
             self._flush()
             self._executor.close()
 
@@ -160,10 +165,15 @@ class Loop:
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 raise
+            # A device that does nothing more raises here, before anybody's pairs are blamed.
+            self._parts.model.check_device()
             now = time.monotonic()
             ids = {grant.task.task_id for grant in plan.grants}
             hit = self.serving.fail(ids, f"the iteration failed: {error}", now)
             self._steps.fail(ids, str(error))
+            for task_id in ids:
+                # Also of those that had ended when the iteration failed.
+                self._scheduler.remove(task_id)
             name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
             logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
 

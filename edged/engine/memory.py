@@ -52,6 +52,13 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
     return available, CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
 
 
+def unused_bytes(device: torch.device) -> int:
+    """What torch's allocator keeps of a GPU's own memory and nobody uses; `free_bytes` does not count it."""
+    if not has_own_memory(device):
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def shape_of(model: ServedModel) -> BaseShape:
     """The sizes of a loaded model."""
     s, lora = model.shape, model.lora

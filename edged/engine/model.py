@@ -131,6 +131,11 @@ class ServedModel:
         s = self.shape
         return KvStore.bytes_per_page(page_size, s.layers, s.kv_heads, s.head_dim, self.dtype)
 
+    def check_device(self) -> None:
+        """Raises RuntimeError where the device does nothing more, as a GPU does after an illegal access."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Logits [len(logit_rows), vocab] of a packed batch; the caller sets the attention pass and the LoRA runs."""
         out = self.model(

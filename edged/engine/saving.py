@@ -17,6 +17,7 @@ from edged.align.shelf import Shelf
 from edged.config import StoreSettings
 from edged.engine.request import EngineStopping
 from edged.engine.threads import one_beside
+from edged.store import StoreError
 
 log = logging.getLogger("edged.align")
 
@@ -37,6 +38,7 @@ class Saver:
         self._writing = False
         """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
         made after."""
+        self._awaited: list[tuple[str, int, Future[None]]] = []
 
     def configure(self, store: StoreSettings) -> None:
         """Write and keep versions by other settings."""
@@ -61,6 +63,30 @@ class Saver:
         """When the next version is due; None when all are on disk, or one is on its way."""
         return None if self._writing else self._shelf.next_save_s(self._store.save_every_s)
 
+    def saved(self, adapter: str, version: int) -> Future[None]:
+        """Resolves when this version or a later one is on disk; raises StoreError where it could not be written."""
+        future: Future[None] = Future()
+        if version <= self._shelf.written(adapter):
+            future.set_result(None)
+        else:
+            self._awaited.append((adapter, version, future))
+        return future
+
+    def _tell(self, adapter: str, newest: int, written: bool) -> None:
+        """Those who wait for versions up to `newest`, whether they are on disk."""
+        told = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
+        self._awaited = [item for item in self._awaited if item not in told]
+        for _, version, future in told:
+            if written:
+                future.set_result(None)
+            else:
+                future.set_exception(
+                    StoreError(
+                        f"version {version} of {adapter} is served, but could not be written to disk: a power cut "
+                        "would bring the one before it back; it is tried again, and the log has the error"
+                    )
+                )
+
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
         # Behind those that are being written, and before any that follow.
@@ -71,6 +97,8 @@ class Saver:
         while self._save_next(float("inf")):
             pass
         self._thread.shutdown(wait=True)
+        for adapter, version, _ in list(self._awaited):
+            self._tell(adapter, version, max(self._shelf.files.versions(adapter), default=0) >= version)
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
         """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
@@ -98,3 +126,5 @@ class Saver:
         self._writing = False
         if written is not None:
             self._shelf.save_ended(adapter, version, written)
+        # Nobody minds about a version that was forgotten.
+        self._tell(adapter, version, written is not False)

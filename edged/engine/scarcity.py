@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from dataclasses import replace
 
 import torch
@@ -66,6 +67,8 @@ class Scarcity:
         """An iteration ran out of memory before anything came of it: free some, and have less tried."""
         self.events += 1
         self._went_well = 0
+        # Its frames hold what the iteration had computed.
+        traceback.clear_frames(error.__traceback__)
         self._free()
         self._drop_torn(plan, now)
         tuning = {grant.task.task_id for grant in plan.grants} & self._steps.jobs.keys()

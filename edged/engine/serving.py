@@ -32,14 +32,16 @@ class Serving:
         self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
         self._page_size = parts.executor.pool.page_size
         self.running: dict[int, Sequence] = {}
-        """Sequences that the scheduler knows, by task id."""
+        """Sequences that the scheduler was given and that have not ended, by task id."""
         self._by_request: dict[str, Sequence] = {}
         self._following = Following(parts, self.running, self._schedule)
         self._unloaded: dict[str, list[Sequence]] = {}
         """Sequences whose adapter is being read from disk, by adapter."""
         self._fetch: Callable[[str], None] = lambda adapter: None
         self._refused: set[int] = set()
-        """Tasks that found no LoRA slot."""
+        """Tasks that found no LoRA slot, until they have one."""
+        self._parked: dict[int, Sequence] = {}
+        """Those of them that the scheduler does not know meanwhile: it would give them what others can use."""
         self._task_ids = parts.task_ids
         self._events: list[Event] = []
         self.suspects: list[tuple[str, int]] = []
@@ -126,6 +128,22 @@ class Serving:
                 kept.append(grant)
         plan.grants[:] = kept
 
+    def unpark(self) -> None:
+        """Have those planned again who found no LoRA slot and may find one now, in the order of the policy."""
+        if not self._parked:
+            return
+        slots, idle = self._parts.slots, self._parts.slots.idle
+        order = self._scheduler.policy.order
+        for sequence in sorted(self._parked.values(), key=lambda sequence: order(sequence.task)):
+            adapter, task = sequence.request.adapter or "", sequence.task
+            version = self._parts.trainer.version(adapter)
+            takes = bool(version) and not slots.held(adapter, version)
+            if takes and not idle:
+                continue
+            idle -= takes
+            del self._parked[task.task_id]
+            self._scheduler.add(task, task.arrival_s)
+
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter = sequence.request.adapter
         if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
@@ -133,6 +151,8 @@ class Serving:
             slot = self._parts.slots.acquire(state)
             if slot is None:
                 self._refused.add(sequence.task.task_id)
+                self._parked[sequence.task.task_id] = sequence
+                self._scheduler.remove(sequence.task.task_id)
                 return False
             sequence.slot, sequence.version = slot, state.version
         elif not sequence.pinned:
@@ -142,8 +162,8 @@ class Serving:
         sequence.kv_version = NOT_SHARED if sequence.forgotten else sequence.version
         sequence.admitted = True
         self._admitted += 1
-        sequence.started_s = sequence.started_s or now
         self._executor.begin(sequence, reserve)
+        sequence.started_s = sequence.started_s or now
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
@@ -232,6 +252,7 @@ class Serving:
             self._scheduler.remove(task_id)
         self.running.pop(task_id, None)
         self._refused.discard(task_id)
+        self._parked.pop(task_id, None)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:

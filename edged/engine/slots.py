@@ -28,6 +28,16 @@ class SlotTable:
         return len(self._holders)
 
     @property
+    def idle(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._idle)
+
+    def held(self, adapter: str, version: int) -> bool:
+        """Whether somebody holds a slot with this version: it may be shared."""
+        slot = self._where.get((adapter, version))
+        return slot is not None and slot not in self._idle
+
+    @property
     def adapters(self) -> int:
         """Adapter versions that are resident."""
         return len(self._where)

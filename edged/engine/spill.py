@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from edged.align.memory import out_of_memory
 from edged.config import CacheSettings
 from edged.engine.kv import KvStore
 from edged.engine.memory import has_own_memory
@@ -70,6 +71,12 @@ class CopyStream:
 def _copy(targets: Slab, sources: Slab) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=True)
+
+
+def _raise_unless_memory(error: Exception) -> None:
+    """What finds no memory for a copy on its way is not saved, or not found."""
+    if not out_of_memory(error):
+        raise error
 
 
 class _Copies:
@@ -122,12 +129,21 @@ class HostSpill(_Copies):
         if not self._free:
             return None
         handle = self._free.pop()
-        self._stream.copy(_halves(self._copies[handle]), self._slab(page))
+        try:
+            self._stream.copy(_halves(self._copies[handle]), self._slab(page))
+        except Exception as error:
+            self._free.append(handle)
+            _raise_unless_memory(error)
+            return None
         return handle
 
     def load(self, handle: int, page: int) -> bool:
-        """Copy back into a page."""
-        self._stream.copy(self._slab(page), _halves(self._copies[handle]))
+        """Copy back into a page; False where the copy finds no memory."""
+        try:
+            self._stream.copy(self._slab(page), _halves(self._copies[handle]))
+        except Exception as error:
+            _raise_unless_memory(error)
+            return False
         return True
 
     def drop(self, handle: int) -> None:
@@ -179,7 +195,13 @@ class DiskSpill(_Copies):
         finally:
             self._left_s -= time.perf_counter() - started
         handle = self._free.pop()
-        copied = self._stream.copy(_halves(buffer), self._slab(page))
+        try:
+            copied = self._stream.copy(_halves(buffer), self._slab(page))
+        except Exception as error:
+            self._idle.put(buffer)
+            self._free.append(handle)
+            _raise_unless_memory(error)
+            return None
         self._written[handle] = self._writer.submit(self._write, handle, buffer, copied)
         return handle
 
@@ -212,7 +234,11 @@ class DiskSpill(_Copies):
             copied.synchronize()
         if os.preadv(self._file.fileno(), [_bytes(buffer)], handle * self._bytes) < self._bytes:
             return False
-        self._reading[0] = (buffer, self._stream.copy(self._slab(page), _halves(buffer)))
+        try:
+            self._reading[0] = (buffer, self._stream.copy(self._slab(page), _halves(buffer)))
+        except Exception as error:
+            _raise_unless_memory(error)
+            return False
         self._reading.rotate(-1)
         return True
 

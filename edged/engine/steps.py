@@ -15,7 +15,7 @@ from edged.align.dpo import DpoStep
 from edged.align.memory import out_of_memory
 from edged.config import AlignSettings
 from edged.engine.executor import FineTuneJob, Work
-from edged.engine.memory import free_bytes, kept_graph_bytes
+from edged.engine.memory import free_bytes, kept_graph_bytes, unused_bytes
 from edged.engine.parts import EngineParts
 from edged.scheduler.task import Kind, Outcome, Plan, Task, Unit
 
@@ -51,10 +51,10 @@ class Steps:
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
-    def open(self, adapter: str, now: float) -> bool:
+    def open(self, adapter: str, now: float, spare: int = 0) -> bool:
         """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
 
-        Those others leave half of the slots to requests: each is held until the step ends.
+        It leaves `spare` idle slots to requests, those others at least half of all: each is held until the step ends.
         """
         slots: dict[str, int] = {}
 
@@ -62,7 +62,7 @@ class Steps:
             state = self._trainer.shelf.peek(name)
             if state is None:
                 return False
-            slot = self._parts.slots.acquire(state, self._parts.slots.count // 2 if slots else 0)
+            slot = self._parts.slots.acquire(state, max(spare, self._parts.slots.count // 2) if slots else spare)
             if slot is not None:
                 slots[name] = slot
             return slot is not None
@@ -107,7 +107,8 @@ class Steps:
         if not self._align.keep_graph or self._trainer.size.graphs_fail or (serving and model.device.type == "cuda"):
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
-        return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free_bytes(model.device)[0]
+        free = free_bytes(model.device)[0] + unused_bytes(model.device)
+        return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
 
     def close_finished(self, now: float) -> bool:
         """Have the trainer take finished steps in, and bring the others' tasks up to date. True if any was finished."""
@@ -188,6 +189,7 @@ class Steps:
         step, task = self.jobs[task_id].step, self._tasks[task_id]
         step.restart()
         self._scheduler.restart(task, step.tokens_left, now)
+        task.underway = step.groups_done > 0
         self._sync(task)
         self._scheduler.update(task)
         return True

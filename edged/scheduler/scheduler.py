@@ -94,13 +94,14 @@ class Scheduler:
             task.kind = Kind.PREFILL
         task.tokens = tokens
         task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
+        task.underway = False
         self._queues.file(task)
 
     def update(self, task: Task) -> None:
         """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
 
-        The next step of a fine-tune task has context 0 and next_unit 0. One that has no work is removed, not updated:
-        fine-tuning is owed work for as long as it has tasks.
+        The next step of a fine-tune task has context 0 and next_unit 0, and is not `underway`. One that has no work is
+        removed, not updated: fine-tuning is owed work for as long as it has tasks.
         """
         self._require(task)
         self._queues.file(task, started=self._queues.take(task))
@@ -168,6 +169,7 @@ class Scheduler:
                 decoded.append(task)
             elif task.kind is Kind.FINETUNE:
                 task.next_unit += outcome.units
+                task.underway |= bool(outcome.tokens or outcome.units)
                 queues.arrears.pay(task, finetune_s, now, self._prepaid)
                 if outcome.next_kind is None:
                     self._retire(task)

@@ -67,12 +67,14 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    underway: bool = False
+    """Of a fine-tune task: whether parts of its step before those that `tokens` and `units` tell of are computed."""
     service: ServiceClass = ServiceClass.INTERACTIVE
 
     @property
     def begun(self) -> bool:
         """Of a fine-tune task: whether it is in the middle of a step."""
-        return self.context > 0 or self.next_unit > 0
+        return self.underway or self.context > 0 or self.next_unit > 0
 
     @property
     def has_work(self) -> bool:

@@ -228,12 +228,19 @@ def set_reference(db: Database, pair_id: int, chosen_logp: float, rejected_logp:
 
 
 def requeue_newer(db: Database, adapter: str, version: int) -> int:
-    """Queue the adapter's pairs again that only versions newer than `version` had learned from; returns how many."""
+    """Queue the adapter's pairs again of which versions newer than `version` learned last; returns how many.
+
+    One that was first tested by such a version, or by `version`, has all its epochs again, another one the last.
+    """
     return db.execute(
-        """UPDATE pairs SET state = 'queued', epochs_done = max(0, epochs_done - 1), trained_version = NULL,
+        """UPDATE pairs SET state = 'queued', trained_version = NULL,
+               epochs_done = CASE WHEN EXISTS (
+                   SELECT 1 FROM alignment_metrics AS tested
+                   WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version
+               ) THEN 0 ELSE max(0, epochs_done - 1) END,
                note = 'queued again: version ' || trained_version || ' was lost'
-           WHERE adapter = ? AND trained_version > ? AND state IN ('queued', 'trained', 'learnt')""",
-        [adapter, version],
+           WHERE adapter = :adapter AND trained_version > :version AND state IN ('queued', 'trained', 'learnt')""",
+        {"adapter": adapter, "version": version},
     ).rowcount
 
 

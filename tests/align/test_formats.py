@@ -15,8 +15,8 @@ from edged.align.formats import FormatError, count_lines, export_pair, read_pair
 from edged.align.signals import record_pair
 from edged.store import Store
 from edged.store.feedback import get_pairs, pair_ids_of
+from tests.real_data import HH_FILE
 
-HH_FILE = Path(__file__).parents[3] / "shared" / "data" / "hh-harmless.jsonl.gz"
 SKY = [{"role": "user", "content": "What color is the sky?"}]
 
 

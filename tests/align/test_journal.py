@@ -72,7 +72,7 @@ def test_outcomes_set_the_pairs_state(store):
     assert [(pair.state, pair.trained_version, pair.epochs_done, pair.note) for pair in found] == [
         ("trained", 3, 1, ""),
         ("skipped", None, 0, "loss is nan"),
-        ("learnt", None, 0, "loss 0.0100 is under align.loss_threshold"),
+        ("learnt", 2, 0, "loss 0.0100 is under align.loss_threshold"),
         ("queued", 5, 1, ""),
     ]
 
@@ -243,7 +243,7 @@ def test_references_of_another_model_are_not_resumed(store):
 
 
 def test_pairs_of_versions_that_were_lost_are_queued_again(store):
-    numbers = queue_pairs(store, 5)
+    numbers = queue_pairs(store, 7)
     append(
         store,
         *(published(version) for version in (1, 2, 3)),
@@ -255,21 +255,27 @@ def test_pairs_of_versions_that_were_lost_are_queued_again(store):
         scored(numbers[0], 2, split="held_out"),
         scored(numbers[0], 1, split="held_out"),
         scored(numbers[2], 2),
+        PairRetired(numbers[5], "ada", "learnt", 2, 0),
+        scored(numbers[6], 0),
+        trained(numbers[6], 3, epochs=3),
     )
-    assert store.write(lambda db: requeue_lost(db, "ada", 1)).result() == 3
+    assert store.write(lambda db: requeue_lost(db, "ada", 1)).result() == 5
     found = store.read(lambda db: get_pairs(db, numbers))
     assert [(pair.state, pair.epochs_done, pair.trained_version) for pair in found] == [
         ("trained", 1, 1),
         ("queued", 0, None),
-        ("queued", 1, None),
+        ("queued", 0, None),
         ("queued", 0, None),
         ("skipped", 0, None),
+        ("queued", 0, None),
+        ("queued", 2, None),
     ]
     assert found[1].note == "queued again: version 2 was lost"
     assert [row["version"] for row in rows(store, "adapter_versions")] == [1]
     assert [(row["version"], row["split"]) for row in rows(store, "alignment_metrics")] == [
         (1, "held_out"),
         (2, "prequential"),
+        (0, "prequential"),
     ]
     assert store.write(lambda db: requeue_lost(db, "ada", 1)).result() == 0
 

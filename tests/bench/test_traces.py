@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edged.bench.traces import Trace, TraceError, TraceRow, length_scale, read_trace, scale_trace
+from tests.real_data import DATA
 
-SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 IDS = range(3, 259)
 
 
@@ -151,7 +151,7 @@ def test_poisson_arrivals_follow_the_seed_and_the_rate() -> None:
     [("azure-llm-2023-conv.csv", 19_366, 5.5), ("mooncake-conversation.jsonl", 12_031, 3.4)],
 )
 def test_the_real_traces_are_read_whole(name: str, requests: int, rate: float) -> None:
-    path = SHARED_DATA / name
+    path = DATA / name
     if not path.exists():
         pytest.skip(f"{path} is absent: it is no part of the product")
     trace = read_trace(str(path))

@@ -72,9 +72,9 @@ def check_pages_after_every_iteration(engine: Engine) -> None:
 
 @contextmanager
 def running_engine(
-    tmp_path: Path, kind: str = "llama", data: str = "data", **settings: Any
+    tmp_path: Path, kind: str = "llama", data: str = "data", fails: bool = False, **settings: Any
 ) -> Iterator[tuple[Engine, Client]]:
-    """An engine on a saved tiny model; `settings` are section__key overrides."""
+    """An engine on a saved tiny model, which `fails` or not; `settings` are section__key overrides."""
     model = tmp_path / f"model-{kind}"
     if not model.exists():
         save_tiny(model, kind)
@@ -87,7 +87,7 @@ def running_engine(
     engine.start()
     try:
         yield engine, client
-        assert engine.error is None
+        assert (engine.error is not None) is fails
     finally:
         engine.stop(5.0)
 

@@ -268,6 +268,7 @@ def test_page_pressure_preempts_and_recomputes_without_changing_an_answer(tmp_pa
         status = engine.status()
         assert status["totals"]["preemptions"] > 0
         assert status["pages"]["free"] + status["pages"]["cached"] == total, "all pages came back"
+        assert {event.cached_tokens for event in client.finished.values()} == {0}, "its own pages are no prefix hit"
     model = tiny_model()
     for i, prompt in enumerate(prompts):
         assert client.ids(f"r{i}") == generated(model, prompt, 60)[0]

@@ -16,6 +16,8 @@ from edged.align.pair import PairRetired, PairScored, StepSkipped, TokenPair, Ve
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
 from edged.scheduler.task import Plan
+from edged.store import StoreError
+from tests.align.test_guard import SETTINGS, score
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 
@@ -306,3 +308,65 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
         client.wait(lambda: len(client.of(PairRetired)) == 24)
     for name in names:
         assert engine.adapter_files.versions(name)[-1] == engine.adapters()[name]
+
+
+def test_a_rollback_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        for turn in range(2):
+            engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
+            client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
+        wait_idle(engine)
+        newest = engine.adapters()["ann"]
+        assert engine.adapter_files.versions("ann")[-1] < newest, "not every version is written"
+        back = engine.rollback("ann", engine.adapter_files.versions("ann")[-1]).result(20)
+        assert back > newest
+        assert engine.adapter_files.versions("ann")[-1] == back
+        untrained = engine.rollback("ann", 0).result(20)
+        assert engine.adapter_files.versions("ann")[-1] == untrained
+        assert engine.rollback("ann", untrained).result(20) == untrained
+
+
+def test_a_rollback_that_cannot_be_written_is_served_and_said_to_be_in_danger(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: bool(client.of(VersionSaved)))
+        folder = engine.adapter_files.root / "ann"
+        folder.rename(folder.with_name("elsewhere"))
+        folder.write_text("a file where the adapter's folder should be")
+        with pytest.raises(StoreError, match="version 2 of ann is served, but could not be written"):
+            engine.rollback("ann", 0).result(20)
+        assert engine.adapters()["ann"] == 2
+        folder.unlink()
+        client.wait(lambda: client.of(VersionSaved)[-1].version == 2)
+
+
+def test_a_stop_answers_a_rollback_that_was_not_on_disk_yet(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: bool(client.of(VersionSaved)))
+        back = engine.rollback("ann", 0)
+        engine.stop(5.0)
+        assert engine.adapter_files.versions("ann")[-1] == back.result(20)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_version_that_is_taken_back_goes_to_the_best_one_or_what_is_left_on_disk(tmp_path: Path, kept: bool) -> None:
+    """The best version's weights left memory with its adapter; the disk has it, or only later ones."""
+    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.001, "store__keep_versions": 2}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        versions, shelf = engine._parts.trainer._versions, engine._parts.trainer.shelf
+        for turn in range(4):
+            engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
+            client.wait(lambda turn=turn: len(client.of(VersionSaved)) == turn + 1)
+            if turn == 0 and kept:
+                shelf.files.spare("ann", 1)
+        wait_idle(engine)
+        assert engine.adapter_files.versions("ann") == ([1, 3, 4] if kept else [3, 4])
+        learner = engine._parts.trainer.roster.learner("ann")
+        learner.best, learner.best_weights = score(1, 9, 10), None
+        wanted = load_file(engine.adapter_files.path("ann", 1 if kept else 3) / "adapter_model.safetensors")
+        engine._inbox.ask(lambda: versions.judge(learner, score(4, 1, 10), SETTINGS)).result(20)
+        for name, tensor in shelf.get("ann").tensors().items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+        assert "reward accuracy fell" in client.of(VersionPublished)[-1].reason

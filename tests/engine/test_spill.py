@@ -10,7 +10,7 @@ import torch
 from edged.config import CacheSettings
 from edged.engine.engine import Engine
 from edged.engine.kv import KvStore
-from edged.engine.spill import DiskSpill, HostSpill, PageSpill, pick_spill
+from edged.engine.spill import CopyStream, DiskSpill, HostSpill, PageSpill, pick_spill
 from tests.engine.harness import random_ids, request, running_engine
 from tests.engine.test_engine import generated, learnt
 from tests.models import tiny_model
@@ -65,6 +65,27 @@ def test_a_place_that_was_dropped_is_used_again(kind: str, tmp_path: Path) -> No
     assert spill.save(2) is None
     assert spill.load(second, 5)
     assert torch.equal(kv.keys[:, 10:12], kv.keys[:, 2:4])
+    spill.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_that_finds_no_memory_costs_no_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kv = make_kv()
+    spill = make(kind, kv, tmp_path)
+    first = spill.save(0)
+    assert first is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(CopyStream, "copy", fails)
+        for _ in range(20):
+            assert spill.save(1) is None
+            assert not spill.load(first, 5)
+    spill.join()
+    assert [spill.save(page) is not None for page in (1, 2, 3, 4)] == [True, True, True, False]
+    assert spill.load(first, 5)
+    assert torch.equal(kv.keys[:, 10:12], kv.keys[:, 0:2])
     spill.close()
 
 

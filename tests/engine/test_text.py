@@ -17,8 +17,8 @@ from trl import apply_chat_template
 
 from edged.engine.text import Codec, CodecError, Detokenizer, NoChatTemplate, StopMatcher
 from tests.models import SPECIALS, byte_tokenizer, save_tiny
+from tests.real_data import HH_LM
 
-HH_LM = Path(__file__).parents[3] / "shared/models/hh-lm"
 TEXT = "Naïve café — 你好, мир! 😀👩‍👩‍👧 \N{REPLACEMENT CHARACTER} e\N{COMBINING ACUTE ACCENT}  two  spaces\n"
 
 

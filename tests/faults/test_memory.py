@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -204,6 +206,33 @@ def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Pa
         assert not client.of(StepSkipped)
 
 
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_a_step_that_found_no_memory_holds_none_when_it_is_tried_again(
+    tmp_path: Path, keep_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
+        trainer = engine._parts.trainer
+        trainer.size.first_pause_s = 0.01
+        opened, alive = trainer.open, []
+        steps: list[weakref.ref[object]] = []
+
+        def remembered(*arguments: Any) -> Any:
+            alive.append(sum(step() is not None for step in steps))
+            step = opened(*arguments)
+            steps.append(weakref.ref(step))
+            return step
+
+        monkeypatch.setattr(trainer, "open", remembered)
+        gc.disable()
+        try:
+            with shortage(layer(engine), while_learning([1])):
+                engine.submit_pairs(random_pairs(4))
+                client.wait(lambda: len(client.of(PairRetired)) == 4)
+        finally:
+            gc.enable()
+        assert alive[:2] == [0, 0]
+
+
 def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Path) -> None:
     prompts = [random_ids(30, seed) for seed in range(3)]
     with running_engine(tmp_path, align__keep_graph=False, guard__held_out_share=0.0) as (engine, client):
@@ -320,6 +349,8 @@ def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
         (torch.OutOfMemoryError("x"), True),
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/c10/cuda/CUDACachingAllocator.cpp":1016'), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("out of memory"), False),
     ],

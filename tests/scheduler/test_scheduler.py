@@ -132,6 +132,19 @@ def test_a_preempted_step_starts_over_with_its_forward() -> None:
     scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
     scheduler.restart(task, tokens=100, now=1.0)
     assert (task.kind, task.tokens, task.context, task.next_unit) == (Kind.FINETUNE, 100, 0, 0)
+    assert not task.begun
+
+
+def test_a_step_is_in_its_middle_between_its_groups() -> None:
+    scheduler = scheduler_of()
+    task = lesson()
+    scheduler.add(task, now=0.0)
+    assert not task.begun
+    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    # As the engine does when the next group begins.
+    task.tokens, task.context, task.next_unit = 50, 0, 0
+    scheduler.update(task)
+    assert task.begun
 
 
 def test_a_grant_without_an_outcome_leaves_its_task_as_it_was() -> None:

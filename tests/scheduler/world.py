@@ -253,6 +253,7 @@ class World:
                 tuning.taken += 1
                 if tuning.steps:
                     task.tokens, task.context, task.next_unit = tuning.tokens, 0, 0
+                    task.underway = False
                     self.scheduler.update(task)
                 else:
                     del self.tunings[task.task_id]
