@@ -146,7 +146,7 @@ class AdapterState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by PEFT's names, copied to the host."""
-        return self._copied_weights().on_host()
+        return self.copied_weights().on_host()
 
     def copied(self) -> CopiedVersion:
         """The present version, copied where it is."""
@@ -155,9 +155,10 @@ class AdapterState:
             for index, parameter in enumerate(self.parameters())
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
-        return CopiedVersion(self.name, self.version, self._copied_weights(), Copies(moments))
+        return CopiedVersion(self.name, self.version, self.copied_weights(), Copies(moments))
 
-    def _copied_weights(self) -> Copies:
+    def copied_weights(self) -> Copies:
+        """The weights by PEFT's names, copied where they are."""
         named = {}
         for name, (a, b) in self.weights.items():
             named[f"{_PREFIX}{name}.lora_A.weight"], named[f"{_PREFIX}{name}.lora_B.weight"] = a, b
@@ -268,7 +269,7 @@ class AdapterFiles:
         sync(draft)
 
     def spare(self, adapter: str, version: int) -> None:
-        """Keep this one version of an adapter beside the newest, in place of the one spared before."""
+        """Keep this one version of an adapter beside the newest, in place of the one spared before; 0: none."""
         self._spared[adapter] = version
 
     def _retire(self, adapter: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ in one operation; on CUDA neither that thread nor what it launches waits for the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ class Copies:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """On CUDA some may be on the host: AdamW's counts of steps are."""
         self._order = list(tensors)
+        self._lock = threading.Lock()
         # One by one: for a large tensor the host's heap asks the system for pages, and faults them in.
         self._here = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         there = {name: tensor.detach() for name, tensor in tensors.items() if name not in self._here}
@@ -32,9 +34,12 @@ class Copies:
             self._here |= {name: tensor.cpu() for name, tensor in there.items()}
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """The tensors, in the order that they were given in."""
-        found = self._here | (self._there.on_host() if self._there is not None else {})
-        return {name: found[name] for name in self._order}
+        """The tensors, in the order that they were given in; from the first time on the device holds none of them."""
+        with self._lock:
+            if self._there is not None:
+                self._here |= self._there.on_host()
+                self._there = None
+            return {name: self._here[name] for name in self._order}
 
 
 class Together:

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-import torch
-
+from edged.align.copies import Copies
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore
 from edged.align.held_out import HeldOutTest
@@ -71,7 +70,7 @@ class Learner:
     withdrawn: set[int] = field(default_factory=set)
     """Versions that are not gone back to."""
     best: HeldOutScore | None = None
-    best_weights: dict[str, torch.Tensor] | None = None
+    best_weights: Copies | None = None
     loss: float = FIRST_LOSS
 
     @property

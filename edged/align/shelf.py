@@ -25,7 +25,7 @@ class _Place:
     state: AdapterState
     saved: int
     written: int
-    saved_at_s: float = 0.0
+    saved_at_s: float = -math.inf
 
 
 class Shelf:

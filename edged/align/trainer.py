@@ -17,6 +17,7 @@ import numpy as np
 from edged import logs
 from edged.align import outcomes
 from edged.align.adapter import AdapterState
+from edged.align.copies import Copies
 from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
 from edged.align.guard import HeldOutScore
@@ -67,6 +68,10 @@ class Trainer:
     def on_publish(self, published: Callable[[AdapterState, int], None]) -> None:
         """Whom to tell of a new version: called with its state and the version that it follows."""
         self._published = published
+
+    def on_copied(self, bring: Callable[[Copies], object]) -> None:
+        """Who brings copies of weights to the host, beside this thread."""
+        self._versions.bring = bring
 
     def _announce(self, state: AdapterState, record: VersionPublished) -> None:
         self.records.append(record)
@@ -265,6 +270,7 @@ class Trainer:
         self.abandon(adapter)
         self._versions.restore(learner, weights, reason)
         learner.best, learner.best_weights = None, None
+        self.shelf.files.spare(adapter, 0)
         return self.version(adapter)
 
     def introduce(self, adapter: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from edged.align.adapter import AdapterError, AdapterState
+from edged.align.copies import Copies
 from edged.align.guard import HeldOutScore, judge
 from edged.align.learner import Learner
 from edged.align.member import Member
@@ -36,6 +37,8 @@ class Versions:
     def __init__(self, shelf: Shelf, announce: Callable[[AdapterState, VersionPublished], None]) -> None:
         """`announce` is told of every version that takes the place of another."""
         self._shelf, self._announce = shelf, announce
+        self.bring: Callable[[Copies], object] = Copies.on_host
+        """Has the best version's weights brought to the host."""
 
     def current(self, adapter: str | None) -> int:
         """The adapter's current version; 0 when it has not learnt, or is not there at all."""
@@ -99,9 +102,11 @@ class Versions:
     def judge(self, learner: Learner, score: HeldOutScore, guard: GuardSettings) -> None:
         """Go back to the best tested version, or have the present one take that place, as its test came out."""
         if reason := judge(score, learner.best, guard):
-            self.restore(learner, self._earlier_weights(learner), reason)
+            # Without a best one no earlier version was found good.
+            self.restore(learner, self._earlier_weights(learner) if learner.best is not None else None, reason)
         elif score.better_than(learner.best, guard):
-            learner.best, learner.best_weights = score, self._shelf.get(learner.name).tensors()
+            learner.best, learner.best_weights = score, self._shelf.get(learner.name).copied_weights()
+            self.bring(learner.best_weights)
             self._shelf.files.spare(learner.name, score.version)
 
     def suspect(self, learner: Learner, version: int) -> bool:
@@ -126,8 +131,10 @@ class Versions:
         """Of the best tested version, from disk when they left memory; where they are nowhere, of the newest on disk
         before the present one; None: untrained."""
         if learner.best is not None and learner.best.version != self.current(learner.name):
-            if learner.best_weights is not None or not learner.best.version:
-                return learner.best_weights
+            if learner.best_weights is not None:
+                return learner.best_weights.on_host()
+            if not learner.best.version:
+                return None
             with contextlib.suppress(AdapterError):
                 return self._shelf.files.load(learner.name, learner.best.version).weights
         for version in reversed(self._shelf.files.versions(learner.name)):

@@ -66,6 +66,7 @@ class VirtualStep:
         windows = 1 if keep_graph else 2
         self._batches = groups_of([*draw.fresh, *draw.replay], min(windows * align.window_tokens, most_tokens))
         self.streams: list[VirtualStream] = []
+        self.groups_done = 0
         self._open()
 
     def _open(self) -> None:
@@ -111,6 +112,7 @@ class VirtualStep:
         unit = self._units.pop(0)
         if not self._units:
             if self._batches:
+                self.groups_done += 1
                 self._open()
             else:
                 self.finished = True
@@ -205,6 +207,7 @@ class VirtualLearning:
         self._free(job)
         job.step.restart()
         self._scheduler.restart(job.task, job.step.tokens_left, now)
+        job.task.underway = job.step.groups_done > 0
         self._sync(job)
         self._scheduler.update(job.task)
         return True

@@ -153,7 +153,8 @@ class Engine:
                 version = publish()
                 saved = self._learning.saved(adapter, version)
             except Exception as error:
-                known.set_exception(error)
+                if known.set_running_or_notify_cancel():
+                    known.set_exception(error)
             else:
                 saved.add_done_callback(lambda _: _follow(known, saved, version))
 
@@ -273,7 +274,9 @@ class Engine:
 
 
 def _follow(future: Future[T], done: Future[None], value: T) -> None:
-    """Have a future end with `value`, or as one that is done ended."""
+    """Have a future end with `value`, or as one that is done ended, if anybody still waits for it."""
+    if not future.set_running_or_notify_cancel():
+        return
     error = done.exception()
     if error is None:
         future.set_result(value)

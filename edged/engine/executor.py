@@ -307,15 +307,14 @@ class Executor:
         work.units += zip(ran, clock.laps(), strict=True)
         work.units_run[task_id] = len(ran)
 
-    def begin(self, sequence: Sequence, reserve: int) -> None:
+    def begin(self, sequence: Sequence, reserve: int, first: bool) -> None:
         """First pages of an admitted sequence: the longest shared prefix, if there is one.
 
-        What was spilled comes back into pages of which `reserve` are left to the others of this iteration.
+        What was spilled comes back into pages of which `reserve` are left to the others of this iteration. What a
+        sequence finds that was admitted before, and not for the `first` time, is its own and counts as no hit.
         """
         if self.trie is None:
             return
-        # What a preempted sequence finds again is its own, and nothing that sharing saved.
-        first = not sequence.started_s
         pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
         if pages:
             sequence.add_pages(pages)

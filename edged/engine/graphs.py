@@ -81,8 +81,7 @@ class CudaRecorder:
             with _no_waits():
                 run()
         current.wait_stream(self._aside)
-        # The threads that read and write adapters use the device meanwhile. A capture that fails may leave its stream
-        # in place.
+        # A capture that fails may leave its stream in place.
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
@@ -103,7 +102,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """What makes the host wait for the GPU raises RuntimeError; nothing else may use it meanwhile."""
+    """What makes the host wait for the GPU raises RuntimeError, in any thread: others begin later."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from edged.engine.saving import Saver
 from edged.engine.steps import Steps
 
 log = logging.getLogger("edged.align")
-_MOST_TRIED = 16
+_MOST_TRIED = 256
 """Adapters of which one iteration asks whether a step of theirs finds a slot."""
 
 
@@ -57,12 +58,13 @@ class Learning:
         self._paused = False
         self._held = False
         """Governors allow no step."""
-        self._slotless_s = math.inf
-        """Since when there was work and no step open, for want of a LoRA slot."""
+        self._slotless, self._slotless_s = "", math.inf
+        """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
         self.fetcher = Fetcher(self._trainer, self._fetched, post)
         self._saver = Saver(self._trainer.shelf, parts.settings.store, post, journal)
         self._trainer.on_publish(self._published)
+        self._trainer.on_copied(self._saver.bring)
 
     # -- pairs -------------------------------------------------------------------------------------------------------
 
@@ -120,31 +122,35 @@ class Learning:
         rested = self._steps.rested(now)
         if not self._opens or self._scheduler.degraded or not rested:
             return
-        # A request that waits for a slot gets the next one.
-        overdue = now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
-        spare = self._parts.slots.count if slots_wanted and not overdue else 0
-        tried: set[str] = set()
-        while len(self._steps.jobs) < self._most_open and len(tried) < _MOST_TRIED and self._steps.rested(now):
-            adapter = self._next_ready(tried)
-            if adapter is None:
+        if self._slotless not in self._trainer.roster.ready():
+            self._slotless, self._slotless_s = "", math.inf
+        ready = self._trainer.roster.ready()
+        tried = list(islice(ready, _MOST_TRIED)) if len(self._steps.jobs) < self._most_open else []
+        for adapter in tried:
+            if len(self._steps.jobs) >= self._most_open or not self._steps.rested(now):
                 break
-            tried.add(adapter)
-            self._steps.open(adapter, now, spare)
-        if self._steps.jobs or not tried:
-            self._slotless_s = math.inf
-        else:
-            self._slotless_s = min(self._slotless_s, now)
+            # One may have joined another's step meanwhile.
+            if adapter in ready:
+                self._begin(adapter, now, slots_wanted)
 
-    def _next_ready(self, tried: Collection[str]) -> str | None:
-        """The first adapter with work, not `tried`, that is in memory; those before it are read, few at once."""
-        for adapter in self._trainer.roster.ready():
-            if adapter in tried:
-                continue
-            if self._trainer.shelf.resident(adapter):
-                return adapter
-            if self.fetcher.count < self._most_open:
+    def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
+        """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
+        overdue = adapter == self._slotless and now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
+        # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
+        spare = self._parts.slots.count if slots_wanted and not overdue else 0
+        if self._trainer.shelf.resident(adapter):
+            slot = self._steps.open(adapter, now, spare)
+        else:
+            slot = overdue or self._parts.slots.idle > spare
+            if slot and self.fetcher.count < self._most_open:
                 self.fetcher.fetch(adapter)
-        return None
+        if not slot and not self._slotless:
+            self._slotless, self._slotless_s = adapter, now
+
+    @property
+    def wanted(self) -> set[str]:
+        """Who stays in memory until there is a LoRA slot for its step."""
+        return {self._slotless} if self._slotless else set()
 
     def close_finished(self, now: float) -> None:
         """Take finished steps in; bring the others' tasks up to date."""
@@ -242,10 +248,12 @@ class Learning:
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
-        self._steps.abandon_all()
-        self.flush(float("inf"))
-        self.fetcher.close()
-        self._saver.close()
+        try:
+            self._steps.abandon_all()
+            self.flush(float("inf"))
+            self.fetcher.close()
+        finally:
+            self._saver.close()
 
     def progress(self) -> tuple[int, int]:
         """(optimizer steps, pairs trained) since start."""

@@ -114,13 +114,11 @@ class Loop:
                 self.serving.fail_all(self.error, time.monotonic())
             else:
                 self.serving.cancel_all(time.monotonic())
-            self._flush()
-            try:
-                self.learning.close()
-            except Exception:
-                log.exception("what was learned last could not be saved")
-            self._flush()
-            self._executor.close()
+            for last in (self._flush, self.learning.close, self._flush, self._executor.close):
+                try:
+                    last()
+                except Exception:
+                    log.exception("the engine did not end as it should")
 
     def _plan(self) -> Plan:
         started = time.perf_counter()
@@ -231,7 +229,7 @@ class Loop:
             self._deliver(events)
         self.learning.flush(time.monotonic())
         if self._parts.trainer.shelf.crowded:
-            self._parts.trainer.tidy(self.serving.adapters)
+            self._parts.trainer.tidy(self.serving.adapters | self.learning.wanted)
 
     def _resources(self) -> Resources:
         """What the next bin may use."""

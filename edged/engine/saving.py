@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from edged.align.adapter import CopiedVersion
+from edged.align.copies import Copies
 from edged.align.pair import Record, VersionSaved
 from edged.align.shelf import Shelf
+from edged.align.versions import UnknownAdapter
 from edged.config import StoreSettings
 from edged.engine.request import EngineStopping
 from edged.engine.threads import one_beside
@@ -64,21 +67,25 @@ class Saver:
         return None if self._writing else self._shelf.next_save_s(self._store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[None]:
-        """Resolves when this version or a later one is on disk; raises StoreError where it could not be written."""
+        """Resolves when this version or a later one is on disk; raises StoreError where it could not be written, and
+        UnknownAdapter when the adapter is forgotten."""
         future: Future[None] = Future()
         if version <= self._shelf.written(adapter):
             future.set_result(None)
         else:
+            self._shelf.hurry(adapter)
             self._awaited.append((adapter, version, future))
         return future
 
-    def _tell(self, adapter: str, newest: int, written: bool) -> None:
-        """Those who wait for versions up to `newest`, whether they are on disk."""
+    def _tell(self, adapter: str, newest: float, written: bool | None) -> None:
+        """Those who wait for versions up to `newest`, whether they are on disk; None: the adapter was forgotten."""
         told = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
         self._awaited = [item for item in self._awaited if item not in told]
         for _, version, future in told:
             if written:
                 future.set_result(None)
+            elif written is None:
+                future.set_exception(UnknownAdapter(adapter))
             else:
                 future.set_exception(
                     StoreError(
@@ -87,18 +94,25 @@ class Saver:
                     )
                 )
 
+    def bring(self, copies: Copies) -> None:
+        """Have copies brought to the host beside the engine thread."""
+        self._thread.submit(copies.on_host)
+
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
+        self._tell(adapter, math.inf, None)
         # Behind those that are being written, and before any that follow.
         return self._thread.submit(self._shelf.files.forget, adapter)
 
     def close(self) -> None:
         """Have every unsaved version written, and wait until all are."""
-        while self._save_next(float("inf")):
-            pass
-        self._thread.shutdown(wait=True)
-        for adapter, version, _ in list(self._awaited):
-            self._tell(adapter, version, max(self._shelf.files.versions(adapter), default=0) >= version)
+        try:
+            while self._save_next(float("inf")):
+                pass
+        finally:
+            self._thread.shutdown(wait=True)
+            for adapter, version, _ in list(self._awaited):
+                self._tell(adapter, version, max(self._shelf.files.versions(adapter), default=0) >= version)
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
         """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
@@ -126,5 +140,4 @@ class Saver:
         self._writing = False
         if written is not None:
             self._shelf.save_ended(adapter, version, written)
-        # Nobody minds about a version that was forgotten.
-        self._tell(adapter, version, written is not False)
+        self._tell(adapter, version, written)

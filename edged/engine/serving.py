@@ -144,11 +144,20 @@ class Serving:
             del self._parked[task.task_id]
             self._scheduler.add(task, task.arrival_s)
 
+    def _yields(self, newcomer: Sequence, now: float) -> bool:
+        """Whether a newcomer would keep a slot from becoming idle for one who comes before it and has waited for twice
+        its target."""
+        if not self._parked or self._parts.slots.idle:
+            return False
+        order, own = self._scheduler.policy.order, newcomer.task
+        waiting = (sequence.task for sequence in self._parked.values())
+        return any(now > 2 * task.deadline_s - task.arrival_s and order(task) < order(own) for task in waiting)
+
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter = sequence.request.adapter
         if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
             state = self._parts.trainer.state(adapter)
-            slot = self._parts.slots.acquire(state)
+            slot = None if self._yields(sequence, now) else self._parts.slots.acquire(state)
             if slot is None:
                 self._refused.add(sequence.task.task_id)
                 self._parked[sequence.task.task_id] = sequence
@@ -162,8 +171,9 @@ class Serving:
         sequence.kv_version = NOT_SHARED if sequence.forgotten else sequence.version
         sequence.admitted = True
         self._admitted += 1
-        self._executor.begin(sequence, reserve)
+        first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
+        self._executor.begin(sequence, reserve, first)
         task = sequence.task
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1

@@ -69,7 +69,13 @@ class Admission:
         """
         runnable = [task for task in queues.started if task not in draft.preempted]
         begun = tuning[0] if tuning and tuning[0].begun else None
-        asking = [] if begun else [task for task in tuning if draft.pages(task, task.tokens) <= draft.total_pages]
+        asking = [begun] if begun else tuning
+        if begun and (begun.context or not draft.pages(begun, begun.tokens)):
+            asking = []
+        else:
+            # Between its groups, and when its pages were taken, a step asks for pages as everybody does.
+            begun = None
+        asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
         waiting = queues.waiting if draft.sequences_left > 0 else []
         turn.task = begun
         if not (asking or waiting) or draft.preempted:

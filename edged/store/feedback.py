@@ -230,17 +230,29 @@ def set_reference(db: Database, pair_id: int, chosen_logp: float, rejected_logp:
 def requeue_newer(db: Database, adapter: str, version: int) -> int:
     """Queue the adapter's pairs again of which versions newer than `version` learned last; returns how many.
 
-    One that was first tested by such a version, or by `version`, has all its epochs again, another one the last.
+    One that was first tested by such a version, or by `version`, has all its epochs again, another one the last. Where
+    the version that tested it first is lost, so is that score: it is tested anew.
     """
+    lost = "trained_version > :version AND state IN ('queued', 'trained', 'learnt')"
+    values = {"adapter": adapter, "version": version}
+    db.execute(
+        f"""UPDATE pairs SET epochs_done = 0
+           WHERE adapter = :adapter AND {lost} AND EXISTS (
+               SELECT 1 FROM alignment_metrics AS tested
+               WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version)""",
+        values,
+    )
+    db.execute(
+        f"""DELETE FROM alignment_metrics
+           WHERE adapter = :adapter AND split = 'prequential' AND version > :version
+               AND pair_id IN (SELECT id FROM pairs WHERE adapter = :adapter AND {lost})""",
+        values,
+    )
     return db.execute(
-        """UPDATE pairs SET state = 'queued', trained_version = NULL,
-               epochs_done = CASE WHEN EXISTS (
-                   SELECT 1 FROM alignment_metrics AS tested
-                   WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version
-               ) THEN 0 ELSE max(0, epochs_done - 1) END,
+        f"""UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
                note = 'queued again: version ' || trained_version || ' was lost'
-           WHERE adapter = :adapter AND trained_version > :version AND state IN ('queued', 'trained', 'learnt')""",
-        {"adapter": adapter, "version": version},
+           WHERE adapter = :adapter AND {lost}""",
+        values,
     ).rowcount
 
 

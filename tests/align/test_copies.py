@@ -41,3 +41,13 @@ def test_what_the_device_has_no_memory_for_is_copied_to_the_host(monkeypatch: py
     found = Copies(given).on_host()
     assert list(found) == ["step", "there", "a"]
     assert found["there"].tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="there is nothing but the host")
+def test_copies_that_were_brought_to_the_host_leave_the_device() -> None:
+    copied = Copies(tensors())
+    assert copied._there is not None
+    first = copied.on_host()
+    assert copied._there is None
+    again = copied.on_host()
+    assert all(again[name] is tensor for name, tensor in first.items())

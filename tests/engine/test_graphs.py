@@ -232,6 +232,25 @@ def test_a_capture_that_fails_leaves_launches(rig: Rig) -> None:
     assert not captured.fits(1)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is captured on the CPU")
+def test_what_waits_for_the_gpu_is_given_up_before_it_is_captured() -> None:
+    recorder, number = CudaRecorder(DEVICE, 1 << 30), torch.ones(1, device=DEVICE)
+
+    def count() -> None:
+        number.add_(1)
+
+    def wait() -> None:
+        number.item()
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        recorder.record(wait)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    replay = recorder.record(count)
+    before = float(number)
+    replay()
+    assert float(number) == before + 1
+
+
 def test_a_replay_with_other_numbers_is_not_used(rig: Rig) -> None:
     class Wrong(Again):
         def record(self, run: Replay) -> Replay:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from edged.align.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished, VersionSaved
+from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.executor import Work
 from edged.scheduler.task import Plan
@@ -317,6 +318,7 @@ def test_a_rollback_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
             engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
             client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
         wait_idle(engine)
+        client.wait(lambda: bool(client.of(VersionSaved)))
         newest = engine.adapters()["ann"]
         assert engine.adapter_files.versions("ann")[-1] < newest, "not every version is written"
         back = engine.rollback("ann", engine.adapter_files.versions("ann")[-1]).result(20)
@@ -370,3 +372,41 @@ def test_a_version_that_is_taken_back_goes_to_the_best_one_or_what_is_left_on_di
         for name, tensor in shelf.get("ann").tensors().items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
         assert "reward accuracy fell" in client.of(VersionPublished)[-1].reason
+
+
+def test_a_rollback_that_is_overtaken_by_a_forgetting_says_so(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: bool(client.of(VersionSaved)))
+        both: list[Future[Any]] = []
+        # In one turn of the inbox: nothing is written between them.
+        engine._inbox.post(lambda: both.extend([engine.rollback("ann", 0), engine.forget("ann")]))
+        client.wait(lambda: len(both) == 2)
+        both[1].result(20)
+        with pytest.raises(UnknownAdapter):
+            both[0].result(20)
+
+
+def test_a_rollback_to_what_is_served_waits_for_no_ordinary_save(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        for turn in range(2):
+            engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
+            client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
+        wait_idle(engine)
+        served = engine.adapters()["ann"]
+        assert engine.rollback("ann", served).result(20) == served
+        assert engine.adapter_files.versions("ann")[-1] == served
+
+
+def test_nobody_is_told_of_a_rollback_that_he_stopped_waiting_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: bool(client.of(VersionSaved)))
+        assert engine.rollback("ann", 0).cancel()
+        client.wait(lambda: client.of(VersionSaved)[-1].version == 2)
+        engine.rollback("ann", 0).result(20)
+    assert "InvalidStateError" not in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

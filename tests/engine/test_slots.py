@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.pair import PairRetired
+from edged.align.pair import PairRetired, VersionSaved
 from edged.engine.engine import Engine
 from edged.engine.serving import Serving
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
@@ -38,6 +38,55 @@ def test_a_long_prompt_without_a_slot_leaves_the_iteration_to_others(tmp_path: P
         client.wait(lambda: len(client.finished) == 5)
         assert {event.error for event in client.finished.values()} == {""}
         assert client.finished["cid"].version > 0
+
+
+def test_those_who_share_a_slot_do_not_keep_another_waiting_for_ever(tmp_path: Path) -> None:
+    settings = {"scheduler__ttft_floor_ms": 20.0}
+    with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
+        teach(engine, client, "ann", "ben", "cid")
+        asked = 0
+
+        def ask() -> None:
+            nonlocal asked
+            engine.submit(
+                request(f"r{asked}", random_ids(9, asked), 60 + 11 * (asked % 7), adapter=("ann", "ben")[asked % 2])
+            )
+            asked += 1
+
+        for _ in range(12):
+            ask()
+        client.wait(lambda: bool(client.tokens))
+        engine.submit(request("cid", random_ids(9, 2), 4, adapter="cid"))
+        while "cid" not in client.finished:
+            client.wait(lambda: "cid" in client.finished or len(client.finished) + 12 > asked)
+            while asked < len(client.finished) + 12:
+                ask()
+            assert asked < 600, "the slots never became idle"
+        client.wait(lambda: len(client.finished) == asked + 1)
+
+
+def test_an_adapter_that_is_on_disk_is_learnt_when_slots_are_scarce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "scheduler__finetune_max_wait_s": 0.2,
+        "store__save_every_s": 0.01,
+        "align__max_loaded_adapters": 2,
+    }
+    with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
+        teach(engine, client, "ann", "ben", "eve")
+        client.wait(lambda: {"ann", "ben", "eve"} == {record.adapter for record in client.of(VersionSaved)})
+        monkeypatch.setattr(Serving, "refused", property(lambda _: True))
+        load, loads = engine._parts.trainer.shelf.load, []
+        monkeypatch.setattr(engine._parts.trainer.shelf, "load", lambda name: loads.append(name) or load(name))
+        for name in ("ann", "ben"):
+            engine.submit(request(name, random_ids(9, 1), 400, adapter=name))
+        client.wait(lambda: len(client.tokens) == 2)
+        client.wait(lambda: not engine._parts.trainer.shelf.resident("eve"))
+        before = len(client.of(PairRetired))
+        engine.submit_pairs(random_pairs(2, "eve", seed=9, first_id=1000))
+        client.wait(lambda: len(client.of(PairRetired)) == before + 2)
+        assert loads.count("eve") == 1
 
 
 def test_one_who_waits_for_a_slot_can_be_cancelled(tmp_path: Path) -> None:

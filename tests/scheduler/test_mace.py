@@ -196,6 +196,16 @@ class TestMaceFineTuning:
         assert 9 not in granted(scheduler.plan(0.1, resources(free=39, total=60)))
         assert 9 in granted(scheduler.plan(0.1, resources(free=42, total=60)))
 
+    def test_a_step_between_its_groups_asks_for_pages_as_one_that_has_not_begun(self) -> None:
+        scheduler = scheduler_of(tbt_floor_ms=500.0)
+        add_decode(scheduler, 1)
+        add_lesson(scheduler, 8, tokens=PAGE)
+        add_lesson(scheduler, 9, tokens=20 * PAGE).underway = True
+        assert not {8, 9} & granted(scheduler.plan(0.1, resources(free=39, total=60))).keys(), (
+            "half of it begun is enough"
+        )
+        assert 9 in granted(scheduler.plan(0.1, resources(free=42, total=60)))
+
     def test_an_overdue_step_that_finds_no_pages_is_the_next_to_get_them(self) -> None:
         scheduler = scheduler_of(finetune_max_wait_s=0.5)
         add_decode(scheduler, 1)
