@@ -108,11 +108,11 @@ def attend(
     `mask` is added to the scores: 0 where a key is seen, -inf elsewhere, broadcastable to [n, heads, q, k]. (A boolean
     one would be turned into this in every layer.) `softcap` bounds the scores as in Gemma 2: cap * tanh(score / cap).
     """
+    groups = query.shape[1] // key.shape[1]
+    # On CUDA torch has no fused kernel for both a mask and grouped queries.
+    if groups > 1 and (softcap is not None or (mask is not None and query.is_cuda)):
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if softcap is None:
-        if mask is not None and query.is_cuda:
-            # There torch has no fused kernel for both a mask and grouped queries.
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -122,15 +122,14 @@ def attend(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
+    scores = query @ key.transpose(-1, -2) * scaling
     scores = softcap * torch.tanh(scores / softcap)
     if causal:
         mask = causal_mask(query.shape[2], key.shape[2], None, query)
     if mask is not None:
         scores = scores + mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return weights @ value.repeat_interleave(groups, dim=1)
+    return weights @ value
 
 
 def causal_mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor:

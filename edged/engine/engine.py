@@ -146,20 +146,28 @@ class Engine:
 
     def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
         """The number of what is published, when it is on disk."""
-        known: Future[int] = Future()
+
+        def run() -> tuple[int, Future[None]]:
+            version = publish()
+            return version, self._learning.saved(adapter, version)
+
+        return self._ask_at_length(run)
+
+    def _ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
+        """What a command has to say when what it began, and returns besides, has ended; or what either raises."""
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                version = publish()
-                saved = self._learning.saved(adapter, version)
+                value, begun = command()
             except Exception as error:
-                if known.set_running_or_notify_cancel():
-                    known.set_exception(error)
+                if answer.set_running_or_notify_cancel():
+                    answer.set_exception(error)
             else:
-                saved.add_done_callback(lambda _: _follow(known, saved, version))
+                begun.add_done_callback(lambda _: _follow(answer, begun, value))
 
         self._inbox.post(run)
-        return known
+        return answer
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
@@ -171,19 +179,12 @@ class Engine:
 
         Nobody waits for the disk, and what the adapter learns from now on is new.
         """
-        gone: Future[None] = Future()
 
-        def forget() -> None:
-            try:
-                self._serving.forget(adapter)
-                removal = self._learning.forget(adapter, pair_ids)
-            except Exception as error:
-                gone.set_exception(error)
-            else:
-                removal.add_done_callback(lambda _: _follow(gone, removal, None))
+        def run() -> tuple[None, Future[None]]:
+            self._serving.forget(adapter)
+            return None, self._learning.forget(adapter, pair_ids)
 
-        self._inbox.post(forget)
-        return gone
+        return self._ask_at_length(run)
 
     def hold_back(self, adapter: str, held: bool = True) -> None:
         """Files of a forgotten adapter could not be removed: save nothing new of it, which the next try would remove.

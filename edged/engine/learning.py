@@ -113,8 +113,8 @@ class Learning:
     def feed(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
-        While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, until no step was open
-        for as long as serving may starve fine-tuning.
+        While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, and the one that waits
+        longest, once it has waited for as long as serving may starve fine-tuning.
         """
         self._trainer.roster.tick(now)
         if self._scheduler.degraded:
@@ -122,13 +122,14 @@ class Learning:
         rested = self._steps.rested(now)
         if not self._opens or self._scheduler.degraded or not rested:
             return
-        if self._slotless not in self._trainer.roster.ready():
-            self._slotless, self._slotless_s = "", math.inf
         ready = self._trainer.roster.ready()
-        tried = list(islice(ready, _MOST_TRIED)) if len(self._steps.jobs) < self._most_open else []
-        for adapter in tried:
+        if self._slotless not in ready:
+            self._slotless, self._slotless_s = "", math.inf
+        if len(self._steps.jobs) >= self._most_open:
+            return
+        for adapter in list(islice(ready, _MOST_TRIED)):
             if len(self._steps.jobs) >= self._most_open or not self._steps.rested(now):
-                break
+                return
             # One may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)

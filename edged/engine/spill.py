@@ -73,10 +73,8 @@ def _copy(targets: Slab, sources: Slab) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _raise_unless_memory(error: Exception) -> None:
-    """What finds no memory for a copy on its way is not saved, or not found."""
-    if not out_of_memory(error):
-        raise error
+class _NoMemory(Exception):
+    """A copy found none on its way: what it was of is not saved, or not found."""
 
 
 class _Copies:
@@ -94,6 +92,15 @@ class _Copies:
     def full(self) -> bool:
         """Whether a handle must be dropped before the next page can be saved."""
         return not self._free
+
+    def _copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
+        """See `CopyStream.copy`. Raises _NoMemory."""
+        try:
+            return self._stream.copy(targets, sources)
+        except Exception as error:
+            if out_of_memory(error):
+                raise _NoMemory from error
+            raise
 
     def settle(self) -> None:
         """What is launched from now on may write the pages whose copies are under way."""
@@ -130,19 +137,17 @@ class HostSpill(_Copies):
             return None
         handle = self._free.pop()
         try:
-            self._stream.copy(_halves(self._copies[handle]), self._slab(page))
-        except Exception as error:
+            self._copy(_halves(self._copies[handle]), self._slab(page))
+        except _NoMemory:
             self._free.append(handle)
-            _raise_unless_memory(error)
             return None
         return handle
 
     def load(self, handle: int, page: int) -> bool:
         """Copy back into a page; False where the copy finds no memory."""
         try:
-            self._stream.copy(self._slab(page), _halves(self._copies[handle]))
-        except Exception as error:
-            _raise_unless_memory(error)
+            self._copy(self._slab(page), _halves(self._copies[handle]))
+        except _NoMemory:
             return False
         return True
 
@@ -196,11 +201,10 @@ class DiskSpill(_Copies):
             self._left_s -= time.perf_counter() - started
         handle = self._free.pop()
         try:
-            copied = self._stream.copy(_halves(buffer), self._slab(page))
-        except Exception as error:
+            copied = self._copy(_halves(buffer), self._slab(page))
+        except _NoMemory:
             self._idle.put(buffer)
             self._free.append(handle)
-            _raise_unless_memory(error)
             return None
         self._written[handle] = self._writer.submit(self._write, handle, buffer, copied)
         return handle
@@ -213,7 +217,7 @@ class DiskSpill(_Copies):
         try:
             self._written[handle].result(timeout=self._left_s)
             return self._read(handle, page)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, _NoMemory):
             return False
         finally:
             self._left_s -= time.perf_counter() - started
@@ -234,11 +238,7 @@ class DiskSpill(_Copies):
             copied.synchronize()
         if os.preadv(self._file.fileno(), [_bytes(buffer)], handle * self._bytes) < self._bytes:
             return False
-        try:
-            self._reading[0] = (buffer, self._stream.copy(self._slab(page), _halves(buffer)))
-        except Exception as error:
-            _raise_unless_memory(error)
-            return False
+        self._reading[0] = (buffer, self._copy(self._slab(page), _halves(buffer)))
         self._reading.rotate(-1)
         return True
 

@@ -68,13 +68,11 @@ class Admission:
         One step at a time is begun: a second one would hold memory and delay the first.
         """
         runnable = [task for task in queues.started if task not in draft.preempted]
-        begun = tuning[0] if tuning and tuning[0].begun else None
-        asking = [begun] if begun else tuning
-        if begun and (begun.context or not draft.pages(begun, begun.tokens)):
-            asking = []
-        else:
-            # Between its groups, and when its pages were taken, a step asks for pages as everybody does.
-            begun = None
+        first_step = tuning[0] if tuning and tuning[0].begun else None
+        # Between its groups, and when its pages were taken, a step asks for pages as everybody does.
+        asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.tokens) > 0
+        begun = None if asks else first_step
+        asking = [] if begun else [first_step] if first_step else tuning
         asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
         waiting = queues.waiting if draft.sequences_left > 0 else []
         turn.task = begun

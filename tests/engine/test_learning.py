@@ -19,7 +19,7 @@ from edged.engine.executor import Work
 from edged.scheduler.task import Plan
 from edged.store import StoreError
 from tests.align.test_guard import SETTINGS, score
-from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
 
 
 def test_a_pair_is_trained_on_for_its_epochs_and_scored_once(tmp_path: Path) -> None:
@@ -311,13 +311,20 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
         assert engine.adapter_files.versions(name)[-1] == engine.adapters()[name]
 
 
+RARELY_SAVED = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
+
+
+def learn_twice(engine: Engine, client: Client) -> None:
+    """Two steps of two pairs, one after the other."""
+    for turn in range(2):
+        engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
+        client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
+    wait_idle(engine)
+
+
 def test_a_rollback_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
-    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
-    with running_engine(tmp_path, **settings) as (engine, client):
-        for turn in range(2):
-            engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
-            client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
-        wait_idle(engine)
+    with running_engine(tmp_path, **RARELY_SAVED) as (engine, client):
+        learn_twice(engine, client)
         client.wait(lambda: bool(client.of(VersionSaved)))
         newest = engine.adapters()["ann"]
         assert engine.adapter_files.versions("ann")[-1] < newest, "not every version is written"
@@ -388,12 +395,8 @@ def test_a_rollback_that_is_overtaken_by_a_forgetting_says_so(tmp_path: Path) ->
 
 
 def test_a_rollback_to_what_is_served_waits_for_no_ordinary_save(tmp_path: Path) -> None:
-    settings = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
-    with running_engine(tmp_path, **settings) as (engine, client):
-        for turn in range(2):
-            engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
-            client.wait(lambda turn=turn: len(client.of(PairRetired)) == 2 * (turn + 1))
-        wait_idle(engine)
+    with running_engine(tmp_path, **RARELY_SAVED) as (engine, client):
+        learn_twice(engine, client)
         served = engine.adapters()["ann"]
         assert engine.rollback("ann", served).result(20) == served
         assert engine.adapter_files.versions("ann")[-1] == served

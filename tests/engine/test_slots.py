@@ -22,14 +22,19 @@ def teach(engine: Engine, client: Client, *names: str) -> None:
         client.wait(lambda before=before: len(client.of(PairRetired)) == before + 2)
 
 
+def take_both_slots(engine: Engine, client: Client) -> None:
+    """Long answers of ann and ben have begun."""
+    for name in ("ann", "ben"):
+        engine.submit(request(name, random_ids(20, 1), 400, adapter=name))
+    client.wait(lambda: len(client.tokens) == 2)
+
+
 @pytest.mark.parametrize("policy", ["mace", "adainf", "sync"])
 def test_a_long_prompt_without_a_slot_leaves_the_iteration_to_others(tmp_path: Path, policy: str) -> None:
     settings = {**TWO_SLOTS, "serving__max_batch_tokens": 32, "scheduler__policy": policy}
     with running_engine(tmp_path, **settings) as (engine, client):
         teach(engine, client, "ann", "ben", "cid")
-        for name in ("ann", "ben"):
-            engine.submit(request(name, random_ids(20, 1), 400, adapter=name))
-        client.wait(lambda: len(client.tokens) == 2)
+        take_both_slots(engine, client)
         engine.submit(request("cid", random_ids(90, 2), 4, adapter="cid"))
         engine.submit(request("base", random_ids(20, 3), 4))
         engine.submit(request("ann too", random_ids(20, 4), 4, adapter="ann"))
@@ -79,9 +84,7 @@ def test_an_adapter_that_is_on_disk_is_learnt_when_slots_are_scarce(
         monkeypatch.setattr(Serving, "refused", property(lambda _: True))
         load, loads = engine._parts.trainer.shelf.load, []
         monkeypatch.setattr(engine._parts.trainer.shelf, "load", lambda name: loads.append(name) or load(name))
-        for name in ("ann", "ben"):
-            engine.submit(request(name, random_ids(9, 1), 400, adapter=name))
-        client.wait(lambda: len(client.tokens) == 2)
+        take_both_slots(engine, client)
         client.wait(lambda: not engine._parts.trainer.shelf.resident("eve"))
         before = len(client.of(PairRetired))
         engine.submit_pairs(random_pairs(2, "eve", seed=9, first_id=1000))
@@ -92,9 +95,7 @@ def test_an_adapter_that_is_on_disk_is_learnt_when_slots_are_scarce(
 def test_one_who_waits_for_a_slot_can_be_cancelled(tmp_path: Path) -> None:
     with running_engine(tmp_path, **TWO_SLOTS) as (engine, client):
         teach(engine, client, "ann", "ben", "cid")
-        for name in ("ann", "ben"):
-            engine.submit(request(name, random_ids(20, 1), 400, adapter=name))
-        client.wait(lambda: len(client.tokens) == 2)
+        take_both_slots(engine, client)
         engine.submit(request("cid", random_ids(90, 2), 4, adapter="cid"))
         engine.submit(request("cid again", random_ids(9, 2), 4, adapter="cid"))
         engine.cancel("cid")
