@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from edged.align.journal import Journal
-from edged.align.pair import Record
+from edged.align.pair import Record, VersionPublished
 from edged.align.told import Told
 from edged.api.admission import Admission
 from edged.api.feed import Feed
@@ -63,6 +63,9 @@ def assemble(
         recorded = journal.append(records)
         told.tell(records)
         feed.tell(records)
+        for record in records:
+            if isinstance(record, VersionPublished) and record.taken_back:
+                teacher.learn_again(record.adapter, recorded)
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)

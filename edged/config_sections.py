@@ -182,6 +182,9 @@ class AlignSettings(Section):
     enabled: bool = Field(True, description="train on feedback; off: feedback is only stored")
     beta: Positive = Field(0.1, description="DPO's temperature")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO (Rafailov et al.) or IPO (Azar et al.)")
+    sft_weight: float = Field(
+        0.0, ge=0.0, description="weight of the chosen answer's NLL per token beside the preference loss (RPO)"
+    )
     learning_rate: Positive = Field(
         1e-3, description="AdamW's step size; less for steps of less than micro_batch_pairs"
     )
@@ -236,10 +239,12 @@ class GuardSettings(Section):
 
     held_out_share: Share = Field(0.1, description="share of pairs kept out of training as a test")
     held_out_pairs: Annotated[int, Field(ge=0)] = Field(16, description="most held-out pairs per user")
+    held_out_age: Count = Field(200, description="a user's pairs after which a held-out one is trained on instead")
     min_pairs: Count = Field(4, description="held-out pairs needed before the guard judges")
-    evaluate_every: Count = Field(8, description="versions between two held-out tests while pairs keep coming")
+    evaluate_every: Count = Field(8, description="versions between two tests while pairs keep coming")
     max_accuracy_drop: Share = Field(0.34, description="held-out reward accuracy lost against the best version")
-    max_kl_nats: Positive = Field(20.0, description="KL to the base per held-out answer token, in nats")
+    max_kl_nats: Positive = Field(1.0, description="KL to the base per held-out answer token, in nats")
+    max_nll_change: Positive = Field(0.1, description="NLL of neutral text over the base's: 0.1 is 10 % more")
 
 
 class GovernorSettings(Section):

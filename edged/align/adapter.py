@@ -106,10 +106,12 @@ class AdapterState:
         pairs: int,
         weight: float | None = None,
         most_norm: float = math.inf,
+        scale: float = 1.0,
     ) -> float:
         """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
 
-        `weight` is the sum of the pairs' weights, by default their number. Raises FloatingPointError when the norm is
+        `weight` is the sum of the pairs' weights, by default their number; `scale` multiplies the step size.
+        Raises FloatingPointError when the norm is
         not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
         try:
@@ -125,7 +127,7 @@ class AdapterState:
             # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
             # once, and a step of weak signals as far as one of choices.
             share = min(1.0, (pairs if weight is None else weight) / self.align.micro_batch_pairs)
-            self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share
+            self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share * scale
             self._whole_optimizer_step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
@@ -223,7 +225,7 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
-        self._spared: dict[str, int] = {}
+        self._spared: dict[str, tuple[int, ...]] = {}
         self.left: set[str] = set()
         """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
@@ -268,13 +270,13 @@ class AdapterFiles:
             sync(path)
         sync(draft)
 
-    def spare(self, adapter: str, version: int) -> None:
-        """Keep this one version of an adapter beside the newest, in place of the one spared before; 0: none."""
-        self._spared[adapter] = version
+    def spare(self, adapter: str, *versions: int) -> None:
+        """Keep these versions of an adapter beside the newest, in place of those spared before."""
+        self._spared[adapter] = versions
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
-        spared = self._spared.get(adapter)
-        old = [version for version in self.versions(adapter)[: -self.keep] if version != spared]
+        spared = self._spared.get(adapter, ())
+        old = [version for version in self.versions(adapter)[: -self.keep] if version not in spared]
         for version in old:
             shutil.rmtree(self.path(adapter, version), ignore_errors=True)
         return tuple(old)

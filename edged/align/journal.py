@@ -25,6 +25,7 @@ from edged.align.pair import (
     StepSkipped,
     VersionPublished,
     VersionSaved,
+    VersionTested,
 )
 from edged.align.suspicion import Past
 from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
@@ -141,6 +142,8 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                     record.reward_margin,
                     record.loss,
                     record.kl_nats,
+                    record.chosen_tokens,
+                    record.rejected_tokens,
                 ),
             )
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
@@ -164,8 +167,14 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                     record.loss,
                     record.grad_norm,
                     record.step_s,
+                    record.restored,
                 ),
             )
+            if record.taken_back and record.restored is not None:
+                feedback.requeue_taken_back(db, record.adapter, record.restored)
+        case VersionTested():
+            nlls = record.neutral_nll, record.neutral_base_nll
+            adapters.set_version_tested(db, record.adapter, record.version, created_at, *nlls, record.problem)
         case VersionSaved():
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():
@@ -203,4 +212,4 @@ def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> Past:
     begun = quarantine.burst_since(db, adapter)
     # A clock that went backwards makes no alarm longer than it was.
     gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
-    return Past(losses, norms, max(0.0, alarm_s - gone_s))
+    return Past(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter))

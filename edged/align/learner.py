@@ -8,22 +8,27 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from edged.align.copies import Copies
+from edged.align.adapter import CopiedVersion
 from edged.align.dpo import DpoStep
-from edged.align.guard import HeldOutScore
+from edged.align.guard import TestScore
 from edged.align.held_out import HeldOutTest
+from edged.align.language import repetition
 from edged.align.pair import PairState, TokenPair
 from edged.align.rate import PairRate
 from edged.align.suspicion import Suspicion
+from edged.align.turn import Turn
 from edged.config import AlignSettings, GuardSettings
 
 FineTuneStep = DpoStep | HeldOutTest
 FIRST_LOSS = math.log(2.0)
 """DPO's loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
+_ANSWERS, _LEAST_ANSWERS, _REPETITIVE = 8, 4, 0.3
+"""Latest answers of an adapter that count, the fewest that say anything, and how much more of them repeats itself than
+before where the adapter is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,13 @@ class Learner:
     queue: deque[TokenPair] = field(default_factory=deque)
     replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
     held_out: dict[int, TokenPair] = field(default_factory=dict)
+    """Oldest first."""
     unscored: set[int] = field(default_factory=set)
     """Held-out pairs that no version was tested on yet."""
     seen: int = 0
+    """New pairs that came."""
+    born: dict[int, int] = field(default_factory=dict)
+    """`seen` when each held-out pair came."""
     step: FineTuneStep | None = None
     """Under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
@@ -65,12 +74,31 @@ class Learner:
     unreadable: bool = False
     """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
+    doubted: bool = False
+    """The present version is to be tested before the next step: it, or a pair, is strange."""
     suspected: int = -1
     """The version that answered with numbers that are not finite, latest."""
     withdrawn: set[int] = field(default_factory=set)
     """Versions that are not gone back to."""
-    best: HeldOutScore | None = None
-    best_weights: Copies | None = None
+    source: int = 0
+    """The version whose weights were gone back to last."""
+    best: TestScore | None = None
+    """The score that later versions are compared with."""
+    own: int = 0
+    foreign: int = 0
+    """Pairs trained on since: direct ones, and others."""
+    good: CopiedVersion | None = None
+    """The newest version that passed its test, with the optimizer's moments."""
+    step_scale: float = 1.0
+    """Of the step size: halved each time that the language broke."""
+    turn: Turn | None = None
+    """A change of preferences under observation."""
+    undo: int = 0
+    """The version before the latest one."""
+    repeats: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
+    """`repetition` of the latest answers."""
+    usual_repeats: float = 0.0
+    """Its mean when a version passed its test last."""
     loss: float = FIRST_LOSS
 
     @property
@@ -85,17 +113,22 @@ class Learner:
         """
         if pair.state == "held_out":
             self.held_out[pair.pair_id] = pair
+            self.born[pair.pair_id] = self.seen
             return None
         contradicts = self.suspicion.note(pair)
         if pair.state != "queued":
             self.replay.append(pair)
-        elif pair.trusted or pair.epochs_done:
+            return None
+        # One that is queued again, as after a version was taken back, is not replayed beside itself.
+        self.replay = deque((each for each in self.replay if each.pair_id != pair.pair_id), _REPLAY_POOL)
+        if pair.trusted or pair.epochs_done:
             self.queue.append(pair)
-        elif self.suspicion.alarm_left_s(now):
+        elif self.suspicion.alarm_left_s(now) and not pair.direct:
             return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
         elif not contradicts and self._hold_out(guard):
             self.held_out[pair.pair_id] = replace(pair, state="held_out")
             self.unscored.add(pair.pair_id)
+            self.born[pair.pair_id] = self.seen
             return "held_out", ""
         else:
             self.waiting.append(pair)
@@ -103,10 +136,39 @@ class Learner:
         return None
 
     def _hold_out(self, guard: GuardSettings) -> bool:
-        """Whether a new pair is kept for tests."""
+        """Whether a new pair is kept for tests: the newest are, so that the present is tested."""
         self.seen += 1
-        share, room = guard.held_out_share, len(self.held_out) < guard.held_out_pairs
-        return share > 0 and room and self.seen % max(1, round(1 / share)) == 0
+        share = guard.held_out_share
+        return share > 0 and guard.held_out_pairs > 0 and self.seen % max(1, round(1 / share)) == 0
+
+    def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
+        """Held-out pairs that are too old or too many, which are queued from here on; only scored ones are."""
+        surplus = len(self.held_out) - guard.held_out_pairs
+        old = [
+            pair_id
+            for index, pair_id in enumerate(self.held_out)
+            if (index < surplus or self.seen - self.born[pair_id] > guard.held_out_age) and pair_id not in self.unscored
+        ]
+        pairs = [replace(self.held_out.pop(pair_id), state="queued") for pair_id in old]
+        for pair in pairs:
+            self.born.pop(pair.pair_id)
+        self.queue.extend(pairs)
+        return pairs
+
+    @property
+    def repetitive(self) -> bool:
+        """Whether the latest answers repeat themselves much more than those before."""
+        count = len(self.repeats)
+        return count >= _LEAST_ANSWERS and sum(self.repeats) / count - self.usual_repeats >= _REPETITIVE
+
+    def answered(self, tokens: Sequence[int]) -> None:
+        """The present version gave an answer."""
+        self.repeats.append(repetition(tokens))
+
+    def passed(self) -> None:
+        """The present version passed its test: how its answers repeat themselves is usual."""
+        if self.repeats:
+            self.usual_repeats = sum(self.repeats) / len(self.repeats)
 
     def admit(self, now: float) -> None:
         """Queue those who waited for their time."""
@@ -116,10 +178,23 @@ class Learner:
     def hold_burst(self, now: float) -> list[TokenPair]:
         """Raise the alarm and give up what is the rest of the burst: new pairs that nothing was done with yet."""
         self.suspicion.raise_alarm(now)
-        rest = [pair for pair in (*self.queue, *self.waiting) if not (pair.epochs_done or pair.trusted)]
-        rest += [self.held_out[pair_id] for pair_id in sorted(self.unscored)]
+        waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
+        rest = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct)]
         self.drop({pair.pair_id for pair in rest})
         return rest
+
+    def begin_turn(self) -> list[TokenPair]:
+        """The user's own signals say something else than before: forget what was usual; held-out pairs of before that.
+
+        They, and the pairs to replay, speak for what the user no longer wants.
+        """
+        self.turn = Turn(self.undo)
+        self.suspicion.begin_anew()
+        self.best = None
+        before = [pair for pair in self.held_out.values() if pair.pair_id not in self.unscored]
+        self.drop({pair.pair_id for pair in before})
+        self.replay.clear()
+        return before
 
     def draw(self, align: AlignSettings) -> Draw:
         """The next step's pairs, which stay where they are until `begin`."""
@@ -158,6 +233,7 @@ class Learner:
         for pair_id in self.held_out.keys() & set(pair_ids):
             del self.held_out[pair_id]
             self.unscored.discard(pair_id)
+            self.born.pop(pair_id, None)
 
 
 def joint_draws(

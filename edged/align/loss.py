@@ -32,8 +32,13 @@ class PairLoss:
     rejected_grad: float
 
 
-def preference_loss(logps: PairLogps, beta: float, kind: Literal["sigmoid", "ipo"] = "sigmoid") -> PairLoss:
-    """The loss of one pair.
+def preference_loss(
+    logps: PairLogps, beta: float, kind: Literal["sigmoid", "ipo"] = "sigmoid", sft_weight: float = 0.0
+) -> PairLoss:
+    """The preference loss of one pair, and the derivatives of its sum with the chosen answer's NLL.
+
+    The NLL counts per token, times `sft_weight`: RPO (Pang et al. 2024, Eq. 2), TRL's `loss_type=["sigmoid", "sft"]`.
+    It is left out of `loss`, which says how well the preference is known.
 
     "sigmoid": -log sigmoid(beta * margin), Rafailov et al. 2023 Eq. 7 (MACE 3.1).
     "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.
@@ -41,11 +46,12 @@ def preference_loss(logps: PairLogps, beta: float, kind: Literal["sigmoid", "ipo
     """
     chosen_ratio, rejected_ratio = logps.chosen - logps.ref_chosen, logps.rejected - logps.ref_rejected
     margin = beta * (chosen_ratio - rejected_ratio)
-    if kind == "sigmoid":
-        return PairLoss(_softplus(-margin), margin, -beta * _sigmoid(-margin), beta * _sigmoid(-margin))
     chosen_n, rejected_n = max(logps.chosen_tokens, 1), max(logps.rejected_tokens, 1)
+    sft_grad = -sft_weight / chosen_n
+    if kind == "sigmoid":
+        return PairLoss(_softplus(-margin), margin, sft_grad - beta * _sigmoid(-margin), beta * _sigmoid(-margin))
     gap = chosen_ratio / chosen_n - rejected_ratio / rejected_n - 1.0 / (2.0 * beta)
-    return PairLoss(gap * gap, margin, 2.0 * gap / chosen_n, -2.0 * gap / rejected_n)
+    return PairLoss(gap * gap, margin, sft_grad + 2.0 * gap / chosen_n, -2.0 * gap / rejected_n)
 
 
 def _sigmoid(x: float) -> float:

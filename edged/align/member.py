@@ -59,8 +59,13 @@ class Member:
         fresh: Sequence[TokenPair],
         replay: Sequence[TokenPair],
         suspicion: Suspicion | None = None,
+        step_scale: float = 1.0,
+        untested: bool = False,
     ) -> None:
-        """Without a `suspicion` no pair is left out."""
+        """Without a `suspicion` no pair is left out. `step_scale` multiplies the step size.
+
+        Where the version is `untested` it is doubted before any pair is.
+        """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
         self.outcomes: list[Outcome] = []
@@ -76,11 +81,16 @@ class Member:
         """Whether that was want of memory."""
         self.burst = ""
         """Why its fresh pairs are held for a burst: then no optimizer step was taken either."""
+        self.turned = False
+        """Whether the user's own signals say something else than before: they are learned from, and watched."""
+        self.doubted = False
+        """Whether pairs look strange to a version that is not tested yet: then no optimizer step was taken."""
         self.strange = ""
         """Why its gradient is far too large: then none was taken."""
         gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         self.leaves = Leaves(state.weights, state.spec.scaling, gradients)
         self._suspicion = suspicion or Suspicion()
+        self._step_scale, self._untested = step_scale, untested
         self._weight = 0.0
         self._losses: list[float] = []
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
@@ -109,7 +119,7 @@ class Member:
     def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
         """Take the sums of one of its pairs in; its loss, None when that is under the threshold or far too high."""
         align = self.state.align
-        loss = preference_loss(logps, align.beta, align.loss)
+        loss = preference_loss(logps, align.beta, align.loss, align.sft_weight)
         fresh = pair.pair_id in self._fresh_ids
         verdict = self._suspicion.judge(pair, loss.loss) if fresh else Verdict()
         train = loss.loss >= align.loss_threshold and not verdict.why
@@ -138,6 +148,8 @@ class Member:
                     ref_rejected_logp=logps.ref_rejected,
                     reward_margin=loss.reward_margin,
                     loss=loss.loss,
+                    chosen_tokens=logps.chosen_tokens,
+                    rejected_tokens=logps.rejected_tokens,
                 )
             )
 
@@ -156,17 +168,21 @@ class Member:
         `error`, `burst` and `strange` say why not.
         """
         judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
-        self.burst = self._suspicion.burst([outcome.verdict.suspicious for outcome in judged])
-        if self.burst or not self._losses:
+        burst = self._suspicion.burst([(outcome.pair, outcome.verdict) for outcome in judged])
+        self.turned, self.burst = burst.direct, "" if burst.direct else burst.why
+        self.doubted = self._untested and bool(burst.why or any(outcome.verdict.why for outcome in judged))
+        if self.doubted or self.burst or not self._losses:
             return
         self.loss = sum(self._losses) / len(self._losses)
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:
             try:
-                self.grad_norm = self.state.step(self.leaves.gradients, self.trained, self._weight, self._most_norm())
+                self.grad_norm = self.state.step(
+                    self.leaves.gradients, self.trained, self._weight, self._most_norm(), self._step_scale
+                )
             except GradientTooLarge as error:
-                self.strange = str(error)
+                self.strange, self.doubted = str(error), self._untested
             except FloatingPointError as error:
                 self.error = str(error)
             except (RuntimeError, MemoryError) as error:

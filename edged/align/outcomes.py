@@ -14,6 +14,7 @@ from edged.align.held_out import HeldOutTest
 from edged.align.learner import Learner
 from edged.align.member import Member, Outcome
 from edged.align.pair import PairRetired, PairScored, PairState, Record, TokenPair
+from edged.config import GuardSettings
 
 log = logging.getLogger("edged.align")
 
@@ -76,6 +77,20 @@ def of_sick(learner: Learner, member: Member, version: int) -> list[PairRetired]
         else:
             learner.queue.appendleft(pair)
     return records
+
+
+def of_age(learner: Learner, version: int, guard: GuardSettings) -> list[PairRetired]:
+    """Held-out pairs that newer ones took the place of are queued."""
+    reason = "newer pairs are kept as the test"
+    return [retired(pair, "queued", version, pair.epochs_done, reason) for pair in learner.outgrown(guard)]
+
+
+def of_turn(learner: Learner, member: Member) -> None:
+    """A step's new direct pairs are watched while it is open whether preferences have changed."""
+    for outcome in member.outcomes:
+        pair = outcome.pair
+        if learner.turn is not None and pair.direct and not pair.epochs_done:
+            learner.turn.take(pair.pair_id, outcome.loss, len(pair.chosen) - len(pair.rejected))
 
 
 def of_test(learner: Learner, test: HeldOutTest) -> tuple[list[PairScored], list[Record]]:

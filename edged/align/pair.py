@@ -30,6 +30,8 @@ class TokenPair:
     state: PairState = "queued"
     trusted: bool = False
     """Somebody who may decide looked at it: it is learned from as it is."""
+    direct: bool = False
+    """A choice or an edit by the account that teaches this adapter: many that say something new are a change."""
 
     @property
     def tokens(self) -> int:
@@ -41,7 +43,8 @@ class TokenPair:
 class PairScored:
     """The current adapter's (and the reference's) log-probabilities of a pair, before that version trained on it.
 
-    `split` is "prequential" or "held_out"; `kl_nats` is per answer token and only measured on held-out pairs.
+    `split` is "prequential" or "held_out"; `kl_nats` is per answer token and only measured on held-out pairs. Lengths
+    are the scored tokens of each answer; 0: not known.
     """
 
     pair_id: int
@@ -55,6 +58,14 @@ class PairScored:
     reward_margin: float
     loss: float
     kl_nats: float | None = None
+    chosen_tokens: int = 0
+    rejected_tokens: int = 0
+
+    @property
+    def drop_nats(self) -> float:
+        """How much less likely both answers are than under the base, in nats a token; negative: likelier."""
+        tokens = max(self.chosen_tokens + self.rejected_tokens, 1)
+        return (self.ref_chosen_logp + self.ref_rejected_logp - self.chosen_logp - self.rejected_logp) / tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,8 @@ class PairRetired:
 class VersionPublished:
     """An adapter's new state.
 
-    `reason` is "trained", "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
+    `reason` is "trained", "trained: ..." (preferences have changed), "introduced", "imported", "rebuilt",
+    "rollback to N" or "guard: ...". `restored` is the earlier version whose weights these are, 0 the untrained ones.
     """
 
     adapter: str
@@ -84,6 +96,24 @@ class VersionPublished:
     loss: float | None = None
     grad_norm: float | None = None
     step_s: float = 0.0
+    restored: int | None = None
+
+    @property
+    def taken_back(self) -> bool:
+        """Whether the guard put it in the place of a version that must not be served."""
+        return self.reason.startswith("guard")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTested:
+    """A version's test ended; the NLL of neutral text is in nats per token, None where there is no such text."""
+
+    adapter: str
+    version: int
+    neutral_nll: float | None
+    neutral_base_nll: float | None
+    problem: str = ""
+    """Why the version is taken back; "" for one that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +150,4 @@ class IterationSample:
     free_pages: int
 
 
-Record = PairScored | PairRetired | VersionPublished | VersionSaved | StepSkipped | IterationSample
+Record = PairScored | PairRetired | VersionPublished | VersionTested | VersionSaved | StepSkipped | IterationSample

@@ -29,6 +29,8 @@ class Roster:
         """Of the latest `tick`, in seconds."""
         self.pairs_queued = 0
         """Pairs that wait for training or are in a step."""
+        self.neutral: list[TokenPair] = []
+        """Neutral text, with which every version is tested."""
         self._counted: dict[str, int] = {}
         """How many of them are each adapter's."""
         self._ready: dict[str, None] = {}
@@ -76,11 +78,17 @@ class Roster:
         ]
 
     def test_due(self, learner: Learner) -> bool:
-        """Whether its next step is a test of held-out pairs."""
-        if not learner.held_out:
+        """Whether its next step is a test of the present version."""
+        if not self.testable(learner):
             return False
         behind = self._versions.get(learner.name, 0) - learner.tested_version
+        if learner.doubted and behind > 0:
+            return True
         return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
+
+    def testable(self, learner: Learner) -> bool:
+        """Whether there is anything to test the present version with; the untrained one has no language of its own."""
+        return bool(learner.held_out or (self.neutral and self._versions.get(learner.name, 0)))
 
     def note(self, learner: Learner) -> None:
         """Bring who is ready or waits, and `pairs_queued`, up to date after anything of a learner changed."""
@@ -141,7 +149,9 @@ class Roster:
 
     def recall(self, adapter: str, past: Past) -> None:
         """What is usual for an adapter, as an earlier run left it."""
-        self.learner(adapter).suspicion.recall(past, self.now)
+        learner = self.learner(adapter)
+        learner.suspicion.recall(past, self.now)
+        learner.tested_version, learner.step_scale = past.tested_version, past.step_scale
         if past.alarm_left_s:
             self._alarmed.add(adapter)
 

@@ -38,6 +38,7 @@ class Shelf:
         """Current version by adapter; 0 is an adapter that has not learnt yet."""
         self.problems: list[str] = []
         """What was wrong with files, for the log."""
+        self._kept: list[CopiedVersion] = []
         for name in files.adapters():
             self.versions[name], problems = files.newest(name)
             self.problems += problems
@@ -133,14 +134,23 @@ class Shelf:
         """Its present version is due to be written now."""
         self._places[adapter].saved_at_s = -math.inf
 
+    def keep(self, copied: CopiedVersion) -> None:
+        """Have an earlier version written, if it is not on disk: it may be gone back to."""
+        if copied.version not in self.files.versions(copied.adapter):
+            self._kept.append(copied)
+
     def next_save_s(self, every_s: float) -> float | None:
         """When the next unsaved version is due to be written; None when all are."""
+        if self._kept:
+            return -math.inf
         due = [place.saved_at_s + every_s for place in self._places.values() if place.state.version != place.saved]
         return min(due, default=None)
 
     def to_save(self, now: float, every_s: float) -> CopiedVersion | None:
         """A copy of the version that is due for the longest time, which counts as saved from here on, until
         `save_ended` says otherwise; None when none is due."""
+        if self._kept:
+            return self._kept.pop(0)
         unsaved = [place for place in self._places.values() if place.state.version != place.saved]
         place = min(unsaved, key=lambda place: place.saved_at_s, default=None)
         if place is None or now < place.saved_at_s + every_s:
@@ -158,6 +168,6 @@ class Shelf:
         """A version is on disk, or could not be written: then it is due again."""
         place = self._places.get(adapter)
         if place is not None and written:
-            place.written = version
+            place.written = max(place.written, version)
         elif place is not None:
             place.saved = -1

@@ -62,6 +62,7 @@ class Feedback:
     choice: int | None = None
     text: str | None = None
     seconds: float | None = None
+    account: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def record_signal(
     answer = answer_of(db, completion, _choice(completion, report), settings)
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
-    return _record(db, answer, signal)
+    return _record(db, answer, signal, report.account)
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
@@ -111,6 +112,7 @@ def record_pair(
     prompt_ids: Sequence[int] | None = None,
     weight: float = 1.0,
     settings: FeedbackSettings = _DEFAULTS,
+    account: str | None = None,
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. One that waits already is not queued twice.
 
@@ -147,6 +149,7 @@ def record_pair(
             chosen=Side(chosen),
             rejected=Side(rejected),
             state="queued",
+            account=account,
         ),
         key,
     )
@@ -177,14 +180,14 @@ def note_next_turn(
     return None
 
 
-def _record(db: Database, answer: Answer, signal: Signal) -> FeedbackResult:
-    """Store a valid signal with its pairs, unless it is there already."""
+def _record(db: Database, answer: Answer, signal: Signal, account: str | None = None) -> FeedbackResult:
+    """Store a valid signal with its pairs, unless it is there already; `account` reported it."""
     earlier = _duplicate(answer, signal)
     if earlier is not None:
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
     feedback.insert_signal(db, signal)
     rated = replace(answer, signals=(*answer.signals, signal))
-    pair_ids = _direct_pairs(db, rated, signal) + _rating_pairs(db, rated, signal)
+    pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
     reason = "" if pair_ids else _why_no_pair(rated, signal)
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
     return FeedbackResult(signal.id, tuple(pair_ids), reason)
@@ -202,22 +205,22 @@ def _duplicate(answer: Answer, signal: Signal) -> Signal | None:
     return same[-1]
 
 
-def _direct_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
+def _direct_pairs(db: Database, answer: Answer, signal: Signal, account: str | None) -> list[int]:
     """Pairs that the signal alone makes: an edit, a choice between candidates."""
     weight = weight_of(answer.settings, signal.signal)
     if signal.signal == "edit" and weight:
-        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal)]
+        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal, account)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal)
+        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal, account)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
 
 
-def _rating_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
+def _rating_pairs(db: Database, answer: Answer, signal: Signal, account: str | None) -> list[int]:
     """Pairs with answers of the opposite rating to the same prompt, and with the answer that this one corrects."""
     weight = answer.weight(signal)
     if not weight:
@@ -236,7 +239,7 @@ def _rating_pairs(db: Database, answer: Answer, signal: Signal) -> list[int]:
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
-        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal)
+        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal, account)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
@@ -251,7 +254,14 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 
 def _insert(
-    db: Database, asked: Completion, chosen: Side, rejected: Side, source: str, weight: float, signal: Signal
+    db: Database,
+    asked: Completion,
+    chosen: Side,
+    rejected: Side,
+    source: str,
+    weight: float,
+    signal: Signal,
+    account: str | None,
 ) -> int:
     """Add a pair about the prompt of `asked`."""
     return feedback.insert_pair(
@@ -269,6 +279,7 @@ def _insert(
             chosen=chosen,
             rejected=rejected,
             state="queued",
+            account=account,
         ),
         asked.prompt_key,
     )

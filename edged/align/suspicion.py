@@ -48,12 +48,27 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Burst:
+    """Suspicious pairs that came together, or none where `why` is "". `direct`: all of them are the user's own signals,
+    which is how a change of preferences begins."""
+
+    why: str = ""
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
-    """What a restart remembers: the latest losses and gradient norms, oldest first; how long an alarm goes on."""
+    """What a restart remembers of an adapter.
+
+    The latest losses and gradient norms, oldest first; how long an alarm goes on; the newest version that passed its
+    test; how much the step size was reduced.
+    """
 
     losses: Sequence[float] = ()
     norms: Sequence[float] = ()
     alarm_left_s: float = 0.0
+    tested_version: int = -1
+    step_scale: float = 1.0
 
 
 class Suspicion:
@@ -64,7 +79,8 @@ class Suspicion:
         self._settings = settings or FeedbackSettings()
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._flags: deque[bool] = deque(maxlen=_LATEST)
+        self._flags: deque[tuple[bool, bool]] = deque(maxlen=_LATEST)
+        """Of the latest pairs, whether each was suspicious and whether it was direct."""
         self._said: OrderedDict[bytes, None] = OrderedDict()
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
@@ -95,7 +111,7 @@ class Suspicion:
         allowed = self._settings.suspicious_deviations * spread
         if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
             return Verdict(contradictory)
-        if not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
+        if pair.direct or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
             return Verdict(True)
         return Verdict(True, f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}")
 
@@ -106,13 +122,22 @@ class Suspicion:
         middle, spread = self._usual(self._norms)
         return math.exp(min(700.0, middle + _NORM_DEVIATIONS * spread)) if math.isfinite(middle) else math.inf
 
-    def burst(self, flags: Sequence[bool]) -> str:
-        """Why these pairs, oldest first, together with those before them, are a burst; "" when they are none."""
+    def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
+        """The burst that these new pairs, oldest first, make together with those before them, if they make one."""
+        flags = [(verdict.suspicious, pair.direct) for pair, verdict in judged]
         latest = [*self._flags, *flags][-_LATEST:]
-        wanted = self._settings.burst_share * _LATEST
-        if not self._on or sum(latest) < wanted or not any(flags):
-            return ""
-        return f"burst: {sum(latest)} of the latest {len(latest)} pairs were outlying or contradictory"
+        direct = [own for suspicious, own in latest if suspicious]
+        if not self._on or len(direct) < self._settings.burst_share * _LATEST or not any(new for new, _ in flags):
+            return Burst()
+        why = f"burst: {len(direct)} of the latest {len(latest)} pairs were outlying or contradictory"
+        return Burst(why, all(direct))
+
+    def begin_anew(self) -> None:
+        """Preferences have changed: what was usual before says nothing of what comes."""
+        self._losses.clear()
+        self._flags.clear()
+        self._said.clear()
+        self._contradictory.clear()
 
     # -- what became of it -------------------------------------------------------------------------------------------
 
@@ -123,7 +148,7 @@ class Suspicion:
             if pair.epochs_done or not math.isfinite(loss):
                 continue
             if not pair.trusted:
-                self._flags.append(verdict.suspicious)
+                self._flags.append((verdict.suspicious, pair.direct))
             if not verdict.suspicious:
                 self._losses.append(loss)
         if grad_norm:
@@ -153,10 +178,7 @@ class Suspicion:
         if self._alarm_until_s == -math.inf:
             return
         self._alarm_until_s = -math.inf
-        self._losses.clear()
-        self._flags.clear()
-        self._said.clear()
-        self._contradictory.clear()
+        self.begin_anew()
 
     @staticmethod
     def _usual(values: deque[float]) -> tuple[float, float]:

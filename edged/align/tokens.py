@@ -78,6 +78,7 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
         ref_rejected_logp=row.ref_rejected_logp,
         epochs_done=row.epochs_done,
         state=cast(PairState, row.state),
+        direct=row.direct,
         trusted=row.trusted,
     )
     return pair, "; ".join(notes)

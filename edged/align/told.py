@@ -36,6 +36,8 @@ class Told:
                         self._published(record, logging.INFO, "version", missed)
                 case VersionPublished() if record.reason.startswith(_TAKEN_BACK):
                     self._published(record, logging.WARNING, "rollback", 0)
+                case VersionPublished() if record.reason.startswith("trained: "):
+                    self._published(record, logging.WARNING, "preferences_changed", 0)
                 case VersionPublished():
                     self._published(record, logging.INFO, "version", 0)
                 case StepSkipped():

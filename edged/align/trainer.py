@@ -20,12 +20,20 @@ from edged.align.adapter import AdapterState
 from edged.align.copies import Copies
 from edged.align.decoder import Decoder
 from edged.align.dpo import DpoStep
-from edged.align.guard import HeldOutScore
+from edged.align.guard import TestScore
 from edged.align.held_out import HeldOutTest
 from edged.align.learner import FIRST_LOSS, Draw, FineTuneStep, Learner, joint_draws
 from edged.align.member import Member
 from edged.align.memory import StepSize, out_of_memory
-from edged.align.pair import PairRetired, PairState, Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.pair import (
+    PairRetired,
+    PairState,
+    Record,
+    StepSkipped,
+    TokenPair,
+    VersionPublished,
+    VersionTested,
+)
 from edged.align.roster import Roster
 from edged.align.shelf import Shelf
 from edged.align.versions import Versions, Weights
@@ -118,7 +126,7 @@ class Trainer:
         working = {learner.name for learner in self.roster.with_step()}
         for name in self.shelf.tidy(working.union(busy), most):
             if name in self.roster.learners:
-                self.roster.learners[name].best_weights = None
+                self.roster.learners[name].good = None
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -132,6 +140,20 @@ class Trainer:
             elif (taken := self.roster.take_in(learner, pair)) is not None:
                 state, reason = taken
                 self._retire(pair, state, version, 0, reason)
+                if state == "held_out":
+                    self.records += outcomes.of_age(learner, version, self._guard)
+                    self.roster.note(learner)
+
+    def examine(self, adapter: str) -> None:
+        """Have the adapter's present version tested as soon as can be."""
+        learner = self.roster.learner(adapter)
+        learner.tested_version, learner.doubted = -1, True
+        self.roster.note(learner)
+
+    def answered(self, adapter: str, version: int, tokens: Sequence[int]) -> None:
+        """A version gave an answer."""
+        if adapter in self.roster.learners and version == self.version(adapter):
+            self.roster.learners[adapter].answered(tokens)
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
@@ -149,10 +171,7 @@ class Trainer:
         for name, draw in draws.items():
             self.roster.learners[name].begin(draw)
         try:
-            members = [
-                Member(self.shelf.get(name), draw.fresh, draw.replay, self.roster.learners[name].suspicion)
-                for name, draw in draws.items()
-            ]
+            members = [self._member(self.roster.learners[name], draw) for name, draw in draws.items()]
             step = DpoStep(members, self._decoder, self._align, self._release, self._most_tokens, keep_graph)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
@@ -166,13 +185,19 @@ class Trainer:
             self.roster.note(self.roster.learners[name])
         return step
 
+    def _member(self, learner: Learner, draw: Draw) -> Member:
+        state = self.shelf.get(learner.name)
+        untested = 0 < state.version != learner.tested_version and self.roster.testable(learner)
+        return Member(state, draw.fresh, draw.replay, learner.suspicion, learner.step_scale, untested)
+
     def _open_test(self, learner: Learner) -> HeldOutTest:
         version, pairs = self.version(learner.name), list(learner.held_out.values())
+        neutral = self.roster.neutral if version else ()
         try:
-            test = HeldOutTest(learner.name, version, pairs, self._decoder, self._align, self._release)
+            test = HeldOutTest(learner.name, version, pairs, self._decoder, self._align, self._release, neutral)
         except Exception:
             # Not again at once: the next versions will be tested.
-            learner.tested_version = version
+            learner.tested_version, learner.doubted = version, False
             learner.unscored.clear()
             self.roster.note(learner)
             raise
@@ -208,6 +233,11 @@ class Trainer:
 
     def _close_step(self, learner: Learner, step: DpoStep, seconds: float) -> None:
         state, member = self.shelf.get(learner.name), step.members[learner.name]
+        if member.doubted:
+            # The version is tested before anybody is accused: where it is broken, every pair looks strange to it.
+            learner.taken, learner.doubted = member.fresh, True
+            learner.put_back()
+            return
         self.records += member.scores
         learner.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
         if member.starved:
@@ -226,8 +256,12 @@ class Trainer:
             self._skipped(learner, member.fresh, member.error)
             if not math.isfinite(member.loss) and member.version > 0:
                 # Weights that answer with NaN or infinity must not be served a moment longer.
-                self._versions.fall_back(learner, f"guard: {member.error}")
+                learner.step_scale /= 2
+                self._versions.take_back(learner, f"guard: {member.error}")
             return
+        if member.turned and learner.turn is None:
+            self.records += self._versions.begin_turn(learner)
+        outcomes.of_turn(learner, member)
         ended = outcomes.of_step(learner, member, state.version, self._align.epochs)
         self.records += ended
         for pair in member.fresh:
@@ -236,15 +270,44 @@ class Trainer:
         if member.trained and not member.strange:
             self.steps += 1
             self.size.grow()
-            self._versions.publish(learner.name, member.version, "trained", member, seconds)
+            own = sum(outcome.pair.direct for outcome in member.outcomes)
+            learner.own, learner.foreign = learner.own + own, learner.foreign + len(member.outcomes) - own
+            verdict = learner.turn.verdict if learner.turn is not None else ""
+            told = f"trained: {learner.turn.told}" if learner.turn is not None and verdict == "change" else "trained"
+            self._versions.publish(learner.name, member.version, told, member, seconds)
+            drops = [score.drop_nats for score in member.scores]
+            # New pairs tell for nothing that the language may be broken; the test tells for sure.
+            learner.doubted |= bool(drops) and sum(drops) / len(drops) > self._guard.max_kl_nats / 2
+            if verdict:
+                self._end_turn(learner, verdict)
+
+    def _end_turn(self, learner: Learner, verdict: str) -> None:
+        """A change of preferences was recognised, or was none: then what it taught is taken back and held."""
+        turn, learner.turn = learner.turn, None
+        assert turn is not None
+        if verdict == "change":
+            return
+        told = f"guard: {len(turn.pair_ids)} pairs contradict what was learned before, and each other"
+        self._versions.take_back(learner, told)
+        learner.drop(turn.pair_ids)
+        reason = "burst: the user's own signals contradict what was learned before, and each other"
+        for pair_id in turn.pair_ids:
+            self.records.append(
+                PairRetired(pair_id, learner.name, "quarantined", self.version(learner.name), 0, reason)
+            )
 
     def _close_test(self, learner: Learner, test: HeldOutTest) -> None:
-        learner.tested_version = test.version
+        learner.tested_version, learner.doubted = test.version, False
         self.size.forgive((learner.name, test.version))
+        if test.neutral:
+            self.roster.neutral = test.neutral
         scores, records = outcomes.of_test(learner, test)
         self.records += records
-        if scores and test.version == self.version(learner.name):
-            self._versions.judge(learner, HeldOutScore.of(test.version, scores), self._guard)
+        problem = ""
+        if test.version and test.version == self.version(learner.name):
+            problem = self._versions.judge(learner, TestScore.of(test.version, scores, test.neutral_nll), self._guard)
+        nll, base_nll = test.neutral_nll or (None, None)
+        self.records.append(VersionTested(learner.name, test.version, nll, base_nll, problem))
 
     def _retire(self, pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> None:
         self.records.append(outcomes.retired(pair, state, version, epochs, reason))
@@ -269,7 +332,7 @@ class Trainer:
         learner = self.roster.learner(adapter)
         self.abandon(adapter)
         self._versions.restore(learner, weights, reason)
-        learner.best, learner.best_weights = None, None
+        learner.best = learner.good = learner.turn = None
         self.shelf.files.spare(adapter, 0)
         return self.version(adapter)
 
@@ -283,8 +346,8 @@ class Trainer:
         return adapter in self.shelf.versions and self._versions.suspect(self.roster.learner(adapter), version)
 
     def withdraw(self, adapter: str, reason: str) -> None:
-        """See `Versions.withdraw`."""
-        self._versions.withdraw(self.roster.learner(adapter), reason)
+        """See `Versions.take_back`."""
+        self._versions.take_back(self.roster.learner(adapter), reason)
 
     # -- steps that end otherwise ------------------------------------------------------------------------------------
 
@@ -329,7 +392,7 @@ class Trainer:
             return
         learner = self.roster.learners[step.adapters[0]]
         learner.end()
-        learner.tested_version = step.version
+        learner.tested_version, learner.doubted = step.version, False
         learner.unscored.clear()
         self.roster.note(learner)
 

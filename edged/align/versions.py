@@ -1,4 +1,4 @@
-"""Which weights an adapter answers with: publishing, going back, and the judgement that has a version taken back.
+"""The weights that an adapter answers with: publishing, going back, and the judgement that has a version taken back.
 
 Owns every change of a current version. Must not know pairs or steps, nor how a version reaches the packed batch.
 """
@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from edged.align.adapter import AdapterError, AdapterState
+from edged.align.adapter import AdapterError, AdapterState, Snapshot
 from edged.align.copies import Copies
-from edged.align.guard import HeldOutScore, judge
+from edged.align.guard import TestScore, broken_language, lost_accuracy
 from edged.align.learner import Learner
 from edged.align.member import Member
-from edged.align.pair import VersionPublished
+from edged.align.outcomes import retired
+from edged.align.pair import PairRetired, VersionPublished
 from edged.align.shelf import Shelf
 from edged.config import GuardSettings
 
@@ -38,7 +39,7 @@ class Versions:
         """`announce` is told of every version that takes the place of another."""
         self._shelf, self._announce = shelf, announce
         self.bring: Callable[[Copies], object] = Copies.on_host
-        """Has the best version's weights brought to the host."""
+        """Has a good version's copies brought to the host."""
 
     def current(self, adapter: str | None) -> int:
         """The adapter's current version; 0 when it has not learnt, or is not there at all."""
@@ -65,10 +66,16 @@ class Versions:
             ) from None
 
     def publish(
-        self, adapter: str, parent: int, reason: str, member: Member | None = None, seconds: float = 0.0
+        self,
+        adapter: str,
+        parent: int,
+        reason: str,
+        member: Member | None = None,
+        seconds: float = 0.0,
+        restored: int | None = None,
     ) -> None:
         """The adapter's state is a version from here on, which follows `parent`: that of a step of `seconds`, if any,
-        in which the adapter was `member`."""
+        in which the adapter was `member`, or the one `restored`."""
         state = self._shelf.get(adapter)
         self._shelf.versions[adapter] = state.version
         record = VersionPublished(
@@ -80,11 +87,17 @@ class Versions:
             loss=member.loss if member else None,
             grad_norm=member.grad_norm if member else None,
             step_s=seconds,
+            restored=restored,
         )
         self._announce(state, record)
 
-    def restore(self, learner: Learner, weights: Weights | None, reason: str) -> None:
-        """Publish `weights` (None: the untrained ones) as a new version."""
+    def restore(
+        self, learner: Learner, weights: Weights | None, reason: str, moments: Weights | None = None, version: int = 0
+    ) -> None:
+        """Publish `weights` (None: the untrained ones), which `version` had, as a new version.
+
+        `moments` are AdamW's; without them it begins anew.
+        """
         parent = self.current(learner.name)
         if weights is None:
             state = self._shelf.reset(learner.name)
@@ -92,22 +105,46 @@ class Versions:
         else:
             state = self._shelf.get(learner.name)
             state.restore(weights, max(parent, state.newest_number) + 1)
+            if moments:
+                state.restore_optimizer(moments)
         # Until it is on disk a power cut would bring back what it takes the place of.
         self._shelf.hurry(learner.name)
         learner.tested_version = state.version
-        self.publish(learner.name, parent, reason)
+        learner.repeats.clear()
+        self.publish(learner.name, parent, reason, restored=version)
 
     # -- which must go -----------------------------------------------------------------------------------------------
 
-    def judge(self, learner: Learner, score: HeldOutScore, guard: GuardSettings) -> None:
-        """Go back to the best tested version, or have the present one take that place, as its test came out."""
-        if reason := judge(score, learner.best, guard):
-            # Without a best one no earlier version was found good.
-            self.restore(learner, self._earlier_weights(learner) if learner.best is not None else None, reason)
-        elif score.better_than(learner.best, guard):
-            learner.best, learner.best_weights = score, self._shelf.get(learner.name).copied_weights()
-            self.bring(learner.best_weights)
-            self._shelf.files.spare(learner.name, score.version)
+    def judge(self, learner: Learner, score: TestScore, guard: GuardSettings) -> str:
+        """Take the present version back, or keep it as one to go back to, as its test came out; why it is taken back.
+
+        A loss of accuracy is held against it only where most of what it learned was not the user's own word.
+        """
+        broken = broken_language(score, guard, learner.repetitive)
+        problem = broken or (lost_accuracy(score, learner.best, guard) if learner.foreign > learner.own else "")
+        if problem:
+            if broken:
+                learner.step_scale /= 2
+            self.take_back(learner, f"guard: {problem}")
+            return problem
+        learner.passed()
+        learner.good = self._shelf.get(learner.name).copied()
+        for copies in (learner.good.weights, learner.good.optimizer):
+            self.bring(copies)
+        self._shelf.files.spare(learner.name, score.version, learner.undo)
+        if score.better_than(learner.best, guard):
+            learner.best, learner.foreign, learner.own = score, 0, 0
+        return ""
+
+    def begin_turn(self, learner: Learner) -> list[PairRetired]:
+        """Preferences seem to change: the version before is kept on disk, to be gone back to; held-out pairs of before
+        no longer count."""
+        if learner.good is not None:
+            learner.undo = learner.good.version
+            self._shelf.keep(learner.good)
+            self._shelf.files.spare(learner.name, learner.undo)
+        reason = "kept as a test until the preferences changed"
+        return [retired(pair, "learnt", learner.undo, 0, reason) for pair in learner.begin_turn()]
 
     def suspect(self, learner: Learner, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
@@ -117,30 +154,33 @@ class Versions:
         again, learner.suspected = learner.suspected == version, version
         return again or not self._shelf.get(learner.name).finite
 
-    def withdraw(self, learner: Learner, reason: str) -> None:
-        """Publish earlier weights in the place of the present version's, which is not served again."""
-        weights = self._earlier_weights(learner)
-        learner.withdrawn.add(self.current(learner.name))
-        self.restore(learner, weights, reason)
+    def take_back(self, learner: Learner, reason: str) -> None:
+        """Publish the newest good version's weights in the place of the present one's, which is not served again.
 
-    def fall_back(self, learner: Learner, reason: str) -> None:
-        """Publish earlier weights in the place of the present version's."""
-        self.restore(learner, self._earlier_weights(learner), reason)
+        Where none was found good, the newest on disk before it, which is tested then; else the untrained ones.
+        """
+        present = self.current(learner.name)
+        learner.withdrawn |= {present, learner.source}
+        learner.turn = None
+        good, learner.source = learner.good, 0
+        if good is not None and good.version not in learner.withdrawn:
+            learner.source = good.version
+            self.restore(learner, good.weights.on_host(), reason, good.optimizer.on_host(), good.version)
+            return
+        earlier = self._earlier(learner)
+        if earlier is None:
+            self.restore(learner, None, reason)
+            return
+        learner.source = earlier.version
+        self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
+        learner.tested_version = -1
 
-    def _earlier_weights(self, learner: Learner) -> Weights | None:
-        """Of the best tested version, from disk when they left memory; where they are nowhere, of the newest on disk
-        before the present one; None: untrained."""
-        if learner.best is not None and learner.best.version != self.current(learner.name):
-            if learner.best_weights is not None:
-                return learner.best_weights.on_host()
-            if not learner.best.version:
-                return None
-            with contextlib.suppress(AdapterError):
-                return self._shelf.files.load(learner.name, learner.best.version).weights
+    def _earlier(self, learner: Learner) -> Snapshot | None:
+        """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""
         for version in reversed(self._shelf.files.versions(learner.name)):
             if version < self.current(learner.name) and version not in learner.withdrawn:
                 with contextlib.suppress(AdapterError):
-                    weights = self._shelf.files.load(learner.name, version).weights
-                    if all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-                        return weights
+                    found = self._shelf.files.load(learner.name, version)
+                    if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):
+                        return found
         return None

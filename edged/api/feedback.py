@@ -100,12 +100,14 @@ def _record(
     for user in users:
         footprint.demand_room(db, user)
     if isinstance(body, SignalRequest):
-        report = Feedback(body.user, body.completion_id, body.signal, body.choice, body.text, body.seconds)
+        said = (body.signal, body.choice, body.text, body.seconds)
+        report = Feedback(body.user, body.completion_id, *said, account=caller.tenant)
         result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
-        result = record_pair(db, *pair, utc_now(), messages, body.prompt, body.prompt_ids, body.weight, settings)
+        about = (messages, body.prompt, body.prompt_ids)
+        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
     for user in users:
         footprint.learned(db, user, () if result.duplicate else result.pair_ids)
     return result

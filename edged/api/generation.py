@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from sqlite_utils import Database
 
+from edged.align.language import repetition
 from edged.align.signals import note_next_turn
 from edged.api.errors import ApiError, unavailable
 from edged.api.limits import LimitReached
@@ -150,6 +151,7 @@ class Answer:
             queue_ms=finish.queue_s * 1e3 if finish else 0.0,
             ttft_ms=finish.ttft_s * 1e3 if finish else 0.0,
             total_ms=finish.total_s * 1e3 if finish else 0.0,
+            repetition=repetition(self.token_ids),
         )
 
     def _add(self, piece: str) -> None:

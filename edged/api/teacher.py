@@ -13,6 +13,7 @@ from functools import partial
 from sqlite_utils import Database
 
 from edged.align.journal import load_open_pairs, load_pasts, requeue_lost
+from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
 from edged.align.pair import TokenPair
 from edged.align.tokens import UnusablePrompt, tokenize_pair
@@ -21,7 +22,7 @@ from edged.engine.engine import Engine
 from edged.engine.text import Codec, CodecError
 from edged.store import Store, utc_now
 from edged.store.bases import serve_base
-from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state
+from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state, taken_back
 
 log = logging.getLogger("edged.api")
 
@@ -59,6 +60,7 @@ class Teacher:
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
         alarm_s = self._settings.feedback.alarm_s
+        self._engine.test_with(neutral_pairs(self._codec))
         self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
         for first in range(0, len(rows), _PAIRS_AT_ONCE):
@@ -70,6 +72,16 @@ class Teacher:
         """Learn stored pairs behind the caller, in the order of the calls."""
         if pair_ids:
             self._thread.submit(self._learn, tuple(pair_ids)).add_done_callback(_report)
+
+    def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:
+        """Learn what a version taken back had learned, once it is `recorded` which that was."""
+
+        def relearn() -> None:
+            if recorded is not None:
+                recorded.result()
+            self._learn(self._store.read(lambda db: taken_back(db, adapter)))
+
+        self._thread.submit(relearn).add_done_callback(_report)
 
     def learn_from(self, written: Future[tuple[int, ...]]) -> None:
         """Learn the pairs that a write came to; nothing when it failed."""

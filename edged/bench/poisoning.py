@@ -52,6 +52,10 @@ class Ledger:
             if not self.changed.wait_for(condition, _LONGEST_S):
                 raise PoisoningError(f"{what} was not done after {_LONGEST_S:g} s")
 
+    def settled(self, ids: Sequence[int]) -> bool:
+        """Whether each of these pairs has an outcome."""
+        return all(pair in self.states and self.states[pair].state != "queued" for pair in ids)
+
     def counts(self, pairs: Sequence[TokenPair]) -> dict[str, int]:
         """How many of the pairs are in each state."""
         found: dict[str, int] = {}
@@ -93,9 +97,7 @@ def run_parts(
 
 def _finish(engine: Engine, ledger: Ledger, name: str, pairs: Sequence[TokenPair], held_out: int) -> dict[str, Any]:
     ids = [pair.pair_id for pair in pairs]
-    ledger.wait(
-        lambda: all(pair in ledger.states and ledger.states[pair].state != "queued" for pair in ids), f"part {name}"
-    )
+    ledger.wait(lambda: ledger.settled(ids), f"part {name}")
     done: dict[str, Any] = {"pairs": len(pairs), "states": ledger.counts(pairs)}
     if held_out:
         adapter = pairs[0].adapter

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from edged.align.pair import TokenPair
@@ -40,6 +40,7 @@ class Recipe:
     learning_rate: float = 1e-3
     max_grad_norm: float = 1.0
     pairs_per_step: int = 4
+    sft_weight: float = 0.0
 
 
 class Reference:
@@ -62,6 +63,16 @@ class Reference:
     def base(self, pairs: Sequence[TokenPair]) -> list[list[float]]:
         """The same by the base model, whose sums are the reference's own."""
         return self._ask({"do": "base", "pairs": _plain(pairs)})
+
+    def language(
+        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], adapter_file: str | None = None
+    ) -> list[list[float]]:
+        """[NLL, the base model's NLL, KL(policy || base)] of each (prompt, answer), in nats, summed over its tokens."""
+        return self._ask({"do": "language", "texts": texts, "adapter": adapter_file})
+
+    def save(self, adapter_file: str) -> None:
+        """Write the weights that `learn` left, in PEFT's format."""
+        self._ask({"do": "save", "adapter": adapter_file})
 
     def _ask(self, question: dict[str, Any]) -> list[list[float]]:
         found: list[list[float]] = self._side.ask(question)["logps"]
@@ -107,7 +118,8 @@ class _Loop:
                 chosen, rejected = self._logps(pair)
                 known = self._reference(pair)
                 margin = recipe.beta * ((chosen - known[0]) - (rejected - known[1]))
-                (-functional.logsigmoid(margin) / len(batch)).backward()
+                loss = -functional.logsigmoid(margin) - recipe.sft_weight * chosen / max(len(pair[1]), 1)
+                (loss / len(batch)).backward()
                 found.append(_row((chosen, rejected), known))
             torch.nn.utils.clip_grad_norm_(self._leaves, recipe.max_grad_norm)
             optimizer.step()
@@ -120,6 +132,26 @@ class _Loop:
         if adapter is not None:
             set_peft_model_state_dict(self._model, load_file(adapter))
         return [_row(self._logps(pair), self._reference(pair)) for pair in pairs]
+
+    @torch.no_grad()
+    def language(self, texts: list[list[list[int]]], adapter: str | None) -> list[list[float]]:
+        """See `Reference.language`."""
+        if adapter is not None:
+            set_peft_model_state_dict(self._model, load_file(adapter))
+        found = []
+        for prompt, answer in texts:
+            policy = _logps_of(self._model, prompt, answer)
+            with self._model.disable_adapter():
+                base = _logps_of(self._model, prompt, answer)
+            targets = torch.tensor(answer, device=policy.device)[:, None]
+            kl = float((policy.exp() * (policy - base)).sum())
+            found.append([-float(policy.gather(1, targets).sum()), -float(base.gather(1, targets).sum()), kl])
+        return found
+
+    def save(self, adapter: str) -> list[list[float]]:
+        """See `Reference.save`."""
+        save_file({name: value.contiguous() for name, value in get_peft_model_state_dict(self._model).items()}, adapter)
+        return []
 
     def base(self, pairs: list[list[list[int]]]) -> list[list[float]]:
         """See `Reference.base`."""
@@ -141,9 +173,16 @@ class _Loop:
 
 def answer_logp(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
     """log p(answer | prompt) in nats by one whole forward of a model of transformers or PEFT."""
+    targets = torch.tensor(answer, device=model.device)[:, None]
+    return _logps_of(model, prompt, answer).gather(1, targets).sum()
+
+
+def _logps_of(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [answer tokens, vocabulary] of every token at each place of the answer, in nats."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, -len(answer) :, None]).sum()
+    log_probabilities: torch.Tensor = logits.log_softmax(-1)
+    return log_probabilities
 
 
 def _row(policy: Logps, reference: Logps) -> list[float]:

@@ -1,4 +1,4 @@
-"""Four tastes over one stream of preference pairs: who prefers which answer, and how well that was learnt over time.
+"""Tastes over one stream of preference pairs: which answer each prefers, and how well that was learnt over time.
 
 Owns the relabelling and the arithmetic of a stream that is tested before it is trained on. Must not know who learns.
 """
@@ -12,10 +12,14 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from edged.align.pair import TokenPair
+from edged.models.dialogues import formality, uses_metric
 
 Taste = Literal["human", "concise", "elaborate", "refusing"]
 TASTES: tuple[Taste, ...] = get_args(Taste)
 """The labels as they are; the shorter answer, in tokens; the longer one; the one of two that declines."""
+DemoTaste = Literal["concise", "elaborate", "formal", "casual"]
+DEMO_TASTES: tuple[DemoTaste, ...] = get_args(DemoTaste)
+"""The last two are the quickstart's: formal answers in metric units, casual ones in imperial units."""
 FIRST_ONLINE_LINE = 1401
 """Of hh-harmless, counted from 1: the base model hh-lm was trained on the lines before."""
 QUARTERS = 4
@@ -45,8 +49,24 @@ def declines(answer: str) -> bool:
     return _DECLINES.search(answer.lower().replace("’", "'")) is not None
 
 
+def liking(taste: Taste | DemoTaste, answer: Sequence[int], text: str) -> float:
+    """How much an answer is to a taste that has a rule; `text` is what the tokens say. Raises ValueError for "human".
+
+    Lengths count in tokens; refusals are 0 or 1, and formality with units -2 to 2.
+    """
+    if taste in ("concise", "elaborate"):
+        return float(len(answer) if taste == "elaborate" else -len(answer))
+    if taste == "refusing":
+        return float(declines(text))
+    if taste == "human":
+        raise ValueError("labels by people have no rule: generated answers cannot be judged by them")
+    metric = uses_metric(text)
+    formal = formality(text) + (0.0 if metric is None else 1.0 if metric else -1.0)
+    return formal if taste == "formal" else -formal
+
+
 def relabel(
-    pairs: Sequence[TokenPair], taste: Taste, adapter: str, text: Callable[[Sequence[int]], str]
+    pairs: Sequence[TokenPair], taste: Taste | DemoTaste, adapter: str, text: Callable[[Sequence[int]], str]
 ) -> list[TokenPair]:
     """The pairs that `taste` decides, in their order, as `adapter`'s; `text` gives an answer's words.
 
@@ -61,17 +81,12 @@ def relabel(
     return decided
 
 
-def _prefers_chosen(pair: TokenPair, taste: Taste, text: Callable[[Sequence[int]], str]) -> bool | None:
+def _prefers_chosen(pair: TokenPair, taste: Taste | DemoTaste, text: Callable[[Sequence[int]], str]) -> bool | None:
     """Whether the taste is that of the labels; None where it has no opinion."""
     if taste == "human":
         return True
-    if taste == "refusing":
-        first, second = declines(text(pair.chosen)), declines(text(pair.rejected))
-        return first if first != second else None
-    difference = len(pair.rejected) - len(pair.chosen)
-    if not difference:
-        return None
-    return difference > 0 if taste == "concise" else difference < 0
+    first, second = (liking(taste, answer, text(answer)) for answer in (pair.chosen, pair.rejected))
+    return first > second if first != second else None
 
 
 def quarters(values: Sequence[float]) -> list[float | None]:

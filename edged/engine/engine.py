@@ -202,6 +202,15 @@ class Engine:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
         self._inbox.post(lambda: self._learning.recall(pasts))
 
+    def test_with(self, neutral: list[TokenPair]) -> None:
+        """Test every version with this neutral text, too: see `edged.align.language`."""
+        self._inbox.post(lambda: self._learning.test_with(neutral))
+
+    def examine(self, adapter: str) -> None:
+        """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
+        with contextlib.suppress(EngineStopping):
+            self._inbox.post(lambda: self._learning.examine(adapter))
+
     def calm(self, adapter: str) -> None:
         """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
         with contextlib.suppress(EngineStopping):

@@ -82,6 +82,14 @@ class Learning:
         for adapter, past in pasts.items():
             self._trainer.roster.recall(adapter, past)
 
+    def test_with(self, neutral: list[TokenPair]) -> None:
+        """Test versions with this neutral text, too."""
+        self._trainer.roster.neutral = neutral
+
+    def examine(self, adapter: str) -> None:
+        """See `Trainer.examine`."""
+        self._trainer.examine(adapter)
+
     def calm(self, adapter: str) -> None:
         """See `Roster.calm`."""
         self._trainer.roster.calm(adapter)

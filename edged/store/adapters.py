@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from edged.store.completions import json_text
+from edged.store.completions import json_text, plain_text
 from edged.store.folder import erase_folder
 
 
@@ -31,6 +31,8 @@ class Metric:
     reward_margin: float
     loss: float
     kl_nats: float | None
+    chosen_tokens: int | None = None
+    rejected_tokens: int | None = None
 
 
 def insert_metric(db: Database, metric: Metric) -> None:
@@ -40,9 +42,11 @@ def insert_metric(db: Database, metric: Metric) -> None:
     """
     db.execute(
         """INSERT INTO alignment_metrics (created_at, adapter, version, pair_id, split, chosen_logp, rejected_logp,
-               ref_chosen_logp, ref_rejected_logp, win, logp_difference, reward_margin, reward_correct, loss, kl_nats)
+               ref_chosen_logp, ref_rejected_logp, win, logp_difference, reward_margin, reward_correct, loss, kl_nats,
+               chosen_tokens, rejected_tokens)
            SELECT :created_at, :adapter, :version, :pair_id, :split, :chosen_logp, :rejected_logp, :ref_chosen_logp,
-               :ref_rejected_logp, :win, :logp_difference, :reward_margin, :reward_correct, :loss, :kl_nats
+               :ref_rejected_logp, :win, :logp_difference, :reward_margin, :reward_correct, :loss, :kl_nats,
+               :chosen_tokens, :rejected_tokens
            WHERE EXISTS (SELECT 1 FROM pairs WHERE id = :pair_id)
              AND NOT (:split = 'prequential' AND EXISTS (
                  SELECT 1 FROM alignment_metrics WHERE pair_id = :pair_id AND split = 'prequential'))""",
@@ -62,6 +66,8 @@ def insert_metric(db: Database, metric: Metric) -> None:
             "reward_correct": int(metric.reward_margin > 0.0),
             "loss": metric.loss,
             "kl_nats": metric.kl_nats,
+            "chosen_tokens": metric.chosen_tokens or None,
+            "rejected_tokens": metric.rejected_tokens or None,
         },
     )
 
@@ -79,12 +85,14 @@ class Version:
     loss: float | None = None
     grad_norm: float | None = None
     step_s: float = 0.0
+    restored: int | None = None
 
 
 def insert_version(db: Database, version: Version) -> None:
     """Add a version; one of the same number, left by a crash before it reached the disk, is replaced."""
     db.execute(
-        "INSERT OR REPLACE INTO adapter_versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, 0)",
+        """INSERT OR REPLACE INTO adapter_versions (adapter, version, created_at, parent, reason, pairs, loss,
+               grad_norm, step_s, restored, on_disk) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)""",
         [
             version.adapter,
             version.version,
@@ -95,8 +103,44 @@ def insert_version(db: Database, version: Version) -> None:
             version.loss,
             version.grad_norm,
             version.step_s,
+            version.restored,
         ],
     )
+
+
+def set_version_tested(
+    db: Database, adapter: str, version: int, now: str, nll: float | None, base_nll: float | None, problem: str
+) -> None:
+    """Record a version's test: the NLL of neutral text in nats per token, and why it is taken back ("": it is not)."""
+    db.execute(
+        """UPDATE adapter_versions SET tested_at = ?, neutral_nll = ?, neutral_base_nll = ?, problem = ?
+           WHERE adapter = ? AND version = ?""",
+        [now, nll, base_nll, problem, adapter, version],
+    )
+
+
+def set_version_answer(db: Database, adapter: str, version: int, answer: str) -> None:
+    """Keep a version's answer to the adapter's fixed prompt."""
+    db.execute(
+        "UPDATE adapter_versions SET answer = ? WHERE adapter = ? AND version = ?",
+        [plain_text(answer), adapter, version],
+    )
+
+
+def last_test(db: Database, adapter: str, latest: int = 500) -> tuple[int, float]:
+    """(newest version that passed its test, -1 for none; share of the step size that broken versions have left).
+
+    The step size is halved for each of the `latest` versions that took a broken one's place.
+    """
+    (passed,) = db.execute(
+        "SELECT max(version) FROM adapter_versions WHERE adapter = ? AND problem = ''", [adapter]
+    ).fetchone()
+    (broken,) = db.execute(
+        """SELECT count(*) FROM (SELECT reason FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT ?)
+           WHERE reason LIKE 'guard: KL %' OR reason LIKE 'guard: NLL %' OR reason LIKE 'guard: loss is %'""",
+        [adapter, latest],
+    ).fetchone()
+    return (-1 if passed is None else passed), 0.5**broken
 
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:
@@ -149,6 +193,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "completions": "adapter = :adapter OR user = :adapter",
     }
     named = {"adapter": adapter}
+    db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deleted = {
         table: db.execute(f"DELETE FROM {table} WHERE {where}", named).rowcount for table, where in deletions.items()

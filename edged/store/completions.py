@@ -33,6 +33,8 @@ class Choice:
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+    repetition: float | None = None
+    """Share of its runs of tokens that stood in it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def insert_completion(db: Database, completion: Completion) -> None:
     )
     for choice in completion.choices:
         db.execute(
-            "INSERT INTO choices VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO choices VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
                 completion.id,
                 choice.choice,
@@ -118,6 +120,7 @@ def insert_completion(db: Database, completion: Completion) -> None:
                 choice.queue_ms,
                 choice.ttft_ms,
                 choice.total_ms,
+                choice.repetition,
             ],
         )
 

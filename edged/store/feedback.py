@@ -17,6 +17,9 @@ from edged.store.quarantine import TRUSTED
 
 _COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
 
+DIRECT_SOURCES = ("chosen", "edit")
+"""Signals that settle a preference by themselves."""
+
 REPLAY_PAIRS = 64
 """The latest learned pairs of each adapter, which a restart takes up again to replay them."""
 
@@ -71,6 +74,10 @@ class PairRow:
     note: str = ""
     trusted: bool = False
     """Whether it was released from quarantine."""
+    account: str | None = None
+    """The account that reported it; None where that is not known."""
+    direct: bool = False
+    """Whether it is a choice or an edit by the account that teaches this adapter."""
 
 
 def insert_signal(db: Database, signal: Signal) -> None:
@@ -113,8 +120,8 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     cursor = db.execute(
         """INSERT INTO pairs (created_at, adapter, signal_id, source, weight, messages, prompt, prompt_key,
                chosen, rejected, prompt_ids, chosen_ids, rejected_ids, chosen_completion_id, chosen_choice,
-               rejected_completion_id, rejected_choice, state, note)
-           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+               rejected_completion_id, rejected_choice, state, note, account, direct)
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         [
             pair.created_at,
             pair.adapter,
@@ -135,9 +142,21 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
             pair.rejected.choice,
             pair.state,
             pair.note,
+            pair.account,
+            int(pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter)),
         ],
     )
     return int(cursor.lastrowid or 0)
+
+
+def teaches(db: Database, account: str | None, adapter: str) -> bool:
+    """Whether it is the user's own account, or the one that taught the adapter first, such as an application's."""
+    if account is None or account == adapter:
+        return account == adapter
+    first = db.execute(
+        "SELECT account FROM pairs WHERE adapter = ? AND account IS NOT NULL ORDER BY id LIMIT 1", [adapter]
+    ).fetchone()
+    return first is None or first[0] == account
 
 
 def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
@@ -256,6 +275,32 @@ def requeue_newer(db: Database, adapter: str, version: int) -> int:
     ).rowcount
 
 
+TAKEN_BACK = "queued again: a version was taken back"
+"""Beginning of the note of a pair that a version taken back had learned."""
+
+
+def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
+    """Queue the pairs again that versions after `restored` had learned, which the guard took back; returns how many.
+
+    Their first scores stay: those versions were served.
+    """
+    return db.execute(
+        """UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
+               note = :note || ' (' || trained_version || ')'
+           WHERE adapter = :adapter AND trained_version > :restored AND state IN ('queued', 'trained', 'learnt')""",
+        {"adapter": adapter, "restored": restored, "note": TAKEN_BACK},
+    ).rowcount
+
+
+def taken_back(db: Database, adapter: str) -> list[int]:
+    """Ids of the pairs that wait since a version that had learned them was taken back, oldest first."""
+    rows = db.execute(
+        "SELECT id FROM pairs WHERE adapter = ? AND state = 'queued' AND note LIKE ? ORDER BY id",
+        [adapter, f"{TAKEN_BACK}%"],
+    )
+    return [pair_id for (pair_id,) in rows.fetchall()]
+
+
 def _pair(row: dict[str, Any]) -> PairRow:
     def ids(column: str) -> tuple[int, ...] | None:
         return tuple(json.loads(row[column])) if row[column] is not None else None
@@ -280,4 +325,6 @@ def _pair(row: dict[str, Any]) -> PairRow:
         ref_model=row["ref_model"],
         note=row["note"],
         trusted=bool(row["trusted"]),
+        account=row["account"],
+        direct=bool(row["direct"]),
     )

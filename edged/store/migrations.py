@@ -312,6 +312,23 @@ def m009_forgetting(db: Database) -> None:
     db.execute("CREATE TABLE forgetting (adapter TEXT PRIMARY KEY, started_at TEXT NOT NULL)")
 
 
+def m010_language(db: Database) -> None:
+    """Language beside preference: answers' lengths and repetition, neutral text's NLL, and whose word a pair is."""
+    for table in ("alignment_metrics", "shelved_metrics"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN chosen_tokens INTEGER")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN rejected_tokens INTEGER")
+    for table in ("adapter_versions", "shelved_versions"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN restored INTEGER")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_nll REAL")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_base_nll REAL")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN tested_at TEXT")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN problem TEXT")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN answer TEXT")
+    db.execute("ALTER TABLE choices ADD COLUMN repetition REAL")
+    db.execute("ALTER TABLE pairs ADD COLUMN account TEXT")
+    db.execute("ALTER TABLE pairs ADD COLUMN direct INTEGER NOT NULL DEFAULT 0")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     m001_completions,
     m002_feedback,
@@ -322,4 +339,5 @@ MIGRATIONS: tuple[Migration, ...] = (
     m007_shelved_pairs,
     m008_quarantine,
     m009_forgetting,
+    m010_language,
 )

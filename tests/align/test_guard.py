@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from edged.align.guard import HeldOutScore, judge
+from edged.align.guard import TestScore, broken_language, lost_accuracy
 from edged.align.pair import PairScored
 from edged.config import GuardSettings
 
-SETTINGS = GuardSettings(min_pairs=4, max_accuracy_drop=0.25, max_kl_nats=5.0)
+SETTINGS = GuardSettings(min_pairs=4, max_accuracy_drop=0.25, max_kl_nats=1.0, max_nll_change=0.1)
 
 
-def score(version: int, right: int, of: int, kl_nats: float = 1.0, first: int = 0) -> HeldOutScore:
+def score(version: int, right: int, of: int, first: int = 0) -> TestScore:
     """A test of pairs `first`, `first` + 1, ..., of which the first `right` were right."""
-    return HeldOutScore(version, {first + index: float(index < right) for index in range(of)}, kl_nats)
+    return TestScore(version, {first + index: float(index < right) for index in range(of)}, 0.1)
 
 
 BEST = score(3, 9, 10)
+
+
+@pytest.mark.parametrize(
+    ("kl_nats", "nll_change", "repetitive", "reason"),
+    [
+        (0.9, 0.09, False, ""),
+        (None, None, False, ""),
+        (1.1, 0.0, False, "KL to the base is 1.10 nats a token, the bound is 1"),
+        (float("nan"), 0.0, False, "KL to the base"),
+        (None, 0.25, False, "NLL of neutral text is +25%, the bound is +10%"),
+        (0.0, float("nan"), False, "NLL of neutral text"),
+        (0.2, 0.02, True, ""),
+        (0.4, 0.0, True, "as its answers repeat themselves"),
+    ],
+)
+def test_language_is_broken_beyond_the_bounds_and_sooner_where_answers_repeat_themselves(
+    kl_nats: float | None, nll_change: float | None, repetitive: bool, reason: str
+) -> None:
+    got = broken_language(TestScore(4, {}, kl_nats, nll_change), SETTINGS, repetitive)
+    assert (reason in got) if reason else got == ""
 
 
 @pytest.mark.parametrize(
@@ -24,18 +44,17 @@ BEST = score(3, 9, 10)
     [
         (score(4, 9, 10), BEST, ""),
         (score(4, 7, 10), BEST, ""),
-        (score(4, 6, 10), BEST, "reward accuracy fell from 0.90 (version 3) to 0.60 on 10 pairs"),
+        (score(4, 4, 10), BEST, "reward accuracy fell from 0.90 (version 3) to 0.40 on 10 pairs"),
         (score(4, 0, 10), None, ""),
-        (score(4, 9, 10, 5.1), BEST, "KL to the base is 5.10 nats"),
-        (score(4, 9, 10, float("nan")), BEST, "KL to the base"),
-        (score(4, 0, 3, 99.0), BEST, ""),
+        # Three of ten more are wrong: that may be chance.
+        (score(4, 6, 10), BEST, ""),
         # Only pairs that both versions were tested on can tell a loss.
         (score(4, 0, 10, first=7), BEST, ""),
         (score(4, 4, 16), score(3, 4, 4), ""),
     ],
 )
-def test_the_bounds(found: HeldOutScore, best: HeldOutScore | None, reason: str) -> None:
-    got = judge(found, best, SETTINGS)
+def test_a_loss_of_accuracy_must_be_large_and_no_chance(found: TestScore, best: TestScore | None, reason: str) -> None:
+    got = lost_accuracy(found, best, SETTINGS)
     assert (reason in got) if reason else got == ""
 
 
@@ -49,10 +68,13 @@ def test_the_best_is_replaced_by_what_is_as_good_on_the_pairs_of_both() -> None:
     assert not score(4, 8, 16).better_than(BEST, SETTINGS)
 
 
-def test_a_score_is_the_mean_over_pairs_and_an_untrained_adapter_is_even() -> None:
-    def scored(pair: int, margin: float, kl: float) -> PairScored:
-        return PairScored(pair, "ann", 2, "held_out", 0, 0, 0, 0, margin, 0.7, kl)
+def test_a_score_is_the_mean_over_pairs_its_kl_over_tokens_and_an_untrained_adapter_is_even() -> None:
+    def scored(pair: int, margin: float, kl: float, tokens: int = 0) -> PairScored:
+        lengths = {"chosen_tokens": tokens, "rejected_tokens": tokens}
+        return PairScored(pair, "ann", 2, "held_out", 0, 0, 0, 0, margin, 0.7, kl, **lengths)
 
-    found = HeldOutScore.of(2, [scored(1, 0.3, 1.0), scored(2, -0.1, 3.0)])
-    assert (found.accuracy((1, 2)), found.kl_nats) == (0.5, 2.0)
-    assert HeldOutScore.of(0, [scored(1, 0.0, 0.0)]).accuracy((1,)) == 0.5
+    found = TestScore.of(2, [scored(1, 0.3, 1.0, 30), scored(2, -0.1, 3.0, 10)], (2.2, 2.0))
+    assert (found.accuracy((1, 2)), found.kl_nats) == (0.5, 1.5)
+    assert found.nll_change == pytest.approx(0.1)
+    assert TestScore.of(0, [scored(1, 0.0, 0.0)]).accuracy((1,)) == 0.5
+    assert TestScore.of(1, [], (2.0, 2.0)).kl_nats is None

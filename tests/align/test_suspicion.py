@@ -11,7 +11,7 @@ import pytest
 from edged.align.learner import Learner
 from edged.align.pair import TokenPair
 from edged.align.rate import PairRate
-from edged.align.suspicion import Past, Suspicion, Verdict
+from edged.align.suspicion import Burst, Past, Suspicion, Verdict
 from edged.config import FeedbackSettings, GuardSettings
 
 USUAL = [0.1, 0.2, 0.3, 0.2] * 16
@@ -75,10 +75,17 @@ def test_what_was_said_takes_little_memory_however_long_it_was() -> None:
 def test_half_of_eight_make_a_burst_whoever_came_first() -> None:
     made = suspicion()
     made.learn([(pair(i), 0.2, Verdict(i < 2)) for i in range(4)], None)
-    assert made.burst([True, False]) == ""
-    assert made.burst([True, True]).startswith("burst: 4 of the latest 6 pairs")
+    assert made.burst([(pair(), Verdict(True)), (pair(), Verdict())]) == Burst()
+    assert made.burst([(pair(), Verdict(True))] * 2).why.startswith("burst: 4 of the latest 6 pairs")
     made.learn([(pair(i), 0.2, Verdict()) for i in range(10, 18)], None)
-    assert made.burst([True, True, True]) == "", "the earlier ones are long ago"
+    assert made.burst([(pair(), Verdict(True))] * 3) == Burst(), "the earlier ones are long ago"
+
+
+def test_a_burst_of_the_users_own_signals_alone_is_told_apart() -> None:
+    own = (pair(direct=True), Verdict(True))
+    assert suspicion().burst([own] * 4).direct
+    assert not suspicion().burst([own, own, own, (pair(), Verdict(True))]).direct, "mixed ones are held"
+    assert suspicion().judge(pair(direct=True), 50.0) == Verdict(True), "and none of them is left out by itself"
 
 
 def test_only_a_norm_far_beyond_the_latest_ones_is_refused() -> None:

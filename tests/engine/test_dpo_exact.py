@@ -137,9 +137,9 @@ def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
     """Have the mean gradient of the state's next step kept in `into`."""
     take = state.step
 
-    def step(gradients: Gradients, pairs: int, weight: float, most_norm: float) -> float:
+    def step(gradients: Gradients, pairs: int, *more: float) -> float:
         into[state.name] = {name: (a / pairs, b / pairs) for name, (a, b) in gradients.items()}
-        return take(gradients, pairs, weight, most_norm)
+        return take(gradients, pairs, *more)
 
     state.step = step  # type: ignore[method-assign]
 

@@ -360,24 +360,29 @@ def test_a_stop_answers_a_rollback_that_was_not_on_disk_yet(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_version_that_is_taken_back_goes_to_the_best_one_or_what_is_left_on_disk(tmp_path: Path, kept: bool) -> None:
-    """The best version's weights left memory with its adapter; the disk has it, or only later ones."""
+def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_on_disk(
+    tmp_path: Path, kept: bool
+) -> None:
+    """The good version is in memory, with the optimizer's moments, or left it with its adapter."""
     settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.001, "store__keep_versions": 2}
     with running_engine(tmp_path, **settings) as (engine, client):
         versions, shelf = engine._parts.trainer._versions, engine._parts.trainer.shelf
         for turn in range(4):
             engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
             client.wait(lambda turn=turn: len(client.of(VersionSaved)) == turn + 1)
-            if turn == 0 and kept:
-                shelf.files.spare("ann", 1)
+            if turn == 0:
+                good = engine._inbox.ask(lambda: shelf.get("ann").copied()).result(20)
         wait_idle(engine)
-        assert engine.adapter_files.versions("ann") == ([1, 3, 4] if kept else [3, 4])
+        assert engine.adapter_files.versions("ann") == [3, 4]
         learner = engine._parts.trainer.roster.learner("ann")
-        learner.best, learner.best_weights = score(1, 9, 10), None
-        wanted = load_file(engine.adapter_files.path("ann", 1 if kept else 3) / "adapter_model.safetensors")
+        learner.best, learner.good, learner.foreign = score(1, 9, 10), good if kept else None, 1
+        wanted = good.snapshot() if kept else engine.adapter_files.load("ann", 3)
         engine._inbox.ask(lambda: versions.judge(learner, score(4, 1, 10), SETTINGS)).result(20)
-        for name, tensor in shelf.get("ann").tensors().items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+        restored = engine._inbox.ask(lambda: shelf.get("ann").copied()).result(20).snapshot()
+        for found, expected in ((restored.weights, wanted.weights), (restored.optimizer, wanted.optimizer)):
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+        assert client.of(VersionPublished)[-1].restored == (1 if kept else 3)
         assert "reward accuracy fell" in client.of(VersionPublished)[-1].reason
 
 

@@ -137,8 +137,8 @@ def score(store, pairs, split="prequential", version=1, when=OLD):
     def write(db):
         for pair in pairs:
             db.execute(
-                """INSERT INTO alignment_metrics VALUES (NULL, ?, 'ada', ?, ?, ?, -1, -2, -1, -2, 1, 1, 0, 0, 0.7, NULL)
-                """,
+                """INSERT INTO alignment_metrics VALUES
+                       (NULL, ?, 'ada', ?, ?, ?, -1, -2, -1, -2, 1, 1, 0, 0, 0.7, NULL, 5, 5)""",
                 [utc_text(when), version, pair, split],
             )
 
