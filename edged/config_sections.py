@@ -180,13 +180,13 @@ class AlignSettings(Section):
     """Preference learning: DPO on LoRA."""
 
     enabled: bool = Field(True, description="train on feedback; off: feedback is only stored")
-    beta: Positive = Field(0.1, description="DPO's temperature")
+    beta: Positive = Field(0.5, description="DPO's temperature: the larger, the nearer an adapter stays to the base")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO (Rafailov et al.) or IPO (Azar et al.)")
     sft_weight: float = Field(
-        0.0, ge=0.0, description="weight of the chosen answer's NLL per token beside the preference loss (RPO)"
+        1.0, ge=0.0, description="weight of the chosen answer's NLL per token beside the preference loss (RPO)"
     )
     learning_rate: Positive = Field(
-        1e-3, description="AdamW's step size; less for steps of less than micro_batch_pairs"
+        5e-4, description="AdamW's step size; less for steps of less than micro_batch_pairs"
     )
     weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay")
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this L2 norm")

@@ -39,7 +39,7 @@ import edged  # noqa: E402
 from edged.align.pair import TokenPair  # noqa: E402
 from edged.bench.language import Bench, Exam, last_accuracy, stream  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.sequential import Recipe, Reference, side_of  # noqa: E402
+from edged.bench.sequential import Recipe, Reference, recipe_of, side_of  # noqa: E402
 from edged.bench.tastes import DEMO_TASTES, FIRST_ONLINE_LINE, TASTES  # noqa: E402
 from edged.bench.turns import open_sides  # noqa: E402
 from edged.config import Settings, load_settings  # noqa: E402
@@ -47,7 +47,13 @@ from edged.models import demo_model_dir  # noqa: E402
 
 UNSEEN_PAIRS = 100
 SCORED_PAIRS = 64
-_ALONE = {"guard.held_out_share": 0.0, "feedback.quarantine": False, "feedback.pairs_per_hour": 0}
+_ALONE = {
+    "guard.held_out_share": 0.0,
+    "guard.max_kl_nats": 1e9,
+    "guard.max_nll_change": 1e9,
+    "feedback.quarantine": False,
+    "feedback.pairs_per_hour": 0,
+}
 
 
 def main() -> None:
@@ -146,13 +152,8 @@ def loop_runs(
     model: Path,
 ) -> list[dict[str, Any]]:
     """Plain sequential DPO over the most pairs at the same settings, its answers given by the engine."""
-    align = settings.align
-    recipe = Recipe(
-        str(model), "cpu", align.rank, align.alpha, align.beta, align.learning_rate, align.max_grad_norm,
-        align.micro_batch_pairs, align.sft_weight,
-    )  # fmt: skip
     found = []
-    with open_sides([side_of(recipe)]) as (side,):
+    with open_sides([side_of(recipe_of(str(model), settings.align))]) as (side,):
         loop = Reference(side)
         for count in sorted({min(count, len(pairs)) for count in options.counts}):
             rows = loop.learn(pairs[:count], seed)
@@ -170,7 +171,7 @@ def settings_of(text: str, guard: bool) -> Settings:
     """The defaults with `text`, such as "learning_rate=2e-4,beta=0.5", put over their section [align]."""
     chosen = dict(item.split("=", 1) for item in text.split(",") if item)
     overrides: dict[str, Any] = {f"align.{name}": value for name, value in chosen.items()}
-    alone = {"feedback.pairs_per_hour": 0} if guard else {**_ALONE, "guard.max_kl_nats": 1e9}
+    alone = {"feedback.pairs_per_hour": 0} if guard else _ALONE
     return load_settings(None, environ={}, overrides={**alone, **overrides, "serving.max_queue": 4096})
 
 

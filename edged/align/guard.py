@@ -14,6 +14,8 @@ from edged.config import GuardSettings
 
 _CHANCE = 0.05
 """Most probability of a loss of accuracy by chance alone at which a version is taken back."""
+_CALM_NLL, _CALM_KL = 0.1, 0.3
+"""Shares of the bounds on language up to which steps are taken whole."""
 _REPETITIVE_SHARE = 0.3
 """Share of the bounds on language that holds for a version whose answers repeat themselves."""
 
@@ -73,6 +75,16 @@ def broken_language(score: TestScore, settings: GuardSettings, repetitive: bool 
     if score.nll_change is not None and not score.nll_change <= nll_bound:
         return f"NLL of neutral text is {score.nll_change:+.0%}, the bound is {nll_bound:+.0%}{since}"
     return ""
+
+
+def caution(score: TestScore, settings: GuardSettings) -> float:
+    """Share of the step size that is left to a version this near to the bounds on language, over 0 and at most 1.
+
+    Steps shrink from a tenth of the bound on neutral text on, and from three tenths of that on KL, by the square.
+    """
+    nll, kl = score.nll_change or 0.0, score.kl_nats or 0.0
+    nearest = max(nll / (_CALM_NLL * settings.max_nll_change), kl / (_CALM_KL * settings.max_kl_nats), 1.0)
+    return nearest**-2
 
 
 def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSettings) -> str:

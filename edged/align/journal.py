@@ -208,8 +208,8 @@ def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, Past]:
 
 
 def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> Past:
-    losses, norms = quarantine.usual(db, adapter)
+    losses, norms, contrary = quarantine.usual(db, adapter)
     begun = quarantine.burst_since(db, adapter)
     # A clock that went backwards makes no alarm longer than it was.
     gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
-    return Past(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter))
+    return Past(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter), contrary)

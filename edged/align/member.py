@@ -121,7 +121,7 @@ class Member:
         align = self.state.align
         loss = preference_loss(logps, align.beta, align.loss, align.sft_weight)
         fresh = pair.pair_id in self._fresh_ids
-        verdict = self._suspicion.judge(pair, loss.loss) if fresh else Verdict()
+        verdict = self._suspicion.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
         train = loss.loss >= align.loss_threshold and not verdict.why
         if train:
             self.trained += 1

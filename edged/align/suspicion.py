@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from statistics import median
 
@@ -33,6 +33,8 @@ _OUTLYING_FACTOR = 2.0
 _NORM_DEVIATIONS = 8.0
 _LATEST = 8
 """Pairs over which the share of suspicious ones makes a burst."""
+_CONTRARY, _BY_CHANCE = 16, 1e-4
+"""Pairs over which too many that contradict what was learned make one, and the probability that is too many."""
 _REMEMBERED = 256
 """Latest pairs that a new one can contradict."""
 _TELLING_TOKENS = 8
@@ -45,6 +47,8 @@ class Verdict:
 
     suspicious: bool = False
     why: str = ""
+    contrary: bool = False
+    """The adapter prefers the other answer. A few always are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ class Burst:
 class Past:
     """What a restart remembers of an adapter.
 
-    The latest losses and gradient norms, oldest first; how long an alarm goes on; the newest version that passed its
-    test; how much the step size was reduced.
+    The latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long an alarm
+    goes on; the newest version that passed its test; how much the step size was reduced.
     """
 
     losses: Sequence[float] = ()
@@ -69,6 +73,7 @@ class Past:
     alarm_left_s: float = 0.0
     tested_version: int = -1
     step_scale: float = 1.0
+    contrary: Sequence[bool] = ()
 
 
 class Suspicion:
@@ -81,6 +86,8 @@ class Suspicion:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._flags: deque[tuple[bool, bool]] = deque(maxlen=_LATEST)
         """Of the latest pairs, whether each was suspicious and whether it was direct."""
+        self._contrary: deque[tuple[bool, bool]] = deque(maxlen=_WINDOW + _CONTRARY)
+        """The same of those that were contrary."""
         self._said: OrderedDict[bytes, None] = OrderedDict()
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
@@ -102,10 +109,16 @@ class Suspicion:
             self._contradictory.add(pair.pair_id)
         return opposite
 
-    def judge(self, pair: TokenPair, loss: float) -> Verdict:
-        """A new pair with its loss (nats) by the present version; what is not finite is no pair's fault here."""
+    def judge(self, pair: TokenPair, loss: float, margin: float = 0.0) -> Verdict:
+        """A new pair with its loss (nats) and reward margin by the present version.
+
+        A loss that is not finite is no pair's fault here.
+        """
         if not self._on or pair.trusted or pair.epochs_done or not math.isfinite(loss):
             return Verdict()
+        return replace(self._judge(pair, loss), contrary=margin < 0)
+
+    def _judge(self, pair: TokenPair, loss: float) -> Verdict:
         contradictory = pair.pair_id in self._contradictory
         middle, spread = self._usual(self._losses)
         allowed = self._settings.suspicious_deviations * spread
@@ -127,15 +140,38 @@ class Suspicion:
         flags = [(verdict.suspicious, pair.direct) for pair, verdict in judged]
         latest = [*self._flags, *flags][-_LATEST:]
         direct = [own for suspicious, own in latest if suspicious]
-        if not self._on or len(direct) < self._settings.burst_share * _LATEST or not any(new for new, _ in flags):
+        if not self._on or not judged:
             return Burst()
-        why = f"burst: {len(direct)} of the latest {len(latest)} pairs were outlying or contradictory"
+        if len(direct) >= self._settings.burst_share * _LATEST and any(new for new, _ in flags):
+            why = f"burst: {len(direct)} of the latest {len(latest)} pairs were outlying or contradictory"
+            return Burst(why, all(direct))
+        return self._contrary_burst([(verdict.contrary, pair.direct) for pair, verdict in judged])
+
+    def _contrary_burst(self, new: Sequence[tuple[bool, bool]]) -> Burst:
+        """A burst of pairs of which each alone might be honest: together they contradict what was learned too often.
+
+        How often is usual is known from the pairs before (a binomial tail).
+        """
+        known = [*self._contrary, *new]
+        before, latest = [wrong for wrong, _ in known[:-_CONTRARY]], known[-_CONTRARY:]
+        direct = [own for wrong, own in latest if wrong]
+        if len(before) < _LEAST:
+            return Burst()
+        usual = (1 + sum(before)) / (2 + len(before))
+        tail = sum(
+            math.comb(_CONTRARY, k) * usual**k * (1 - usual) ** (_CONTRARY - k)
+            for k in range(len(direct), _CONTRARY + 1)
+        )
+        if tail > _BY_CHANCE:
+            return Burst()
+        why = f"burst: {len(direct)} of the latest {_CONTRARY} pairs contradict what was learned, {usual:.0%} is usual"
         return Burst(why, all(direct))
 
     def begin_anew(self) -> None:
         """Preferences have changed: what was usual before says nothing of what comes."""
         self._losses.clear()
         self._flags.clear()
+        self._contrary.clear()
         self._said.clear()
         self._contradictory.clear()
 
@@ -149,6 +185,7 @@ class Suspicion:
                 continue
             if not pair.trusted:
                 self._flags.append((verdict.suspicious, pair.direct))
+                self._contrary.append((verdict.contrary, pair.direct))
             if not verdict.suspicious:
                 self._losses.append(loss)
         if grad_norm:
@@ -158,6 +195,7 @@ class Suspicion:
         """Begin with what an earlier run left."""
         self._losses.extend(past.losses)
         self._norms.extend(math.log(norm) for norm in past.norms if norm > 0)
+        self._contrary.extend((wrong, False) for wrong in past.contrary)
         if past.alarm_left_s > 0:
             self._alarm_until_s = now + past.alarm_left_s
 

@@ -187,8 +187,9 @@ class Trainer:
 
     def _member(self, learner: Learner, draw: Draw) -> Member:
         state = self.shelf.get(learner.name)
+        scale = learner.step_scale * learner.caution
         untested = 0 < state.version != learner.tested_version and self.roster.testable(learner)
-        return Member(state, draw.fresh, draw.replay, learner.suspicion, learner.step_scale, untested)
+        return Member(state, draw.fresh, draw.replay, learner.suspicion, scale, untested)
 
     def _open_test(self, learner: Learner) -> HeldOutTest:
         version, pairs = self.version(learner.name), list(learner.held_out.values())

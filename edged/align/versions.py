@@ -12,7 +12,7 @@ import torch
 
 from edged.align.adapter import AdapterError, AdapterState, Snapshot
 from edged.align.copies import Copies
-from edged.align.guard import TestScore, broken_language, lost_accuracy
+from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
 from edged.align.learner import Learner
 from edged.align.member import Member
 from edged.align.outcomes import retired
@@ -128,6 +128,7 @@ class Versions:
             self.take_back(learner, f"guard: {problem}")
             return problem
         learner.passed()
+        learner.caution = caution(score, guard)
         learner.good = self._shelf.get(learner.name).copied()
         for copies in (learner.good.weights, learner.good.optimizer):
             self.bring(copies)

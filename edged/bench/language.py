@@ -80,6 +80,7 @@ class Bench:
         self._numbers = itertools.count()
         self.engine = Engine.build(settings, model, self._ears.deliver, self._ears.take, Path(self._folder.name))
         self.engine.start()
+        self.engine.test_with(neutral_pairs(self.codec))
 
     def close(self) -> None:
         """Stop the engine and remove its adapters."""
@@ -143,7 +144,7 @@ class Bench:
         unseen = relabel(exam.unseen, taste, adapter, self.codec.decode)
         margins = [(c - rc) - (r - rr) for c, r, rc, rr in self.reference.score(unseen, file)]
         texts = [(pair.prompt, answer) for pair in exam.unseen for answer in (pair.chosen, pair.rejected)]
-        judged = self.reference.language(texts, file)
+        judged = self.reference.language(texts, file, keep=True)
         tokens = sum(len(answer) for _, answer in texts)
         nll, base_nll, kl = (sum(column) / tokens for column in zip(*judged, strict=True))
         neutral = [(pair.prompt, text) for pair in neutral_pairs(self.codec) for text in (pair.chosen, pair.rejected)]
@@ -163,7 +164,7 @@ class Bench:
 
     def _nll_change(self, texts: Sequence[tuple[Tokens, Tokens]], file: str) -> float:
         """Relative change of the NLL of texts against the base model's."""
-        policy, base, _ = map(sum, zip(*self.reference.language(texts, file), strict=True))
+        policy, base, _ = map(sum, zip(*self.reference.language(texts, file, keep=True), strict=True))
         return policy / base - 1.0
 
     def _judge(

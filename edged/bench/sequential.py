@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from edged.align.pair import TokenPair
 from edged.bench.turns import Conversation, Side
+from edged.config import AlignSettings
 
 _FEW_PARAMETERS = 16_000_000
 """Operations of smaller models are shorter than a hand-over to another thread."""
@@ -65,10 +66,13 @@ class Reference:
         return self._ask({"do": "base", "pairs": _plain(pairs)})
 
     def language(
-        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], adapter_file: str | None = None
+        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], adapter_file: str, keep: bool = False
     ) -> list[list[float]]:
-        """[NLL, the base model's NLL, KL(policy || base)] of each (prompt, answer), in nats, summed over its tokens."""
-        return self._ask({"do": "language", "texts": texts, "adapter": adapter_file})
+        """[NLL, the base model's NLL, KL(policy || base)] of each (prompt, answer), in nats, summed over its tokens.
+
+        `keep`: the texts come again, with other adapters.
+        """
+        return self._ask({"do": "language", "texts": texts, "adapter": adapter_file, "keep": keep})
 
     def save(self, adapter_file: str) -> None:
         """Write the weights that `learn` left, in PEFT's format."""
@@ -77,6 +81,21 @@ class Reference:
     def _ask(self, question: dict[str, Any]) -> list[list[float]]:
         found: list[list[float]] = self._side.ask(question)["logps"]
         return found
+
+
+def recipe_of(model: str, align: AlignSettings, device: str = "cpu") -> Recipe:
+    """The loop at the same settings as the engine's."""
+    return Recipe(
+        model,
+        device,
+        align.rank,
+        align.alpha,
+        align.beta,
+        align.learning_rate,
+        align.max_grad_norm,
+        align.micro_batch_pairs,
+        align.sft_weight,
+    )
 
 
 def side_of(recipe: Recipe) -> tuple[str, str, list[str]]:
@@ -94,6 +113,8 @@ class _Loop:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._known: dict[str, Logps] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        """The base's log-probabilities of texts that come again."""
         base = AutoModelForCausalLM.from_pretrained(
             recipe.model, trust_remote_code=False, dtype=torch.float32, local_files_only=True
         )
@@ -134,15 +155,18 @@ class _Loop:
         return [_row(self._logps(pair), self._reference(pair)) for pair in pairs]
 
     @torch.no_grad()
-    def language(self, texts: list[list[list[int]]], adapter: str | None) -> list[list[float]]:
+    def language(self, texts: list[list[list[int]]], adapter: str, keep: bool) -> list[list[float]]:
         """See `Reference.language`."""
-        if adapter is not None:
-            set_peft_model_state_dict(self._model, load_file(adapter))
+        set_peft_model_state_dict(self._model, load_file(adapter))
         found = []
         for prompt, answer in texts:
             policy = _logps_of(self._model, prompt, answer)
-            with self._model.disable_adapter():
-                base = _logps_of(self._model, prompt, answer)
+            base = self._kept.get(key := json.dumps([prompt, answer]))
+            if base is None:
+                with self._model.disable_adapter():
+                    base = _logps_of(self._model, prompt, answer)
+            if keep:
+                self._kept[key] = base
             targets = torch.tensor(answer, device=policy.device)[:, None]
             kl = float((policy.exp() * (policy - base)).sum())
             found.append([-float(policy.gather(1, targets).sum()), -float(base.gather(1, targets).sum()), kl])

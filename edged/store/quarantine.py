@@ -90,10 +90,11 @@ def burst_since(db: Database, adapter: str) -> str | None:
     return moment
 
 
-def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float]]:
-    """(losses in nats of the latest pairs that were learned from, gradient norms of the latest steps), oldest first."""
-    losses = db.execute(
-        f"""SELECT loss FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
+def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float], Sequence[bool]]:
+    """(losses in nats of the latest pairs that were learned from, gradient norms of the latest steps, whether each of
+    these pairs contradicted what was learned), oldest first."""
+    rows = db.execute(
+        f"""SELECT loss, reward_margin < 0 FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
                AND pair_id NOT IN (SELECT pair_id FROM quarantine WHERE decision IS NOT 'released')
            ORDER BY id DESC LIMIT {LATEST}""",
         [adapter],
@@ -103,4 +104,5 @@ def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float]]
            ORDER BY version DESC LIMIT {LATEST}""",
         [adapter],
     ).fetchall()
-    return [loss for (loss,) in reversed(losses)], [norm for (norm,) in reversed(norms)]
+    losses, contrary = [loss for loss, _ in reversed(rows)], [bool(wrong) for _, wrong in reversed(rows)]
+    return losses, [norm for (norm,) in reversed(norms)], contrary

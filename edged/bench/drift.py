@@ -1,0 +1,97 @@
+"""Streams of preferences that change, and how an engine and plain sequential DPO follow them.
+
+Every stream begins as one taste for BEFORE pairs. Accuracies are prequential: each pair is scored before it is learned.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from edged.align.language import neutral_pairs
+from edged.align.pair import TokenPair, VersionPublished
+from edged.bench.language import Ears
+from edged.bench.poisoning import flipped
+from edged.config import Settings
+from edged.engine.engine import Engine
+from edged.engine.text import Codec
+
+BEFORE = 150
+RETURN_AFTER = 120
+"""Pairs after which a change is taken back."""
+WINDOW = 20
+Stream = Callable[[Sequence[TokenPair]], list[TokenPair]]
+
+
+def flip(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """The opposite taste from one pair to the next."""
+    return [*pairs[:BEFORE], *flipped(pairs[BEFORE:])]
+
+
+def there_and_back(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """The opposite taste, and after RETURN_AFTER pairs the first one again."""
+    middle = BEFORE + RETURN_AFTER
+    return [*pairs[:BEFORE], *flipped(pairs[BEFORE:middle]), *pairs[middle:]]
+
+
+def gradual(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """The opposite taste ever more often: from no pair to every one within RETURN_AFTER pairs."""
+    found = list(pairs[:BEFORE])
+    for index, pair in enumerate(pairs[BEFORE:]):
+        # The share of flipped pairs so far follows the ramp.
+        wanted = min(1.0, index / RETURN_AFTER)
+        found += flipped([pair]) if (index * 0.618034) % 1.0 < wanted else [pair]
+    return found
+
+
+def by_topic(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """Two tastes of one user from the change on: the opposite one for prompts of an even number of tokens."""
+    after = [flipped([pair])[0] if len(pair.prompt) % 2 == 0 else pair for pair in pairs[BEFORE:]]
+    return [*pairs[:BEFORE], *after]
+
+
+STREAMS: dict[str, Stream] = {"flip": flip, "there and back": there_and_back, "gradual": gradual, "by topic": by_topic}
+
+
+def follow(model: Path, settings: Settings, pairs: Sequence[TokenPair], direct: int | None) -> dict[str, Any]:
+    """Give an engine one pair after the other; its accuracies, and what became of the pairs.
+
+    The first `direct` pairs are the user's own signals, the others come from elsewhere; None: all are the user's own.
+    """
+    ears = Ears()
+    own = [replace(pair, direct=direct is None or index < direct) for index, pair in enumerate(pairs)]
+    with tempfile.TemporaryDirectory(prefix="edged-") as folder:
+        engine = Engine.build(settings, model, ears.deliver, ears.take, Path(folder))
+        engine.start()
+        try:
+            engine.test_with(neutral_pairs(Codec.load(model)))
+            for pair in own:
+                engine.submit_pairs([pair])
+                ears.wait(lambda pair=pair: pair.pair_id in ears.states, "a pair")  # type: ignore[misc]
+                ears.wait(lambda: not engine.queue()["finetune"], "learning")
+        finally:
+            engine.stop(0.0)
+    margins = {score.pair_id: score.reward_margin for score in ears.scores}
+    states = {pair.pair_id: ears.states[pair.pair_id].state for pair in own}
+    changes: list[VersionPublished] = [version for version in ears.versions if version.reason != "trained"]
+    return {
+        "accuracy": by_window([margins.get(pair.pair_id) for pair in own]),
+        "held_before": sum(states[pair.pair_id] == "quarantined" for pair in own[:BEFORE]),
+        "held_after": sum(states[pair.pair_id] == "quarantined" for pair in own[BEFORE:]),
+        "after": len(own) - BEFORE,
+        "versions": [version.reason for version in changes],
+    }
+
+
+def by_window(margins: Sequence[float | None]) -> list[float | None]:
+    """Reward accuracy of the BEFORE pairs' last window and of each WINDOW after them; unscored pairs are left out."""
+    bounds = [BEFORE - WINDOW, *range(BEFORE, len(margins) + 1, WINDOW)]
+    found: list[float | None] = []
+    for start, stop in pairwise(bounds):
+        known = [margin for margin in margins[start:stop] if margin is not None]
+        found.append(sum((m > 0) + 0.5 * (m == 0) for m in known) / len(known) if known else None)
+    return found

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""People who change their minds, and others who say the same under their names: what is followed and what is held.
+
+    python tools/bench_drift.py hh-harmless.jsonl.gz --model hh-lm [--taste concise] [--seeds 4] [--quick]
+        [--output FILE]
+
+150 pairs of a taste, then a change: a flip, a flip that is taken back, a gradual one, and two tastes by topic. As the
+user's own direct signals each is to be followed: reward accuracy in windows of 20 pairs beside plain sequential DPO on
+the same stream and at the same settings, and honest pairs in quarantine. The flip from another source is an attack: it
+is to be held. Default settings; pairs come one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edged.engine.process import prepare, restart_in_huge_pages
+
+if __name__ == "__main__":
+    restart_in_huge_pages()
+prepare()
+
+import torch  # noqa: E402
+
+import edged  # noqa: E402
+from edged.bench.drift import BEFORE, STREAMS, by_window, follow  # noqa: E402
+from edged.bench.language import stream  # noqa: E402
+from edged.bench.replay import load_pairs  # noqa: E402
+from edged.bench.sequential import Reference, recipe_of, side_of  # noqa: E402
+from edged.bench.tastes import FIRST_ONLINE_LINE, TASTES  # noqa: E402
+from edged.bench.turns import open_sides  # noqa: E402
+from edged.config import load_settings  # noqa: E402
+from edged.engine.text import Codec  # noqa: E402
+
+PAIRS = 390
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parsed()
+    settings = load_settings(None, environ={}, overrides={"feedback.pairs_per_hour": 0})
+    codec = Codec.load(options.model)
+    pairs, _ = load_pairs(options.pairs, "hh", codec, settings.align.max_pair_tokens)
+    online = [pair for pair in pairs if pair.pair_id >= FIRST_ONLINE_LINE]
+    report: dict[str, Any] = {
+        "model": options.model.name,
+        "taste": options.taste,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "versions": {"edged": edged.__version__, "torch": torch.__version__},
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "align": settings.align.model_dump(),
+        "runs": [],
+    }
+    with open_sides([side_of(recipe_of(str(options.model), settings.align))]) as (side,):
+        loop = Reference(side)
+        for seed in range(options.seeds):
+            own = stream(online, options.taste, f"{options.taste}-{seed}", codec.decode, seed)[: options.count]
+            for name, make in STREAMS.items():
+                said = make(own)
+                rows = loop.learn(said, seed)
+                plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in rows])
+                runs = {"direct": follow(options.model, settings, said, None)}
+                if name == "flip":
+                    runs["imported"] = follow(options.model, settings, said, BEFORE)
+                for source, found in runs.items():
+                    run = {"stream": name, "seed": seed, "source": source, "loop": plain, **found}
+                    report["runs"].append(run)
+                    print(json.dumps(run), flush=True)
+                    if options.output:
+                        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n" + table(report["runs"]))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Means over seeds, as Markdown."""
+    lines = ["| stream | source | | before | after the change, by 20 pairs | held of honest ones before, after |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name, source in dict.fromkeys((run["stream"], run["source"]) for run in runs):
+        group = [run for run in runs if (run["stream"], run["source"]) == (name, source)]
+        held = " / ".join(
+            f"{sum(run[key] for run in group)} of {sum(of(run) for run in group)}"
+            for key, of in (("held_before", lambda run: BEFORE), ("held_after", lambda run: run["after"]))
+        )
+        for label, key in (("edged", "accuracy"), ("loop", "loop")):
+            first, *rest = means([run[key] for run in group])
+            lines.append(
+                f"| {name} | {source} | {label} | {first} | {' '.join(rest)} | {held if key == 'accuracy' else ''} |"
+            )
+    return "\n".join(lines)
+
+
+def means(rows: Sequence[Sequence[float | None]]) -> list[str]:
+    """Means by column over the rows that have a value there."""
+    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    return [f"{statistics.fmean(column):.2f}" if column else "-" for column in columns]
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", type=Path, help="HH-RLHF dialogues: a (gzipped) JSONL file")
+    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
+    parser.add_argument("--taste", choices=TASTES, default="concise", help="before the change (default concise)")
+    parser.add_argument("--seeds", type=int, default=1, help="orders of the pairs: 0 to this (default 1)")
+    parser.add_argument("--quick", action="store_true", help="few pairs: a smoke test")
+    parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
+    options = parser.parse_args()
+    options.count = BEFORE + 20 if options.quick else PAIRS
+    return options
+
+
+if __name__ == "__main__":
+    main()
