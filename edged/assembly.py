@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from edged.align.journal import Journal
@@ -31,6 +33,7 @@ from edged.governors.governors import Governors
 from edged.models.source import find_model
 from edged.reload import Reloaded, Reloader, adopted
 from edged.store import Store
+from edged.store.bases import refuse_other_base
 from edged.store.folder import ADAPTERS_FOLDER
 from edged.store.footprint import Footprint
 from edged.store.upkeep import Upkeep
@@ -49,10 +52,14 @@ def assemble(
 ) -> tuple[Services, Journal]:
     """Build what takes time: download, tokenizer, model, cache. Nothing is started.
 
-    `folder` has the adapters, `reload` reads the settings again. Raises ModelMissing, CodecError or ModelRefused.
+    `folder` has the adapters, `reload` reads the settings again. Raises ModelMissing, CodecError, ModelRefused and
+    OtherBase.
     """
     model_dir, name = find_model(settings.model)
-    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
+    # A backup's settings are read in another folder than the one that this was started in.
+    here = model_dir == Path(settings.model.path).expanduser()
+    found = {"name": name, "path": os.path.abspath(model_dir) if here else settings.model.path}
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update=found)})
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
     codec = Codec.load(model_dir, settings.model.trust_remote_code)
@@ -69,11 +76,13 @@ def assemble(
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
+    facts = engine.status()["model"]
+    if settings.store.new_base == "refuse":
+        store.read(partial(refuse_other_base, data_dir=folder, fingerprint=facts["fingerprint"], name=name))
     for forgotten in left:
         # The first thing that the engine does: whoever asks comes later.
         engine.hold_back(forgotten)
         engine.forget(forgotten)
-    facts = engine.status()["model"]
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
     teacher = Teacher(store, codec, engine, settings)

@@ -301,6 +301,11 @@ class StoreSettings(Section):
     """What is kept on disk."""
 
     data_dir: str = Field("", description="folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
+    new_base: Literal["refuse", "shelve", "learn"] = Field(
+        "refuse",
+        description="where another base model was taught in this folder: refuse to start; shelve what was learned until"
+        " that one is served again; shelve it and learn its pairs anew",
+    )
     keep_completions: Count = Field(100_000, description="completions kept; feedback's own stay")
     keep_samples: Count = Field(20_000, description="iteration samples kept")
     keep_days: float = Field(

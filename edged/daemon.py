@@ -42,6 +42,7 @@ from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloaded, Reloader
 from edged.service_manager import ServiceManager
 from edged.store import Store, StoreError
+from edged.store.bases import OtherBase
 from edged.store.folder import DATABASE_FILE, clear_leftovers, data_folder
 
 T = TypeVar("T")
@@ -67,9 +68,13 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
         faulthandler.enable()
     allow_files()
     try:
-        return asyncio.run(Daemon(settings, os.environ, load).run())
-    except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, CodecError) as error:
-        return refuse_start(str(error), settings.log, os.environ)
+        try:
+            return asyncio.run(Daemon(settings, os.environ, load).run())
+        except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, OtherBase, CodecError) as error:
+            refused = str(error)
+        # A refusal may wait for minutes: not with a model in memory, which the error's traceback refers to.
+        gc.collect()
+        return refuse_start(refused, settings.log, os.environ)
     finally:
         logs.take_down()
 
@@ -154,7 +159,7 @@ class Daemon:
         return work.result() if work.done() else None
 
     def _load(self, store: Store, hub: Hub, folder: Path) -> Services:
-        """Build the parts. Raises ModelMissing, CodecError or ModelRefused."""
+        """Build the parts. Raises ModelMissing, CodecError, ModelRefused or OtherBase."""
         services, self._journal = assemble(self._settings, store, folder, hub, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
         connect(services, self._lifecycle, self._reloader)

@@ -48,7 +48,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
         {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
     ),
     "metrics": frozenset(MetricsSettings.model_fields),
-    "store": frozenset(StoreSettings.model_fields) - {"data_dir"},
+    "store": frozenset(StoreSettings.model_fields) - {"data_dir", "new_base"},
     "log": frozenset(LogSettings.model_fields),
 }
 """What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:

@@ -263,9 +263,9 @@ def test_a_daemon_that_downloads_its_model_answers_and_stops_when_it_is_told_to(
 def test_each_base_model_finds_what_it_had_learned(tmp_path: Path, model: Path) -> None:
     other = save_tiny(tmp_path / "other", seed=7, max_position_embeddings=4096)
     first = learn_on(tmp_path, model, "good")
-    second = learn_on(tmp_path, other, "better")
+    second = learn_on(tmp_path, other, "better", store__new_base="learn")
     assert second["pairs_trained"] + second["pairs_held_out"] == 8
-    with running(tmp_path, model, store__save_every_s=0.05) as daemon, daemon.http() as http:
+    with running(tmp_path, model, store__save_every_s=0.05, store__new_base="shelve") as daemon, daemon.http() as http:
         assert "another base model was served before" in daemon.log
         assert "learned again" not in daemon.log
         assert wait_until_learned(http)["pairs_seen"] == 8
@@ -279,9 +279,27 @@ def test_each_base_model_finds_what_it_had_learned(tmp_path: Path, model: Path) 
         assert path.parent == Path(next(v["path"] for v in first["versions"] if v["path"])).parent
 
 
-def learn_on(folder: Path, model: Path, word: str) -> dict[str, Any]:
+def test_another_base_model_is_refused_until_it_is_asked_for_and_then_leaves_earlier_pairs_alone(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save_tiny(tmp_path / "other", seed=7, max_position_embeddings=4096)
+    first = learn_on(tmp_path, model, "good")
+    assert start(tmp_path, other) == 1
+    message = capsys.readouterr().err
+    for part in (f'data folder "{tmp_path / "data"}"', 'another base model ("tiny"', '"other"', "--new-base shelve"):
+        assert part in message
+    with running(tmp_path, other, store__new_base="shelve") as daemon, daemon.http() as http:
+        assert "were queued" not in daemon.log
+        shelved = http.get("/v1/adapters/tom").json()
+        assert (shelved["version"], shelved["pairs_queued"], shelved["pairs_trained"]) == (0, 0, 0)
+        assert daemon.stop() == 0
+    with running(tmp_path, model, align__enabled="false") as daemon, daemon.http() as http:
+        assert http.get("/v1/adapters/tom").json()["series"] == first["series"]
+
+
+def learn_on(folder: Path, model: Path, word: str, **settings: str) -> dict[str, Any]:
     """Serve `model`, teach tom four pairs, and wait until all that he ever gave are learned and saved."""
-    with running(folder, model, store__save_every_s=0.05) as daemon, daemon.http() as http:
+    with running(folder, model, store__save_every_s=0.05, **settings) as daemon, daemon.http() as http:
         for i in range(4):
             body = {"user": "tom", "prompt": f"q{i}", "chosen": f"{word} {i}", "rejected": f"bad {i}"}
             assert http.post("/v1/feedback", json=body).status_code == 200
@@ -367,4 +385,6 @@ def test_the_token_is_in_no_log_line_and_in_no_status(daemon: LiveDaemon) -> Non
         http.get("/v1/status", headers={"Authorization": "Bearer secret"})
         http.get("/v1/nothing", headers={"Authorization": "Bearer secret"})
         assert "secret" not in http.get("/v1/status").text
+        settings = http.get("/v1/settings").json()
+        assert (settings["api"]["token"], settings["store"]["data_dir"]) == ("", str(daemon.data))
     assert "secret" not in daemon.log

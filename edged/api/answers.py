@@ -265,6 +265,10 @@ class Vacuumed(_Answer):
     bytes_after: int
 
 
+class SettingsInUse(_Answer):
+    """All settings by section, tokens left out; `store.data_dir` is the folder in use."""
+
+
 class Reloaded(_Answer):
     """Settings that hold now, and those that need a restart: each with `setting`, `old` and `new`."""
 

@@ -112,6 +112,7 @@ def make_app(
             web.post("/v1/store/prune", data.prune),
             web.post("/v1/store/vacuum", data.vacuum),
             web.get("/v1/status", status.status),
+            web.get("/v1/settings", settings_route.get_settings),
             web.post("/v1/reload", settings_route.reload),
             web.get("/v1/trace", trace.get_trace),
             web.get("/metrics", metrics.metrics),

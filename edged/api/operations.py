@@ -107,6 +107,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/store"): Operation("The database's sizes and rows", answers.StoreReport),
     ("POST", "/v1/store/prune"): Operation("Delete now what the settings no longer keep", answers.Pruned),
     ("POST", "/v1/store/vacuum"): Operation("Rewrite the database without free pages", answers.Vacuumed),
+    ("GET", "/v1/settings"): Operation("The settings in use", answers.SettingsInUse),
     ("POST", "/v1/reload"): Operation("Read the settings again", answers.Reloaded),
     ("GET", "/v1/trace"): Operation(
         "What the engine did, in Chrome's trace event format",

@@ -1,6 +1,6 @@
-"""`POST /v1/reload`.
+"""`GET /v1/settings`, `POST /v1/reload`.
 
-Owns this route. Must not know what settings do or which of them can change.
+Owns these routes. Must not know what settings do or which of them can change.
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ from aiohttp import web
 
 from edged.api import wire
 from edged.api.services import services_of
+from edged.config_text import without_secrets
+
+
+async def get_settings(request: web.Request) -> web.Response:
+    """The settings in use, with the data folder's place and without tokens."""
+    services = services_of(request)
+    settings = without_secrets(services.settings).model_dump(mode="json")
+    settings["store"]["data_dir"] = str(services.store.path.parent.absolute())
+    return web.json_response(settings, dumps=wire.dumps)
 
 
 async def reload(request: web.Request) -> web.Response:

@@ -50,7 +50,7 @@ class Teacher:
         on_disk = self._engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, ref_model)
+            changed = serve_base(db, ref_model, self._settings.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 

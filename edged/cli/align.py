@@ -14,7 +14,7 @@ import click
 from edged.cli.client import Client, DaemonError, NotRunning
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, number, percent, print_json, show_progress
-from edged.cli.settings import settings_of
+from edged.cli.settings import means_installed, served_settings, settings_of
 
 if TYPE_CHECKING:
     from edged.rebuild.rebuild import Comparison, Rebuild
@@ -32,8 +32,8 @@ def align() -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="PEFT folder to write.")
 @click.option("--adopt", is_flag=True, help="Serve the rebuilt adapter, as a new version.")
-@click.option("--model", "-m", metavar="DIR", help="The daemon's --model.")
-@click.option("--data-dir", metavar="DIR", help="The daemon's --data-dir.")
+@click.option("--model", "-m", metavar="DIR", help="Base model; default: the running daemon's.")
+@click.option("--data-dir", metavar="DIR", help="Data folder; default: the running daemon's.")
 @click.option(
     "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="Its settings [EDGED_CONFIG]."
 )
@@ -60,7 +60,7 @@ def rebuild(
     """
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
-    settings, work = _prepare(user, model, data_dir, config)
+    settings, work = _prepare(client, user, config, {"model.path": model, "store.data_dir": data_dir})
     from edged.rebuild.stored import RebuildError
     from edged.rebuild.training import Recipe
 
@@ -89,9 +89,12 @@ def rebuild(
     return click.echo(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
 
 
-def _prepare(user: str, model: str | None, data_dir: str | None, config: Path | None) -> tuple[Any, Rebuild]:
+def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:
     """The settings, and the rebuild with its base model loaded. Raises DaemonError."""
-    settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
+    settings = settings_of(config, flags)
+    # The installed daemon's file is known: to ask it could start it, and load its model a second time.
+    if config is None and not means_installed(None):
+        settings = served_settings(client, flags) or settings
     _quieten()  # before the imports, some of which remark
     from edged.engine.model import ModelRefused
     from edged.engine.text import CodecError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,19 +74,46 @@ def restore(file: Path, data_dir: Path, force: bool, as_json: bool) -> None:
 
     Everything is checked before the folder appears.
     """
-    from edged.store.backup import CONFIG_FILE, BackupError
+    from edged.store.backup import BackupError
     from edged.store.restore import restore as put
 
     try:
         contents, aside = put(file, data_dir, force)
     except BackupError as error:
         raise DaemonError(str(error)) from None
+    command, problem = _next_start(data_dir, contents)
     if as_json:
-        return print_json({**_summary(file, contents), "data_dir": str(data_dir), "aside": aside and str(aside)})
+        places = {"data_dir": str(data_dir), "aside": aside and str(aside)}
+        return print_json({**_summary(file, contents), **places, "start_with": command, "problem": problem})
     click.echo(f"{data_dir}: {_described(file, contents)}")
     if aside is not None:
         click.echo(f"what was there is in {aside}")
-    return click.echo(f"start with: edged serve --data-dir {data_dir} (its settings were: {data_dir / CONFIG_FILE})")
+    click.echo(f"start with: {command}")
+    return click.echo(f"before that: {problem}") if problem else None
+
+
+def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
+    """The command that serves a restored folder with its own settings and model, and why it could not yet, or ""."""
+    from edged.cli.doctor.model import find
+    from edged.config import ConfigError, load_settings
+    from edged.models.source import name_of
+    from edged.store.backup import CONFIG_FILE
+    from edged.store.bases import base_name
+
+    config = data_dir / CONFIG_FILE
+    command = f"edged serve --config {shlex.quote(str(config))} --data-dir {shlex.quote(str(data_dir))}"
+    try:
+        model = load_settings(config).model
+    except ConfigError as error:
+        return command, str(error)
+    taught = {base_name(data_dir, item["base"]) for item in contents.manifest["adapters"]} - {""}
+    if taught and name_of(model) not in taught:
+        others = ", ".join(sorted(taught))
+        return command, f'its settings name "{name_of(model)}", adapters were learned on {others}: add --model DIR'
+    _, missing = find(model)
+    if missing is None or missing.state == "warn":
+        return command, f"{missing.seen}: {missing.way_out}" if missing else ""
+    return command, f"{missing.seen} on this box: copy the model there, or give its place (model.path, --model DIR)"
 
 
 @contextmanager

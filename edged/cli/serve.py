@@ -21,6 +21,7 @@ from edged.cli.options import policy_option
 @click.option("--socket", metavar="PATH", help="Unix socket to listen on [EDGED_SOCKET].")
 @click.option("--listen", metavar="HOST:PORT", help="Listen on TCP too.")
 @click.option("--data-dir", metavar="DIR", help="Folder of the database and the adapters.")
+@click.option("--new-base", metavar="HOW", help='In a folder of another model: "shelve" or "learn" (store.new_base).')
 @policy_option
 def serve(
     config: Path | None,
@@ -28,6 +29,7 @@ def serve(
     socket: str | None,
     listen: str | None,
     data_dir: str | None,
+    new_base: str | None,
     policy: str | None,
 ) -> None:
     """Serve a model on the local socket and learn from feedback.
@@ -46,6 +48,7 @@ def serve(
         "api.socket": socket,
         "api.listen": listen,
         "store.data_dir": data_dir,
+        "store.new_base": new_base,
         "scheduler.policy": policy,
     }
     load = functools.partial(load_settings, config, overrides=flags)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edged.cli.client import DaemonError
+from edged.cli.client import Client, DaemonError
 
 if TYPE_CHECKING:
     from edged.config import Settings
@@ -56,6 +56,22 @@ def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> 
     except ConfigError as error:
         raise DaemonError(str(error)) from None
     return as_installed(settings) if file == INSTALLED_FILE else settings
+
+
+def served_settings(client: Client, overrides: dict[str, Any] | None = None) -> Settings | None:
+    """The settings that the daemon which answers has in use, under `overrides`; None where it tells this user none."""
+    from pydantic import ValidationError
+
+    from edged.config import Settings
+
+    try:
+        values = client.get("/v1/settings")
+        for dotted, value in (overrides or {}).items():
+            section, key = dotted.split(".", 1)
+            values[section][key] = value or values[section][key]
+        return Settings.model_validate(values)
+    except (DaemonError, ValidationError):
+        return None
 
 
 def means_installed(named: Path | None) -> bool:

@@ -16,16 +16,21 @@ class ModelMissing(RuntimeError):
     """The model that the settings name cannot be found; the message says where it was looked for."""
 
 
+def name_of(settings: ModelSettings) -> str:
+    """The model's name in the API: the setting, else that of its directory or on the hub."""
+    return settings.name or ("demo" if settings.path == "demo" else Path(settings.path).expanduser().resolve().name)
+
+
 def find_model(settings: ModelSettings) -> tuple[Path, str]:
     """(directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
     if settings.path == "demo":
         try:
-            return demo_model_dir(), settings.name or "demo"
+            return demo_model_dir(), name_of(settings)
         except FileNotFoundError as error:
             raise ModelMissing(str(error)) from None
     path = Path(settings.path).expanduser()
     if path.is_dir():
-        return path, settings.name or path.resolve().name
+        return path, name_of(settings)
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
         raise ModelMissing(
             f'model "{settings.path}" is not a directory: give one that save_pretrained wrote, a hub name, or "demo"'
@@ -35,7 +40,7 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         patterns += ["*.py"] if settings.trust_remote_code else []
-        return Path(snapshot_download(settings.path, allow_patterns=patterns)), settings.name or path.name
+        return Path(snapshot_download(settings.path, allow_patterns=patterns)), name_of(settings)
     except Exception as error:  # network, names and permissions, each with its own exception
         raise ModelMissing(
             f'model "{settings.path}" is not a directory here and could not be downloaded ({logs.first_line(error)})'

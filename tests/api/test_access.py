@@ -282,7 +282,7 @@ def test_who_scrapes_metrics_reads_them_and_nothing_else(ruled: LiveDaemon) -> N
     answer = scraper.get("/metrics")
     assert answer.status == 200
     assert b"edged_ready 1" in answer.data
-    for name in {*ROLES, "GET /v1/backup", "POST /v1/reload"}:
+    for name in {*ROLES, "GET /v1/backup", "GET /v1/settings", "POST /v1/reload"}:
         if ROLES.get(name) not in ("anybody", "metrics"):
             method, path = name.split()
             refused = scraper.call(method, path.replace("{name}", SCRAPER).replace("{", "").replace("}", ""), {})

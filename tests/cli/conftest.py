@@ -63,7 +63,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with log.open("w") as stream:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "edged.cli", "serve", "--model", str(model)),
+                *(sys.executable, "-m", "edged.cli", "serve", "--model", os.path.relpath(model)),
                 *("--socket", str(folder / "edged.sock"), "--data-dir", str(folder / "data")),
             ],
             stdout=stream,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Daemon, edged
+from edged.config import load_settings
+from tests.cli.conftest import Daemon, clean_environment, edged, ready, wait_for
 
 PAIRS = [
     {"messages": [{"role": "user", "content": f"Question {i}?"}], "chosen": f"Yes, {i}.", "rejected": "No."}
@@ -62,6 +66,8 @@ def test_a_running_daemon_is_backed_up_checked_and_restored(daemon: Daemon, ida:
     assert summary["rows"]["pairs"] >= 4
     restored = json.loads(edged("restore", str(file), "--data-dir", str(folder), "--json").stdout)
     assert restored["rows"] == summary["rows"]
+    assert restored["start_with"].startswith(f"edged serve --config {folder}/config.toml")
+    assert restored["problem"] == ""
     again = edged("restore", str(file), "--data-dir", str(folder))
     assert again.returncode == 1
     assert "is not empty" in again.stderr
@@ -72,6 +78,38 @@ def test_a_running_daemon_is_backed_up_checked_and_restored(daemon: Daemon, ida:
     assert broken.returncode == 1
     assert "cannot be read as a backup" in broken.stderr
     assert "Traceback" not in broken.stderr
+
+
+def test_a_restored_folder_is_served_with_its_own_model_by_the_command_that_is_printed(
+    daemon: Daemon, ida: str, tmp_path: Path
+) -> None:
+    def saved() -> bool:
+        with daemon.client() as client:
+            return any(version["on_disk"] for version in client.get(f"/v1/adapters/{ida}")["versions"])
+
+    wait_for(saved)
+    file, folder, tiny = tmp_path / "all.tar", tmp_path / "the new one", daemon.socket.parent / "tiny"
+    daemon.run("backup", str(file))
+    command = (
+        edged("restore", str(file), "--data-dir", str(folder)).stdout.splitlines()[-1].removeprefix("start with: ")
+    )
+    assert command == f"edged serve --config '{folder}/config.toml' --data-dir '{folder}'"
+    assert load_settings(folder / "config.toml", environ={}).model.path == str(tiny)
+    again = Daemon(tmp_path / "s")
+    arguments = [*shlex.split(command)[1:], "--socket", str(again.socket)]
+    process = subprocess.Popen([sys.executable, "-m", "edged.cli", *arguments], env=clean_environment())
+    try:
+        wait_for(lambda: process.poll() is not None or ready(again))
+        assert ida in again.run("adapters", "list").stdout
+    finally:
+        process.terminate()
+        assert process.wait(15) == 0
+    # Of a folder whose settings are not known, or name a model that this box does not have.
+    for model, reason in (("demo", "adapters were learned on tiny"), ("/x/tiny", '"/x/tiny" is not a directory on')):
+        source = ("--data-dir", str(folder), "--config", "/dev/null")
+        assert edged("backup", str(file), *source, EDGED_MODEL__PATH=model).returncode == 0
+        restored = edged("restore", str(file), "--data-dir", str(tmp_path / Path(model).name))
+        assert reason in restored.stdout.splitlines()[-1]
 
 
 def test_a_stopped_daemons_folder_is_backed_up(daemon: Daemon, ida: str, tmp_path: Path) -> None:

@@ -57,16 +57,22 @@ def by_name(output: str) -> dict[str, dict[str, str]]:
 
 
 def test_a_running_daemon_is_well(daemon: Daemon) -> None:
-    data, within = {"EDGED_STORE__DATA_DIR": str(daemon.socket.parent / "data")}, ("--within", str(LONG_S))
-    environment = {**data, "EDGED_MODEL__PATH": str(daemon.socket.parent / "tiny")}
-    result = daemon.run("doctor", "--json", "--least-free", "0", *within, code=1, **environment)
+    result = daemon.run("doctor", "--json", "--least-free", "0", "--within", str(LONG_S), code=1)
     found = by_name(result.stdout)
+    tiny, data = daemon.socket.parent / "tiny", daemon.socket.parent / "data"
+    assert found["settings"]["seen"] == f"those of the running daemon: model {tiny}, data in {data}"
+    assert str(tiny) in found["model"]["seen"]
+    assert str(data) in found["data folder"]["seen"]
     states = {name: item["state"] for name, item in found.items()}
     for name in ("settings", "daemon", "database", "adapters", "model", "tokenizer", "disk", "memory", "torch"):
         assert states[name] == "ok", found[name]
     assert "serves tiny" in found["daemon"]["seen"]
     assert "edged profile" in found["profile"]["way_out"]
     assert json.loads(result.stdout)["state"] == "warn"
+    named = by_name(
+        edged("doctor", "--json", "--config", "/dev/null", "--within", "1", EDGED_SOCKET=str(daemon.socket)).stdout
+    )
+    assert (named["settings"]["seen"], "serves tiny" in named["daemon"]["seen"]) == ("/dev/null", True)
 
 
 def test_without_a_daemon_a_table_says_what_to_do(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_service_that_does_not_come_up_is_told_in_systemds_words(
         listener.bind(str(path))
         listener.listen()
         it = examination(tmp_path, root=tmp_path, sockets=(path,))
-        finding, runs = service.daemon(it)
+        finding, runs, _ = service.daemon(it)
     assert runs is running
     for found in (finding, only(service.units(it))):
         assert found.state == state
@@ -211,7 +211,7 @@ def test_a_daemon_that_systemds_socket_would_start_is_left_asleep(
         listener.bind(str(path))
         listener.listen()
         listener.setblocking(False)
-        finding, running = service.daemon(examination(tmp_path, root=tmp_path, sockets=(path,), within_s=0.3))
+        finding, running, _ = service.daemon(examination(tmp_path, root=tmp_path, sockets=(path,), within_s=0.3))
         if asked:
             listener.accept()[0].close()
         else:

@@ -217,7 +217,7 @@ def test_the_status_says_that_the_database_is_damaged(tmp_path: Path, model: Pat
         assert "unknown: the database cannot be read" in told.stdout
         assert "degraded" in told.stdout
         assert "\nedged_degraded 1.0\n" in http.get("/metrics").text
-        finding, _ = service.daemon(Examination(Settings(), daemon.data, (daemon.socket,), 0, 20.0))
+        finding, *_ = service.daemon(Examination(Settings(), daemon.data, (daemon.socket,), 0, 20.0))
         assert finding.state == "warn"
         assert "the file is damaged" in finding.seen
 

@@ -186,6 +186,17 @@ def test_the_command_compares_and_changes_nothing_unless_told(stopped: tuple[Pat
     assert f"v{json.loads(adopted.stdout)['adopted_version']:06d}" not in before
 
 
+def test_the_command_takes_model_and_folder_of_the_daemon_that_runs_unless_told_others(
+    stopped: tuple[Path, Path, int], tmp_path: Path
+) -> None:
+    with running(stopped[1].parent, stopped[0], **SETTINGS) as daemon:
+        place = {"EDGED_SOCKET": str(daemon.socket), "XDG_DATA_HOME": str(tmp_path)}
+        found = edged("align", "rebuild", "nobody", **place)
+        assert 'no pair of "nobody" was learned yet' in found.stderr
+        told = edged("align", "rebuild", "nobody", "--data-dir", str(tmp_path), **place)
+        assert f'data folder "{tmp_path}" has no edged.db' in told.stderr
+
+
 def test_without_trl_the_way_out_is_named(tmp_path: Path) -> None:
     code = "import sys; sys.modules['trl'] = None; from edged.cli.main import main; main()"
     command = [sys.executable, "-c", code, "align", "rebuild", "ada", "--data-dir", str(tmp_path)]

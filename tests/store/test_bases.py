@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from sqlite_utils import Database
 
-from edged.align.journal import Journal
+from edged.align.journal import Journal, load_open_pairs
 from edged.align.pair import PairRetired, Record, StepSkipped, VersionSaved
 from edged.store import Store
 from edged.store.adapters import forget_adapter
-from edged.store.bases import SHELVES, serve_base, served_base
+from edged.store.bases import SHELVES, OtherBase, refuse_other_base, serve_base, served_base
 from edged.store.migrations import MIGRATIONS, m005_served_base, migrate
 from tests.align.learning import published, queue_pairs, scored, trained
 
@@ -23,8 +25,8 @@ def store(tmp_path):
     store.close()
 
 
-def serve(store: Store, base: str) -> bool:
-    return store.write(lambda db: serve_base(db, base)).result()
+def serve(store: Store, base: str, learn: bool = False) -> bool:
+    return store.write(lambda db: serve_base(db, base, learn)).result()
 
 
 def learn(store: Store, base: str, *records: Record) -> None:
@@ -66,13 +68,42 @@ def test_a_base_finds_everything_as_it_left_it(store):
     assert rows(store, *LIVE) == on_b
 
 
-def test_another_base_has_learned_nothing_and_every_pair_waits_for_it(store):
+@pytest.mark.parametrize("asked", ["never", "at once", "later"])
+def test_another_base_has_learned_nothing_and_is_trained_on_earlier_pairs_only_where_that_is_asked(store, asked):
     learned_on(store, "A")
-    assert serve(store, "B")
+    assert serve(store, "B", learn=asked == "at once")
+    if asked == "later":
+        assert not serve(store, "B", learn=True)
     found = rows(store, *LIVE)
     assert [found[table] for table in SHELVES] == [[], [], []]
     progress = ("state", "epochs_done", "trained_version", "ref_chosen_logp", "ref_model")
-    assert [[pair[key] for key in progress] for pair in found["pairs"]] == [["queued", 0, None, None, None]] * 3
+    state = "skipped" if asked == "never" else "queued"
+    assert [[pair[key] for key in progress] for pair in found["pairs"]] == [[state, 0, None, None, None]] * 3
+    assert len(store.read(lambda db: load_open_pairs(db, "B"))) == (0 if asked == "never" else 3)
+
+
+def test_a_base_that_was_not_asked_for_is_refused_where_something_was_learned(store, tmp_path):
+    def refuse(base: str) -> None:
+        store.read(lambda db: refuse_other_base(db, tmp_path, base, "tiny"))
+
+    for base in ("A", "B"):
+        refuse(base)
+        serve(store, "A")
+        refuse(base)
+    learned_on(store, "A")
+    refuse("A")
+    with pytest.raises(OtherBase, match=r'another base model .weights A. than "tiny" .weights B.'):
+        refuse("B")
+    manifest = tmp_path / "adapters" / "A" / "ada" / "v000001" / "edged.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"base_model": "demo"}))
+    with pytest.raises(OtherBase, match=r'"demo", weights A.*`edged serve --model demo`.*--new-base shelve'):
+        refuse("B")
+    serve(store, "B")
+    refuse("A")
+    queue_pairs(store, 1)
+    with pytest.raises(OtherBase):
+        refuse("A")
 
 
 def test_pairs_that_came_meanwhile_wait_for_the_base_that_returns(store):

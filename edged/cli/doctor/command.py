@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,12 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
 
 
 def _examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
-    """All findings; settings that cannot be read are one of them, and the defaults are looked at then."""
+    """All findings. Unless a file is named, the settings of the daemon that answers are looked at, else those that one
+    would start with; where these cannot be read, that is a finding, and the defaults are looked at."""
     from edged.api.addresses import socket_paths
+    from edged.cli.doctor import service
     from edged.cli.doctor.examine import examine
-    from edged.cli.doctor.finding import Examination
+    from edged.cli.doctor.finding import Examination, fine
     from edged.cli.doctor.installed import service_account
     from edged.store.folder import data_folder
 
@@ -88,7 +90,12 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
         within_s=within_s,
         account=service_account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
     )
-    return [first, *examine(examination)]
+    state, running, served = service.daemon(examination)
+    if served is not None and path is None:
+        seen = f"those of the running daemon: model {served.model.path}, data in {served.store.data_dir}"
+        first = fine("settings", seen) if first.state != "fail" else first
+        examination = replace(examination, settings=served, data_dir=Path(served.store.data_dir))
+    return [first, state, *examine(examination, running)]
 
 
 def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:

@@ -12,12 +12,11 @@ from edged.cli.doctor.finding import Examination, Finding, broken
 from edged.cli.doctor.probe import Probe
 
 
-def examine(it: Examination) -> list[Finding]:
-    """Every finding. The slow part, torch, is asked by a process beside the others."""
+def examine(it: Examination, running: bool) -> list[Finding]:
+    """All findings but those of settings and daemon. The slow part, torch, is asked by a process beside the others."""
     folder, problem = model.find(it.settings.model)
     probe = Probe(it.settings, folder)
-    state, running = service.daemon(it)
-    findings = [state]
+    findings: list[Finding] = []
     look_at = [service.units, box.power, box.jtop, box.swap, box.clock, storage.disk, storage.folders]
     for check in (*look_at, storage.database, storage.adapters):
         findings += _guarded(check.__name__, lambda check=check: check(it))  # type: ignore[misc]

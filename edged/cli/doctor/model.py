@@ -13,6 +13,7 @@ from typing import Any
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
 from edged.cli.doctor.safetensors import Damaged, tensors_of
 from edged.config import ModelSettings
+from edged.models.source import name_of
 
 _AGAIN = "download it again, or write it again with save_pretrained"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -130,9 +131,7 @@ def profile(it: Examination, gpu: str | None) -> Iterator[Finding]:
             profiles.append((path, Profile.read(path)))
         except ProfileError as error:
             problems.append(str(error))
-    name = settings.model.name or (
-        "demo" if settings.model.path == "demo" else Path(settings.model.path).resolve().name
-    )
+    name = name_of(settings.model)
     for path, found in profiles:
         if found.subject.model == name and (gpu is None or found.subject.device == gpu):
             yield fine("profile", f"{path.name}, of {found.created_at[:10]}")

@@ -13,6 +13,8 @@ from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
 from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
+from edged.cli.settings import served_settings
+from edged.config import Settings
 from edged.refusal import REFUSED
 
 _UNITS = (SERVICE, SOCKET)
@@ -78,8 +80,8 @@ def _systemds_socket(it: Examination) -> Path | None:
     return next((Path(line.partition("=")[2]) for line in lines if line.startswith("ListenStream=/")), None)
 
 
-def daemon(it: Examination) -> tuple[Finding, bool]:
-    """Whether it answers and serves; and whether it runs at all."""
+def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
+    """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
     name = "daemon"
     sockets, theirs, told = it.sockets, _systemds_socket(it), _told(it)
     if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
@@ -88,27 +90,27 @@ def daemon(it: Examination) -> tuple[Finding, bool]:
         if not any(path.exists() for path in sockets):
             if told["ActiveState"] == "activating":
                 starting = _starting(name, told)
-                return starting, starting.state != "fail"
-            return fine(name, f"does not run: the first request on {theirs} starts it"), False
+                return starting, starting.state != "fail", None
+            return fine(name, f"does not run: the first request on {theirs} starts it"), False, None
     with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:
         try:
             client.get("/readyz")
-            status = client.get("/v1/status")
+            status, served = client.get("/v1/status"), served_settings(client)
         except NotRunning:
             way_out = "`sudo systemctl start edged`, or `edged serve`"
-            return doubtful(name, f"none answers on {' or '.join(map(str, sockets))}", way_out), False
+            return doubtful(name, f"none answers on {' or '.join(map(str, sockets))}", way_out), False, None
         except Refused as error:
             if error.code in ("loading", "draining"):
-                return doubtful(name, str(error), "ask again in a moment"), True
+                return doubtful(name, str(error), "ask again in a moment"), True, None
             if error.code == "engine_stopped":
-                return broken(name, str(error), "restart it, and see its log"), True
-            return doubtful(name, f"it runs, and tells this user nothing: {error}", "run this as its user"), True
+                return broken(name, str(error), "restart it, and see its log"), True, None
+            return doubtful(name, f"it runs, and tells this user nothing: {error}", "run this as its user"), True, None
         except DaemonError as error:
-            return broken(name, str(error), "restart it; systemd's watchdog would have"), True
+            return broken(name, str(error), "restart it; systemd's watchdog would have"), True, None
     version = status["version"]
     if version != edged.__version__:
         seen = f"{version} runs, {edged.__version__} is installed"
-        return doubtful(name, seen, "`sudo systemctl restart edged`"), True
+        return doubtful(name, seen, "`sudo systemctl restart edged`"), True, served
     if problems := status["degraded"]:
-        return doubtful(name, f"it runs, but {'; '.join(problems)}", "`journalctl -u edged -e` says more"), True
-    return fine(name, f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True
+        return doubtful(name, f"it runs, but {'; '.join(problems)}", "`journalctl -u edged -e` says more"), True, served
+    return fine(name, f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True, served
