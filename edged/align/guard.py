@@ -14,7 +14,7 @@ from edged.config import GuardSettings
 
 _CHANCE = 0.05
 """Most probability of a loss of accuracy by chance alone at which a version is taken back."""
-_CALM_NLL, _CALM_KL = 0.1, 0.3
+_CALM_NLL, _CALM_KL = 0.05, 0.3
 """Shares of the bounds on language up to which steps are taken whole."""
 _REPETITIVE_SHARE = 0.3
 """Share of the bounds on language that holds for a version whose answers repeat themselves."""
@@ -80,7 +80,7 @@ def broken_language(score: TestScore, settings: GuardSettings, repetitive: bool 
 def caution(score: TestScore, settings: GuardSettings) -> float:
     """Share of the step size that is left to a version this near to the bounds on language, over 0 and at most 1.
 
-    Steps shrink from a tenth of the bound on neutral text on, and from three tenths of that on KL, by the square.
+    Steps shrink from a twentieth of the bound on neutral text on, and from three tenths of that on KL, by the square.
     """
     nll, kl = score.nll_change or 0.0, score.kl_nats or 0.0
     nearest = max(nll / (_CALM_NLL * settings.max_nll_change), kl / (_CALM_KL * settings.max_kl_nats), 1.0)

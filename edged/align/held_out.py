@@ -42,7 +42,7 @@ class HeldOutTest:
         self._neutral_logp = 0.0
         self.finished = False
         self._release = release
-        self._pairs = [*neutral, *pairs]
+        self._pairs = [*(replace(pair, adapter=adapter) for pair in neutral), *pairs]
         self.groups_done = 0
         self._open()
 

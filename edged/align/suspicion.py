@@ -59,6 +59,9 @@ class Burst:
     why: str = ""
     direct: bool = False
 
+    def __bool__(self) -> bool:
+        return bool(self.why)
+
 
 @dataclass(frozen=True, slots=True)
 class Past:
@@ -84,7 +87,7 @@ class Suspicion:
         self._settings = settings or FeedbackSettings()
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._flags: deque[tuple[bool, bool]] = deque(maxlen=_LATEST)
+        self._flags: deque[tuple[bool, bool]] = deque(maxlen=_WINDOW + _LATEST)
         """Of the latest pairs, whether each was suspicious and whether it was direct."""
         self._contrary: deque[tuple[bool, bool]] = deque(maxlen=_WINDOW + _CONTRARY)
         """The same of those that were contrary."""
@@ -137,35 +140,29 @@ class Suspicion:
 
     def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
         """The burst that these new pairs, oldest first, make together with those before them, if they make one."""
-        flags = [(verdict.suspicious, pair.direct) for pair, verdict in judged]
-        latest = [*self._flags, *flags][-_LATEST:]
-        direct = [own for suspicious, own in latest if suspicious]
-        if not self._on or not judged:
+        suspicious = [*self._flags, *((verdict.suspicious, pair.direct) for pair, verdict in judged)]
+        contrary = [*self._contrary, *((verdict.contrary, pair.direct) for pair, verdict in judged)]
+        if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
             return Burst()
-        if len(direct) >= self._settings.burst_share * _LATEST and any(new for new, _ in flags):
-            why = f"burst: {len(direct)} of the latest {len(latest)} pairs were outlying or contradictory"
-            return Burst(why, all(direct))
-        return self._contrary_burst([(verdict.contrary, pair.direct) for pair, verdict in judged])
+        burst = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
+        if burst or len(contrary) < _CONTRARY + _LEAST:
+            return burst
+        return self._too_many(contrary, _CONTRARY, "contradict what was learned")
 
-    def _contrary_burst(self, new: Sequence[tuple[bool, bool]]) -> Burst:
-        """A burst of pairs of which each alone might be honest: together they contradict what was learned too often.
+    def _too_many(self, flags: Sequence[tuple[bool, bool]], latest: int, what: str) -> Burst:
+        """A burst among the `latest` of (flag, whether direct), oldest first: too many are flagged to be chance.
 
-        How often is usual is known from the pairs before (a binomial tail).
+        How many are usual is known from those before (a binomial tail); while it is not, the share alone decides.
         """
-        known = [*self._contrary, *new]
-        before, latest = [wrong for wrong, _ in known[:-_CONTRARY]], known[-_CONTRARY:]
-        direct = [own for wrong, own in latest if wrong]
-        if len(before) < _LEAST:
-            return Burst()
-        usual = (1 + sum(before)) / (2 + len(before))
+        before, now = [flag for flag, _ in flags[:-latest]], flags[-latest:]
+        direct = [own for flag, own in now if flag]
+        usual = (1 + sum(before)) / (2 + len(before)) if len(before) >= _LEAST else 0.0
         tail = sum(
-            math.comb(_CONTRARY, k) * usual**k * (1 - usual) ** (_CONTRARY - k)
-            for k in range(len(direct), _CONTRARY + 1)
+            math.comb(latest, k) * usual**k * (1 - usual) ** (latest - k) for k in range(len(direct), latest + 1)
         )
-        if tail > _BY_CHANCE:
+        if len(direct) < self._settings.burst_share * latest or tail > _BY_CHANCE:
             return Burst()
-        why = f"burst: {len(direct)} of the latest {_CONTRARY} pairs contradict what was learned, {usual:.0%} is usual"
-        return Burst(why, all(direct))
+        return Burst(f"burst: {len(direct)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual", all(direct))
 
     def begin_anew(self) -> None:
         """Preferences have changed: what was usual before says nothing of what comes."""

@@ -87,13 +87,16 @@ def take_step(
     keep_graph: bool = False,
     broken: str = "",
     suspicion: Suspicion | None = None,
+    sft_weight: float = 0.0,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     Every adapter's pairs are judged by `suspicion`.
     """
-    align = AlignSettings(rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss)
+    align = AlignSettings(
+        rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
+    )
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
     model.attach_lora(align, slots=4)
@@ -153,7 +156,12 @@ def unit_gradients(
 
 
 def trl_gradients(
-    base: PreTrainedModel, pairs: list[TokenPair], weights: dict[str, torch.Tensor], folder: Path, loss: str = "sigmoid"
+    base: PreTrainedModel,
+    pairs: list[TokenPair],
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    loss: str = "sigmoid",
+    sft_weight: float = 0.0,
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
     base.set_attn_implementation("eager")
@@ -165,7 +173,8 @@ def trl_gradients(
     args = DPOConfig(
         output_dir=str(folder),
         beta=BETA,
-        loss_type=[loss],
+        loss_type=[loss, "sft"],
+        loss_weights=[1.0, sft_weight],
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -236,6 +245,21 @@ def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     wanted, loss = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss="ipo")
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
+    loss: str, keep_graph: bool, tmp_path: Path
+) -> None:
+    pairs = make_pairs(19)[:1]
+    window = 500 if keep_graph else 16
+    how = {"loss": loss, "sft_weight": 0.7}
+    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep_graph=keep_graph, **how)
+    wanted, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, **how)
+    plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
+    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(plain, wanted) > 0.1
 
 
 def three_users() -> dict[str, list[TokenPair]]:
