@@ -121,6 +121,23 @@ def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaem
     expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
 
 
+def test_another_adapter_is_drawn_without_the_one_before_it(page: Page, daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        for user, pairs in (("many", 12), ("few", 11)):
+            for i in range(pairs):
+                http.post("/v1/feedback", json={**PAIR, "user": user, "prompt": f"{i}?"}).raise_for_status()
+    page.reload()
+    for user, pairs in (("many", 12), ("few", 11)):
+        page.get_by_label("of", exact=True).select_option(user)
+        learnt(page, user, pairs)
+        expect(page.locator("#curves")).to_have_attribute("aria-label", re.compile(f" to {pairs}: "))
+    held: list[Route] = []
+    page.route("**/v1/adapters/many*", lambda route: held.append(route))
+    page.get_by_label("of", exact=True).select_option("many")
+    expect(page.locator("#versions tr")).to_have_count(0)
+    expect(page.locator("#progress")).to_have_text("")
+
+
 def test_the_user_box_is_not_filled_while_somebody_is_in_it(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/events*", lambda route: held.append(route))
