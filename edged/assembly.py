@@ -63,6 +63,8 @@ def assemble(
         recorded = journal.append(records)
         told.tell(records)
         feed.tell(records)
+        if recorded is not None:
+            recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
@@ -73,7 +75,7 @@ def assemble(
     facts = engine.status()["model"]
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
-    teacher = Teacher(store, codec, engine, settings)
+    teacher = Teacher(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(settings.governor, engine.use, engine.limit)
     monitor.subscribe(governors.hear)

@@ -155,6 +155,30 @@ class FeedbackTaken(_Answer):
     duplicate: bool
 
 
+class PairProgress(_Answer):
+    """What became of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
+
+    pair_id: int
+    adapter: str
+    state: Literal["queued", "trained", "learnt", "held_out", "quarantined", "skipped"]
+    version: int | None
+    seconds: float | None
+    waits_for: str | None
+    text: str
+
+
+class FeedbackProgress(_Answer):
+    """What became of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
+
+    id: str
+    object: Literal["feedback.progress"]
+    user: str
+    reason: str | None
+    settled: bool
+    blocked: bool
+    pairs: list[PairProgress]
+
+
 class Adapter(_Answer):
     """What was learned for one user; means are None where there is nothing to take them over."""
 

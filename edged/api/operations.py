@@ -69,6 +69,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         media=(LINES,),
         query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
     ),
+    ("GET", "/v1/feedback/{id}"): Operation(
+        "What became of a feedback's pairs, or what they wait for", answers.FeedbackProgress, errors=(404,)
+    ),
     ("GET", "/v1/adapters"): Operation("Every adapter with its means", answers.AdapterList),
     ("GET", "/v1/adapters/{name}"): Operation(
         "One adapter with its versions and pairs",

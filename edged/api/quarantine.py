@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
+from edged.align.pair import PairRetired, PairState
 from edged.api import wire
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, not_found
@@ -51,14 +52,13 @@ async def decide(request: web.Request) -> web.Response:
     if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
         # Whether another user's pair is there is not for everybody to know.
         raise not_found(f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
-    adapter, decision = owner[0], "released" if body.action == "release" else "dropped"
+    adapter = owner[0]
+    decision: quarantine.Decision = "released" if body.action == "release" else "dropped"
     if decision == "released":
         _demand_release(caller, adapter)
 
     def write(db: Database) -> tuple[bool, int]:
-        decided = quarantine.decide(
-            db, pair_id, "released" if decision == "released" else "dropped", utc_text(utc_now())
-        )
+        decided = quarantine.decide(db, pair_id, decision, utc_text(utc_now()))
         return decided, quarantine.count_quarantined(db, adapter)
 
     decided, left = await asyncio.shield(asyncio.wrap_future(services.store.write(write)))
@@ -66,12 +66,19 @@ async def decide(request: web.Request) -> web.Response:
         raise ApiError(
             409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
         )
+    services.feed.tell_outcomes([_outcome(adapter, pair_id, decision)])
     if not left:
         services.engine.calm(adapter)
     if decision == "released":
         services.teacher.learn_soon((pair_id,))
     answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
     return web.json_response(answer, dumps=wire.dumps)
+
+
+def _outcome(adapter: str, pair_id: int, decision: quarantine.Decision) -> PairRetired:
+    """What a decision makes of a pair, for those who watch."""
+    state: PairState = "queued" if decision == "released" else "skipped"
+    return PairRetired(pair_id, adapter, state, 0, 0, f"{decision} from quarantine")
 
 
 def _demand_release(caller: Caller, adapter: str) -> None:

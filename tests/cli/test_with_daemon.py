@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def import_pairs(daemon: Daemon, folder: Path, user: str) -> None:
     """Import PAIRS for `user` and wait until they are learned."""
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    daemon.run("feedback", "import", str(path), "--user", user, "--format", "trl")
+    daemon.run("feedback", "import", str(path), "--user", user, "--format", "trl", "--no-wait")
     with daemon.client() as client:
         wait_for(
             lambda: not client.get("/v1/status")["queue"]["finetune"] and learned(daemon, user), "pairs not learned"
@@ -205,7 +206,7 @@ def test_import_keeps_good_lines_and_reports_bad_ones_by_number(daemon: Daemon, 
     assert "line 2: " in result.stderr
     assert "line 3: " in result.stderr
     assert "line 1: " not in result.stderr
-    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n"
+    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n2 of 2 have their outcome: 2 learned\n"
     exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "carl").stdout.splitlines()]
     assert [pair["chosen"] for pair in exported] == [" one", " three"]
 
@@ -221,7 +222,8 @@ def test_import_of_hh_dialogues_takes_the_part_that_is_asked_for(daemon: Daemon,
     )
     arguments = ("feedback", "import", str(path), "--user", "dora", "--format", "hh", "--json")
     result = json.loads(daemon.run(*arguments, "--skip", "2", "--limit", "3").stdout)
-    assert result == {"user": "dora", "pairs": 3, "waiting_already": 0, "bad_lines": []}
+    counts = {"user": "dora", "pairs": 3, "waiting_already": 0, "bad_lines": []}
+    assert result == {**counts, "outcomes": {"trained": 3}, "waits_for": None}
     exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "dora").stdout.splitlines()]
     assert [pair["messages"][0]["content"] for pair in exported] == ["Question 2?", "Question 3?", "Question 4?"]
 
@@ -264,6 +266,11 @@ def test_picking_in_a_chat_makes_a_pair_of_the_two_candidates(daemon: Daemon) ->
     shown = ["".join(line.split()) for line in result.stdout.splitlines()]
     for number, text in ((2, chosen), (1, rejected)):
         assert "".join(f"{number}{text}".split()) in "".join(shown)
+
+
+def test_what_was_taught_in_a_chat_is_said_to_be_learned(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/edit Good morning to you", "/quit", user="guy")
+    assert re.search(r"^noted: 1 pair to learn from\n  learned as guy@1 after [\d.]+ s$", result.stdout, re.MULTILINE)
 
 
 def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:

@@ -87,6 +87,17 @@ def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon:
     expect(page.locator("#serving")).to_have_text("picker@2")
 
 
+def test_what_a_pick_taught_is_said_below_it_when_it_is_learned(page: Page) -> None:
+    person = Person(page).is_called("pupil").wants_one_answer()
+    answer = person.asks(RICE)
+    answer.get_by_role("button", name="Edit the answer").click()
+    page.get_by_label("New text of the answer").fill("Boil it.")
+    page.get_by_role("button", name="Save edit").click()
+    learned = re.compile(r"^learned as pupil@1 after [\d.]+ s$")
+    expect(answer.locator(".outcome")).to_have_text(learned, timeout=PATIENT_MS)
+    expect(page.locator("#announcer")).to_have_text(re.compile("learned as pupil@1"))
+
+
 def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("editor").wants_one_answer()
     answer = person.asks(RICE)
