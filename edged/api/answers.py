@@ -193,6 +193,9 @@ class Adapter(_Answer):
     reward_accuracy: float | None
     reward_margin: float | None
     loss: float | None
+    reward_accuracy_recent_interval: list[float] | None
+    win_rate_recent_interval: list[float] | None
+    verdict: str
 
 
 class AdapterList(_Answer):

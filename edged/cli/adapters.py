@@ -14,7 +14,7 @@ from urllib.parse import quote
 import click
 
 from edged.cli.client import Client, DaemonError
-from edged.cli.metrics import fetch_metrics, plot, table
+from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, number, print_json
 
@@ -53,13 +53,14 @@ def show(client: Client, name: str, as_json: bool) -> None:
     if as_json:
         return print_json(data)
     console = make_console()
+    console.print(verdict(data))
     console.print(table([data]))
     versions = Table("version", "made (UTC)", "from", "reason", "pairs", "loss", "gradient norm", "step", "on disk")
     for item in data["versions"]:
         versions.add_row(*_version_row(item))
     console.print(versions)
-    if len(data["series"]) > 1:
-        console.print(plot(data))
+    if drawn := plot(data):
+        console.print(drawn)
     return None
 
 

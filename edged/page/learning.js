@@ -3,7 +3,7 @@
 import { ApiError, call } from "./api.js";
 import { CURVES, drawCurves, RECENT } from "./curves.js";
 import { mayTeach } from "./speaker.js";
-import { announce, byId, h, moment, number, plural, setText, signed } from "./text.js";
+import { announce, byId, h, moment, number, percent, plural, setText, signed } from "./text.js";
 
 const PAIRS = 500;
 const REDRAW_MS = 500;
@@ -130,21 +130,26 @@ function draw() {
   const { rows, versions, current, counts } = shown;
   setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
-  byId("no-curves").hidden = rows.length > 0 || !counts;
+  setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : "");
   drawMeans();
   drawVersions();
   drawCurves(rows, versions);
+  if (!counts) byId("no-curves").hidden = true;
 }
 
 function drawMeans() {
-  const { rows } = shown;
+  const { rows, counts } = shown;
   const last = rows.at(-1);
-  const items = CURVES.map((curve) => h("li", { class: curve.key }, h("span", {}, curve.name), h("strong", {}, last ? curve.show(last[curve.key]) : "–")));
+  const items = CURVES.map((curve) => h("li", { class: curve.key }, h("span", {}, curve.name), h("strong", {}, last ? curve.show(last[curve.key]) : "–"),
+    h("small", {}, range(counts?.[`${curve.key}_recent_interval`]))));
   const margins = rows.slice(-RECENT).map((row) => row.reward_margin).filter((margin) => margin !== undefined);
   const mean = margins.reduce((sum, margin) => sum + margin, 0) / margins.length;
   items.push(h("li", {}, h("span", {}, "reward margin"), h("strong", {}, margins.length ? signed(mean, 2) : "–")));
   byId("means").replaceChildren(...items);
 }
+
+/** An interval of a share; "" where there is none. */
+const range = (ends) => (ends ? `${number(ends[0] * 100)} to ${percent(ends[1])}` : "");
 
 /** Draw the versions anew if the caller has turned out to be one who may (not) roll back. */
 export function showRights() {

@@ -133,7 +133,11 @@ def read_until(terminal: int, *words: str, seconds: float = 20.0) -> str:
 
 def test_metrics_has_a_row_and_plots_per_user_and_the_documented_json(daemon: Daemon, ada: str) -> None:
     text = daemon.run("metrics", "--user", ada).stdout
-    assert f"{ada}, pairs 1 to " in text
+    assert f"{ada}, pairs 10 to {len(PAIRS)}" in text
+    verdict = json.loads(daemon.run("metrics", "--user", ada, "--json").stdout)["adapters"][0]["verdict"]
+    assert verdict in text.splitlines()[0]
+    assert re.search(r"\d+ % \(\d+ to \d+\)", text)
+    assert verdict in daemon.run("adapters", "show", ada).stdout
     assert "CLPD in nats" in text
     assert "┤" in text
     adapters = json.loads(daemon.run("metrics", "--json").stdout)["adapters"]

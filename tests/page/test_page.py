@@ -44,6 +44,13 @@ def page(daemon: LiveDaemon, browser: Browser, port: int) -> Iterator[Page]:
         yield page
 
 
+def taught(daemon: LiveDaemon, user: str, pairs: int) -> None:
+    """Send so many pairs of a user."""
+    with daemon.http() as http:
+        for i in range(pairs):
+            http.post("/v1/feedback", json={**PAIR, "user": user, "prompt": f"{i}?"}).raise_for_status()
+
+
 def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
     with daemon.http() as http:
         return http.get(f"/v1/adapters/{name}").json()
@@ -68,23 +75,29 @@ def test_a_question_gets_two_answers_and_nobodys_gets_one(page: Page) -> None:
 
 def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("picker")
-    for pairs in (1, 2):
-        while not person.asks(RICE if pairs == 1 else LAKE).locator(".pick:visible").count():
+    taught(daemon, "picker", 9)
+    learnt(page, "picker", 9)
+    expect(page.locator("#no-curves")).to_have_text("The curves begin at ten pairs: there are 9.")
+    expect(page.locator("#verdict")).to_have_text(re.compile(r"^Too early to tell: \d pairs?\.$"))
+    for pairs in (10, 11):
+        while not person.asks(RICE if pairs == 10 else LAKE).locator(".pick:visible").count():
             pass  # both answers were the same
         person.picks("B")
         learnt(page, "picker", pairs)
         points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
-        expect(points).to_have_count(pairs, timeout=PATIENT_MS)
+        expect(points).to_have_count(pairs - 9, timeout=PATIENT_MS)
     expect(page.locator("#curves")).to_have_attribute(
-        "aria-label", re.compile("from pair 1 to 2: reward accuracy from")
+        "aria-label", re.compile("from pair 10 to 11: reward accuracy from")
     )
+    expect(page.locator("#means .reward_accuracy strong")).to_have_text(re.compile(r"^\d+ %$"))
+    expect(page.locator("#means .reward_accuracy small")).to_have_text(re.compile(r"^\d+ to \d+ %$"))
     expect(page.locator("#means .clpd strong")).to_have_text(re.compile(r"^[+-]?[\d.]+ nats$"))
     expect(person.answer.locator(".candidate.taken")).to_have_attribute("aria-label", "answer B")
     known = adapter(daemon, "picker")
-    assert (known["pairs_seen"], known["version"]) == (2, 2)
+    assert known["pairs_seen"] == 11
     answer = person.asks("And then?")
-    expect(answer.locator(".chip")).to_have_text("picker@2")
-    expect(page.locator("#serving")).to_have_text("picker@2")
+    expect(answer.locator(".chip")).to_have_text(f"picker@{known['version']}")
+    expect(page.locator("#serving")).to_have_text(f"picker@{known['version']}")
 
 
 def test_what_a_pick_taught_is_said_below_it_when_it_is_learned(page: Page) -> None:
@@ -133,10 +146,8 @@ def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaem
 
 
 def test_another_adapter_is_drawn_without_the_one_before_it(page: Page, daemon: LiveDaemon) -> None:
-    with daemon.http() as http:
-        for user, pairs in (("many", 12), ("few", 11)):
-            for i in range(pairs):
-                http.post("/v1/feedback", json={**PAIR, "user": user, "prompt": f"{i}?"}).raise_for_status()
+    taught(daemon, "many", 12)
+    taught(daemon, "few", 11)
     page.reload()
     for user, pairs in (("many", 12), ("few", 11)):
         page.get_by_label("of", exact=True).select_option(user)
@@ -299,6 +310,7 @@ def test_a_screen_reader_hears_the_answer_once_and_not_word_by_word(page: Page) 
 def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, scheme: Any) -> None:
     with opened(browser, port, color_scheme=scheme, viewport=PHONE if scheme == "dark" else None) as page:
         accessible(page)
+        taught(daemon, "seer", 9)
         person = Person(page).is_called("seer")
         person.asks(RICE)
         person.answer.get_by_role("button", name="Edit answer A").click()
@@ -316,13 +328,14 @@ def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, sche
 def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browser, port: int) -> None:
     with opened(browser, port, viewport=PHONE, has_touch=True, is_mobile=True) as page:
         fits(page)
+        taught(daemon, "a" * 64, 9)
         person = Person(page).is_called("a" * 64)
         person.asks("word " * 12 + "x" * 90)
         fits(page)
         person.answer.get_by_role("button", name="Edit answer A").tap()
         page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
         page.get_by_role("button", name="Save edit").tap()
-        learnt(page, "a" * 64, 1)
+        learnt(page, "a" * 64, 10)
         expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
         fits(page)
 
