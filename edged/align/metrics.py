@@ -41,7 +41,8 @@ def summaries(db: Database) -> list[AdapterSummary]:
 def summary(db: Database, adapter: str) -> AdapterSummary | None:
     """One adapter's state; None when nothing is known of it.
 
-    Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped; win_rate, clpd,
+    Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped,
+    pairs_quarantined, quarantine_reason (of the first that waits for a decision); win_rate, clpd,
     reward_accuracy, reward_margin, loss over all prequential scores and, with the suffix `_recent`, over the last
     RECENT_PAIRS; held_out_win_rate, held_out_clpd, held_out_reward_accuracy, held_out_kl_nats of the latest version
     that was tested, held_out_version; updated_at. Means over nothing are None. reward_accuracy_recent_interval and
@@ -96,7 +97,9 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
                    coalesce(sum(state = 'queued'), 0) AS pairs_queued,
                    coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
                    coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
-                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined
+                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined,
+                   (SELECT reason FROM quarantine WHERE adapter = :adapter AND decision IS NULL
+                       ORDER BY created_at, pair_id LIMIT 1) AS quarantine_reason
                FROM pairs WHERE adapter = :adapter""",
             name,
         ),

@@ -188,6 +188,8 @@ class Adapter(_Answer):
     pairs_trained: int
     pairs_queued: int
     pairs_held_out: int
+    pairs_quarantined: int
+    quarantine_reason: str | None
     win_rate: float | None
     clpd: float | None
     reward_accuracy: float | None
@@ -263,6 +265,15 @@ class Decided(_Answer):
     pair_id: int
     adapter: str
     decision: Literal["released", "dropped"]
+    left: int
+
+
+class AllDecided(_Answer):
+    """What became of all pairs of a user that waited; `left` came meanwhile."""
+
+    user: str
+    decision: Literal["released", "dropped"]
+    pair_ids: list[int]
     left: int
 
 

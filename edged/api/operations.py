@@ -99,6 +99,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answers.Quarantine,
         query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
     ),
+    ("POST", "/v1/quarantine"): Operation(
+        "Release or drop all such pairs of a user", answers.AllDecided, (schemas.UserQuarantineRequest,)
+    ),
     ("POST", "/v1/quarantine/{pair}"): Operation(
         "Release or drop such a pair", answers.Decided, (schemas.QuarantineRequest,), errors=(404, 409)
     ),

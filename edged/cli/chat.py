@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from edged.cli.client import Client, DaemonError
+from edged.cli.metrics import held
 from edged.cli.options import user_option, with_client
 from edged.cli.session import Options, Session
 
@@ -44,6 +45,9 @@ def chat(client: Client, user: str, system: str, max_tokens: int | None, tempera
 
         who = f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
         click.echo(click.style(f"{who}. /help lists the commands.", dim=True))
+    for item in client.get("/v1/adapters")["adapters"]:
+        if item["adapter"] == user and (waiting := held(item)):
+            click.echo(click.style(waiting, dim=True))
     repl = Repl(session)
     for line in _lines():
         if not repl.handle(line):

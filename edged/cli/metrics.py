@@ -78,8 +78,17 @@ def screen(data: dict[str, Any]) -> RenderableType:
 
 
 def verdict(item: dict[str, Any]) -> str:
-    """One adapter's verdict, with the adapter's name and version."""
-    return f"{item['adapter']} v{item['version']}: {item['verdict']}"
+    """One adapter's verdict, with the adapter's name and version, and what is held of it."""
+    return "; ".join(filter(None, (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item))))
+
+
+def held(item: dict[str, Any]) -> str:
+    """How many of an adapter's pairs are held, why, and the step that settles it; "" where there are none."""
+    count, name = item["pairs_quarantined"], item["adapter"]
+    if not count:
+        return ""
+    pairs = f"{count} pair{'s' * (count > 1)} of {name} {'are' if count > 1 else 'is'} held"
+    return f"{pairs} ({item['quarantine_reason']}); if this was you: edged quarantine release --user {name}"
 
 
 def _share(item: dict[str, Any], key: str) -> str:

@@ -68,12 +68,11 @@ def drop(client: Client, pairs: tuple[int, ...], user: str, as_json: bool) -> No
 def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str, as_json: bool) -> None:
     if bool(pairs) == bool(user):
         raise DaemonError("give either the numbers of pairs (see edged quarantine list) or --user NAME")
-    decided: list[dict[str, Any]] = []
-    # The daemon lists a few hundred at a time: those of a user are decided about until none is left.
-    while todo := list(pairs) or [item["pair_id"] for item in _fetch(client, user)["pairs"]]:
-        decided += [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in todo]
-        if pairs:
-            break
+    decided = [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in pairs]
+    if user:
+        answer = client.post("/v1/quarantine", {"user": user, "action": action})
+        same = {"adapter": user, "decision": answer["decision"], "left": answer["left"]}
+        decided = [{"pair_id": pair, **same} for pair in answer["pair_ids"]]
     if as_json:
         return print_json({"decided": decided})
     return click.echo(f"{len(decided)} pairs {'released' if action == 'release' else 'dropped'}")

@@ -23,6 +23,7 @@ let offered = false;
 /** Wire the panel up. */
 export function startLearning() {
   byId("adapter").addEventListener("change", () => showAdapter(byId("adapter").value));
+  for (const button of byId("held").querySelectorAll("button")) button.addEventListener("click", () => decide(button.value));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(shown.rows, shown.versions));
 }
 
@@ -80,6 +81,15 @@ export function addVersion(version) {
   shown.current = version.version;
   if (!versions.some((each) => each.version === version.version)) versions.unshift({ ...version, created_at: new Date(version.at_s * 1e3).toISOString() });
   drawSoon();
+  refreshSoon();
+}
+
+/** Something became of an adapter's pairs: those that are held make no version. */
+export function addOutcomes({ adapter, pairs }) {
+  if (adapter === shown.adapter && pairs.some((pair) => pair.state === "quarantined")) refreshSoon();
+}
+
+function refreshSoon() {
   refreshing = refreshing.length ? refreshing : REFRESH_MS.map((wait) => setTimeout(refreshAgain, wait));
 }
 
@@ -131,10 +141,39 @@ function draw() {
   setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
   setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : "");
+  drawHeld();
   drawMeans();
   drawVersions();
   drawCurves(rows, versions);
   if (!counts) byId("no-curves").hidden = true;
+}
+
+/** Pairs that look poisoned, and for those who may decide the step that settles it. */
+function drawHeld() {
+  const { adapter, counts } = shown;
+  byId("held").hidden = !counts?.pairs_quarantined;
+  for (const button of byId("held").querySelectorAll("button")) button.hidden = !mayTeach();
+  if (!counts) return;
+  const { pairs_quarantined: pairs, quarantine_reason: reason } = counts;
+  setText(byId("held-text"), `${plural(pairs, "pair")} of ${adapter} ${pairs === 1 ? "is" : "are"} held: ${reason}.`);
+}
+
+async function decide(action) {
+  const user = shown.adapter;
+  try {
+    const { pair_ids: pairs, decision } = await call("v1/quarantine", { user, action });
+    announce(`${plural(pairs.length, "pair")} of ${user} ${decision}.`);
+    await refresh();
+  } catch (error) {
+    complain(error);
+  }
+}
+
+/** Say why something could not be done. */
+function complain(error) {
+  const problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
+  setText(byId("progress"), problem);
+  announce(problem);
 }
 
 function drawMeans() {
@@ -153,7 +192,9 @@ const range = (ends) => (ends ? `${number(ends[0] * 100)} to ${percent(ends[1])}
 
 /** Draw the versions anew if the caller has turned out to be one who may (not) roll back. */
 export function showRights() {
-  if (mayTeach() !== offered) drawVersions();
+  if (mayTeach() === offered) return;
+  drawHeld();
+  drawVersions();
 }
 
 function drawVersions() {
@@ -192,10 +233,7 @@ function rollBack(version) {
       const done = await call(`v1/adapters/${encodeURIComponent(name)}/rollback`, { version });
       announce(`${name} answers with version ${done.version}, which is version ${done.restored} again.`);
     } catch (error) {
-      const problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
-      setText(byId("progress"), problem);
-      announce(problem);
-      return;
+      return complain(error);
     }
     await refresh();
   }, { once: true });

@@ -3,7 +3,7 @@
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
 import { startChat } from "./chat.js";
-import { addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
+import { addOutcomes, addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
 import { outcomesCame } from "./outcomes.js";
 import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
@@ -46,7 +46,10 @@ watch(
       showStatus(status);
     },
     pair: addPair,
-    outcomes: (data) => outcomesCame(data.adapter),
+    outcomes: (data) => {
+      outcomesCame(data.adapter);
+      addOutcomes(data);
+    },
     version: (data) => {
       versions = { ...versions, [data.adapter]: data.version };
       showAdapters(versions);

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from edged.models import demo_model_dir
 from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import SETTINGS, attack, held
 from tests.models import save_tiny
 from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, fits, free_port, opened
 
@@ -359,6 +360,29 @@ def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
             expect(page.locator("#connection")).to_have_text("live", timeout=PATIENT_MS)
             answer = Person(page).is_called("").asks("And now?")
             expect(answer.locator(".chip")).to_have_text("base")
+
+
+def test_held_pairs_are_shown_and_settled_with_one_button(
+    tmp_path_factory: pytest.TempPathFactory, browser: Browser
+) -> None:
+    folder, port = tmp_path_factory.mktemp("held"), free_port()
+    model = save_tiny(folder / "tiny", max_position_embeddings=512)
+    settings = {**SETTINGS, "api__listen": f"127.0.0.1:{port}"}
+    with (
+        running(folder / "run", model, **settings) as daemon,
+        opened(browser, port, viewport=PHONE) as page,
+        daemon.http() as http,
+    ):
+        Person(page).is_called("ann")
+        attack(http)
+        count = len(held(http))
+        expect(page.locator("#held-text")).to_contain_text(f"{count} pairs of ann are held", timeout=PATIENT_MS)
+        expect(page.locator("#held-text")).to_contain_text("burst: ")
+        accessible(page)
+        fits(page)
+        page.get_by_role("button", name="Drop them").click()
+        expect(page.locator("#held")).to_be_hidden(timeout=PATIENT_MS)
+        assert adapter(daemon, "ann")["pairs_skipped"] == count
 
 
 def test_a_token_is_asked_for_once_and_a_long_answer_can_be_stopped(
