@@ -150,12 +150,18 @@ def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]
 def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any]]:
     """The last `limit` versions, newest first.
 
-    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk.
+    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk; of its test
+    held_out_reward_accuracy over held_out_pairs, and kl_nats, a token's.
     """
     rows = db.query(
-        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk
-           FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT ?""",
-        [adapter, limit],
+        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk,
+               held_out_reward_accuracy, coalesce(held_out_pairs, 0) AS held_out_pairs, kl_nats
+           FROM adapter_versions LEFT JOIN (
+               SELECT version, avg(reward_correct) AS held_out_reward_accuracy, count(*) AS held_out_pairs,
+                   avg(kl_nats) AS kl_nats
+               FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' GROUP BY version) USING (version)
+           WHERE adapter = :adapter ORDER BY version DESC LIMIT :limit""",
+        {"adapter": adapter, "limit": limit},
     )
     return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
 

@@ -201,7 +201,7 @@ class Adapter(_Answer):
 
 
 class AdapterList(_Answer):
-    """Every adapter."""
+    """Every adapter, with `disk_bytes` and `last_used_at`."""
 
     adapters: list[Adapter]
 
@@ -219,6 +219,9 @@ class AdapterVersion(_Answer):
     step_s: float
     path: str | None
     on_disk: bool
+    held_out_reward_accuracy: float | None
+    held_out_pairs: int
+    kl_nats: float | None
 
 
 class AdapterDetail(Adapter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
 from typing import Any
 
 from aiohttp import web
@@ -61,12 +60,7 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> wire.Json
 
 def _told(row: dict[str, Any], waits_for: str | None) -> wire.Json:
     """One pair as the answer shows it, with a sentence that says the same."""
-    name, note, version = row["adapter"], row["note"], row["trained_version"]
-    seconds = None
-    if row["learned_at"] and row["state"] != "learnt":
-        seconds = (
-            datetime.fromisoformat(row["learned_at"]) - datetime.fromisoformat(row["created_at"])
-        ).total_seconds()
+    name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
     after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"
     texts = {
         "queued": f"waits: {waits_for}",

@@ -16,7 +16,7 @@ import click
 from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, print_json
+from edged.cli.output import make_console, moment, number, print_json, short, size
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What an adapter is, to peft and to the daemon."""
@@ -31,14 +31,20 @@ def adapters() -> None:
 @json_option
 @with_client
 def list_(client: Client, as_json: bool) -> None:
-    """All adapters with their metrics."""
+    """All adapters: a verdict, what waits and is held, size on disk, last use."""
+    from rich.table import Table
+
     data = fetch_metrics(client, with_series=False)
     if as_json:
-        print_json(data)
-    elif data["adapters"]:
-        make_console().print(table(data["adapters"]))
-    else:
-        click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+        return print_json(data)
+    if not data["adapters"]:
+        return click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+    table = Table("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
+    for item in data["adapters"]:
+        counts = (item[f"pairs_{state}"] for state in ("seen", "queued", "quarantined"))
+        name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
+        table.add_row(name, item["verdict"], *map(str, counts), size(item["disk_bytes"]), used)
+    return make_console().print(table)
 
 
 @adapters.command()
@@ -55,9 +61,13 @@ def show(client: Client, name: str, as_json: bool) -> None:
     console = make_console()
     console.print(verdict(data))
     console.print(table([data]))
-    versions = Table("version", "made (UTC)", "from", "reason", "pairs", "loss", "gradient norm", "step", "on disk")
+    versions = Table("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "state", "answer")
     for item in data["versions"]:
-        versions.add_row(*_version_row(item))
+        versions.add_row(*_version_row(item, data["version"]))
+    versions.caption = (
+        "held out: reward accuracy of the test; KL in nats/token; neutral text: how much less likely it became\n"
+        f"to return to a version on disk: edged adapters rollback {name} VERSION (0: untrained)"
+    )
     console.print(versions)
     if drawn := plot(data):
         console.print(drawn)
@@ -216,15 +226,16 @@ def _path(name: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}"
 
 
-def _version_row(item: dict[str, Any]) -> list[str]:
+def _version_row(item: dict[str, Any], serving: int) -> list[str]:
+    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
+    on_disk = "on disk" if item["on_disk"] else "not on disk"
     return [
         str(item["version"]),
-        item["created_at"][:19].replace("T", " "),
-        str(item["parent"]),
+        moment(item["created_at"]),
         item["reason"],
-        str(item["pairs"]),
-        number(item["loss"], 3),
-        number(item["grad_norm"], 3),
-        number(item["step_s"], 2, "s"),
-        "yes" if item["on_disk"] else "no",
+        f"{round(share * pairs)} of {pairs}" if pairs else "–",
+        number(item["kl_nats"]),
+        "–" if change is None else f"{100 * change:+.1f} %",
+        f"serving, {on_disk}" if item["version"] == serving else on_disk,
+        short(item.get("answer") or "–"),
     ]

@@ -20,6 +20,14 @@ PLOT_HEIGHT = 6
 FIRST_PAIR = 10
 """Where curves begin: means over fewer pairs say nothing."""
 
+LANGUAGE = {
+    "held_out_kl_nats": "KL {:.2f} nats/token",
+    "neutral_nll_change": "neutral text {:+.1%}",
+    "chosen_logratio_per_token_recent": "chosen answers {:+.2f} nats/token",
+    "answer_tokens_recent": "{:.0f} tokens an answer",
+    "answer_repetition_recent": "{:.0%} repeated",
+}
+
 
 @click.command()
 @click.option("--user", "-u", default="", metavar="NAME", help="Only this user's adapter.")
@@ -78,8 +86,10 @@ def screen(data: dict[str, Any]) -> RenderableType:
 
 
 def verdict(item: dict[str, Any]) -> str:
-    """One adapter's verdict, with the adapter's name and version, and what is held of it."""
-    return "; ".join(filter(None, (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item))))
+    """One adapter's verdict, with the adapter's name and version, what is held of it, and its language's health."""
+    known = ", ".join(form.format(item[key]) for key, form in LANGUAGE.items() if item.get(key) is not None)
+    parts = (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item), known and f"language: {known}")
+    return "; ".join(filter(None, parts))
 
 
 def held(item: dict[str, Any]) -> str:

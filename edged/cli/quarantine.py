@@ -9,10 +9,7 @@ import click
 
 from edged.cli.client import Client, DaemonError
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, print_json
-
-_TEXT = 60
-"""Characters of an answer that the table shows."""
+from edged.cli.output import make_console, moment, number, print_json, short
 
 
 @click.group()
@@ -86,15 +83,10 @@ def _row(item: dict[str, Any]) -> list[str]:
     return [
         str(item["pair_id"]),
         item["adapter"],
-        item["quarantined_at"][:19].replace("T", " "),
+        moment(item["quarantined_at"]),
         item["source"],
         number(item["loss"], 2),
-        _short(item["chosen"]),
-        _short(item["rejected"]),
+        short(item["chosen"]),
+        short(item["rejected"]),
         item["reason"],
     ]
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _TEXT else line[: _TEXT - 3] + "..."

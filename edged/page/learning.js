@@ -10,6 +10,16 @@ const REDRAW_MS = 500;
 /** When the list of versions is asked for again after a new one: at once, and when it is on disk. */
 const REFRESH_MS = [600, 6500];
 
+const change = (share) => (share === null || share === undefined ? "–" : `${signed(share * 100)} %`);
+/** How an adapter's language is, as far as the API tells. */
+const LANGUAGE = [
+  ["held_out_kl_nats", "KL, nats/token", (value) => number(value, 2)],
+  ["neutral_nll_change", "neutral text", change],
+  ["chosen_logratio_per_token_recent", "chosen, nats/token", (value) => signed(value, 2)],
+  ["answer_tokens_recent", "tokens an answer", number],
+  ["answer_repetition_recent", "repeated", percent],
+];
+
 /** What is known of the adapter that is shown; another one that is shown begins with nothing known. */
 const unknown = (adapter) => ({ adapter, rows: [], versions: [], current: 0, counts: null });
 let shown = unknown("");
@@ -184,6 +194,7 @@ function drawMeans() {
   const margins = rows.slice(-RECENT).map((row) => row.reward_margin).filter((margin) => margin !== undefined);
   const mean = margins.reduce((sum, margin) => sum + margin, 0) / margins.length;
   items.push(h("li", {}, h("span", {}, "reward margin"), h("strong", {}, margins.length ? signed(mean, 2) : "–")));
+  for (const [key, name, show] of LANGUAGE) if ((counts?.[key] ?? null) !== null) items.push(h("li", {}, h("span", {}, name), h("strong", {}, show(counts[key]))));
   byId("means").replaceChildren(...items);
 }
 
@@ -203,17 +214,17 @@ function drawVersions() {
   const held = document.activeElement?.dataset?.version;
   const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
     onclick: () => rollBack(version) }, "Roll back");
-  const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
+  const wayBack = ({ version, on_disk: onDisk }) =>
+    version === current ? "serving" : !onDisk ? "not on disk" : mayTeach() ? rolled(version) : "your role may not";
+  const untrained = { version: 0, reason: "untrained", on_disk: true };
+  const lines = [...versions, ...(current ? [untrained] : [])].map((each) => h("tr", { class: each.version === current ? "current" : "" },
     h("td", {}, number(each.version)),
-    h("td", {}, moment(new Date(each.created_at))),
-    h("td", { class: each.reason === "trained" ? "" : "turned" }, each.reason),
-    h("td", { class: "number" }, each.pairs ? number(each.pairs) : "–"),
-    h("td", { class: "number" }, number(each.loss, 3)),
-    h("td", { class: "number" }, each.version === current ? "in use" : each.on_disk && mayTeach() ? rolled(each.version) : "")));
-  if (current && mayTeach()) {
-    lines.push(h("tr", {}, h("td", {}, "0"), h("td", {}, "–"), h("td", {}, "untrained"), h("td", { class: "number" }, "–"), h("td", { class: "number" }, "–"),
-      h("td", { class: "number" }, rolled(0))));
-  }
+    h("td", {}, each.created_at ? moment(new Date(each.created_at)) : "–"),
+    h("td", {}, h("span", { class: ["trained", "untrained"].includes(each.reason) ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
+    h("td", { class: "number" }, each.held_out_pairs ? `${number(each.held_out_reward_accuracy * each.held_out_pairs)} of ${number(each.held_out_pairs)}` : "–"),
+    h("td", { class: "number" }, number(each.kl_nats, 2)),
+    h("td", { class: "number" }, change(each.neutral_nll_change)),
+    h("td", { class: "number" }, wayBack(each))));
   byId("versions").replaceChildren(...lines);
   // A button that was just drawn anew keeps the focus.
   if (held !== undefined) byId("versions").querySelector(`[data-version="${held}"]`)?.focus();

@@ -110,11 +110,12 @@ def get_signal(db: Database, signal_id: str) -> Signal | None:
 def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
     """How far these pairs have come, by id.
 
-    Keys: id, adapter, state, note, created_at, trained_version, learned_at (when that version was made, None where no
-    version is known), before (queued pairs of the adapter that came earlier than a queued one).
+    Keys: id, adapter, state, note, trained_version, seconds (from the pair to that version, None where a step was not
+    needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one).
     """
     rows = db.query(
-        """SELECT p.id, p.adapter, p.state, p.note, p.created_at, p.trained_version, v.created_at AS learned_at,
+        """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
+                   THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
                CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
                    WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
            FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version

@@ -153,6 +153,17 @@ def test_adapters_are_listed_by_name_and_ready_for_json(store):
     json.dumps(found, allow_nan=False)
 
 
+def test_a_version_has_what_its_held_out_test_came_to(store):
+    numbers = queue_pairs(store, 3)
+    append(store, published(1), published(2))
+    for number, margin, kl in zip(numbers, (1.0, -1.0, 1.0), (0.2, 0.4, 0.6), strict=True):
+        append(store, scored(number, 2, split="held_out", margin=margin, kl_nats=kl), scored(number, 2, margin=-1.0))
+    new, old = store.read(lambda db: versions(db, "ada"))
+    assert (new["held_out_reward_accuracy"], new["held_out_pairs"]) == (pytest.approx(2 / 3), 3)
+    assert new["kl_nats"] == pytest.approx(0.4)
+    assert (old["held_out_reward_accuracy"], old["held_out_pairs"], old["kl_nats"]) == (None, 0, None)
+
+
 def test_versions_come_newest_first_up_to_a_limit(store):
     append(store, *(published(version) for version in range(1, 8)))
     assert [row["version"] for row in store.read(lambda db: versions(db, "ada", limit=3))] == [7, 6, 5]

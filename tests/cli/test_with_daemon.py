@@ -167,9 +167,14 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     listed = json.loads(daemon.run("adapters", "list", "--json").stdout)["adapters"]
     version = next(item["version"] for item in listed if item["adapter"] == "bob")
     assert version >= 1
-    assert "bob" in daemon.run("adapters", "list").stdout
-    shown = daemon.run("adapters", "show", "bob").stdout
-    assert "trained" in shown
+    table = daemon.run("adapters", "list", COLUMNS="200").stdout
+    for word in ("bob v", "on disk", "last use", "waiting", "held", "chance"):
+        assert word in table
+    item = next(item for item in listed if item["adapter"] == "bob")
+    assert item["last_used_at"] >= item["updated_at"]
+    shown = daemon.run("adapters", "show", "bob", COLUMNS="200").stdout
+    for word in ("trained", "held out", "KL", "neutral text", "serving", "edged adapters rollback bob"):
+        assert word in shown
 
     assert "already" in daemon.run("adapters", "rollback", "bob", str(version)).stdout
     rolled = json.loads(daemon.run("adapters", "rollback", "bob", "0", "--json").stdout)
@@ -178,6 +183,8 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
 
     with daemon.client() as client:
         wait_for(lambda: any(item["on_disk"] for item in client.get("/v1/adapters/bob")["versions"]), "never saved")
+        on_disk = {item["adapter"]: item["disk_bytes"] for item in client.get("/v1/adapters")["adapters"]}
+    assert on_disk["bob"] > 1000
     folder = tmp_path / "peft"
     assert str(folder) in daemon.run("adapters", "export", "bob", "--output", str(folder)).stdout
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

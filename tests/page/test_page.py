@@ -362,6 +362,25 @@ def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
             expect(answer.locator(".chip")).to_have_text("base")
 
 
+def test_versions_are_compared_by_quality_and_say_why_there_is_no_way_back(page: Page, daemon: LiveDaemon) -> None:
+    taught(daemon, "judge", 3)
+    version = {"created_at": "2025-01-01T00:00:00+00:00", "reason": "trained", "pairs": 3, "on_disk": False}
+    quality = {"held_out_reward_accuracy": 0.75, "held_out_pairs": 8, "kl_nats": 0.31, "neutral_nll_change": 0.02}
+    versions = [{**version, "version": number, **quality, "answer": f"Answer {number}."} for number in (2, 1)]
+    means = {"neutral_nll_change": -0.01, "answer_tokens_recent": 41.0, "version": 2, "versions": versions}
+
+    def improved(route: Route) -> None:
+        route.fulfill(json={**route.fetch().json(), **means})
+
+    page.route("**/v1/adapters/judge*", improved)
+    page.reload()
+    page.get_by_label("of", exact=True).select_option("judge")
+    new, old = (page.locator(f"#versions tr:has-text('Answer {number}.')") for number in (2, 1))
+    expect(new).to_contain_text(re.compile(r"6 of 8.*0\.31.*\+2\.0 %.*serving"))
+    expect(old).to_contain_text("not on disk")
+    expect(page.locator("#means")).to_contain_text(re.compile("neutral text-1\.0 %.*tokens an answer41"))
+
+
 def test_held_pairs_are_shown_and_settled_with_one_button(
     tmp_path_factory: pytest.TempPathFactory, browser: Browser
 ) -> None:
