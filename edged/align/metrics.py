@@ -159,7 +159,10 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
            FROM adapter_versions LEFT JOIN (
                SELECT version, avg(reward_correct) AS held_out_reward_accuracy, count(*) AS held_out_pairs,
                    avg(kl_nats) AS kl_nats
-               FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' GROUP BY version) USING (version)
+               FROM alignment_metrics WHERE id IN (  -- a version may be tested again, with newer pairs
+                   SELECT max(id) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out'
+                   GROUP BY version, pair_id)
+               GROUP BY version) USING (version)
            WHERE adapter = :adapter ORDER BY version DESC LIMIT :limit""",
         {"adapter": adapter, "limit": limit},
     )

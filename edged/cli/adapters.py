@@ -61,12 +61,12 @@ def show(client: Client, name: str, as_json: bool) -> None:
     console = make_console()
     console.print(verdict(data))
     console.print(table([data]))
-    versions = Table("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "state", "answer")
+    versions = Table("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer")
     for item in data["versions"]:
-        versions.add_row(*_version_row(item, data["version"]))
+        versions.add_row(*_version_row(item, data))
     versions.caption = (
-        "held out: reward accuracy of the test; KL in nats/token; neutral text: how much less likely it became\n"
-        f"to return to a version on disk: edged adapters rollback {name} VERSION (0: untrained)"
+        "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
+        "version 0 is the untrained adapter"
     )
     console.print(versions)
     if drawn := plot(data):
@@ -226,9 +226,9 @@ def _path(name: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}"
 
 
-def _version_row(item: dict[str, Any], serving: int) -> list[str]:
+def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
     share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
-    on_disk = "on disk" if item["on_disk"] else "not on disk"
+    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
     return [
         str(item["version"]),
         moment(item["created_at"]),
@@ -236,6 +236,6 @@ def _version_row(item: dict[str, Any], serving: int) -> list[str]:
         f"{round(share * pairs)} of {pairs}" if pairs else "–",
         number(item["kl_nats"]),
         "–" if change is None else f"{100 * change:+.1f} %",
-        f"serving, {on_disk}" if item["version"] == serving else on_disk,
+        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
         short(item.get("answer") or "–"),
     ]

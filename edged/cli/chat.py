@@ -141,7 +141,10 @@ class Repl:
         click.echo(click.style(f"noted: {what}", dim=True))
         if pairs:
             self._open.append(result["id"])
-            self._look_after(PATIENCE_S)
+            try:
+                self._look_after(PATIENCE_S)
+            except KeyboardInterrupt:
+                self.session.client.close()
 
     def _look_after(self, patience_s: float) -> None:
         """Say what became of what was taught; of the latest, after `patience_s`, also what it waits for."""

@@ -94,9 +94,9 @@ export function addVersion(version) {
   refreshSoon();
 }
 
-/** Something became of an adapter's pairs: those that are held make no version. */
-export function addOutcomes({ adapter, pairs }) {
-  if (adapter === shown.adapter && pairs.some((pair) => pair.state === "quarantined")) refreshSoon();
+/** Something became of an adapter's pairs: those that are held, or kept as a test, make no version. */
+export function addOutcomes({ adapter }) {
+  if (adapter === shown.adapter) refreshSoon();
 }
 
 function refreshSoon() {

@@ -158,6 +158,7 @@ def test_a_version_has_what_its_held_out_test_came_to(store):
     append(store, published(1), published(2))
     for number, margin, kl in zip(numbers, (1.0, -1.0, 1.0), (0.2, 0.4, 0.6), strict=True):
         append(store, scored(number, 2, split="held_out", margin=margin, kl_nats=kl), scored(number, 2, margin=-1.0))
+    append(store, scored(numbers[0], 2, split="held_out", margin=1.0, kl_nats=0.2))  # tested again
     new, old = store.read(lambda db: versions(db, "ada"))
     assert (new["held_out_reward_accuracy"], new["held_out_pairs"]) == (pytest.approx(2 / 3), 3)
     assert new["kl_nats"] == pytest.approx(0.4)

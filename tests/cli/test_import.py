@@ -148,3 +148,18 @@ def test_an_import_does_not_wait_for_what_never_comes(tmp_path: Path) -> None:
         path = write(tmp_path / "more", {**PAIR, "prompt": "B:"})
         counts = json.loads(daemon.run("feedback", "import", str(path), "--user", "ann", "--json").stdout)
         assert (counts["outcomes"], "switched off" in counts["waits_for"]) == ({"queued": 1}, True)
+
+
+def test_ctrl_c_ends_the_wait_for_learning_and_not_the_chat(slow: LiveDaemon) -> None:
+    with slow.http() as http:
+        for number in range(2):
+            http.post("/v1/feedback", json={**PAIR, "user": "kim", "prompt": f"{number}?"}).raise_for_status()
+    command = [sys.executable, "-m", "edged.cli", "chat", "--user", "kim", "--max-tokens", "4"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command, clean_environment(EDGED_SOCKET=str(slow.socket), TERM="xterm"))
+    os.write(terminal, b"Hello\n/edit Good morning\n")
+    read_until(terminal, "noted: 1 pair to learn from")
+    os.write(terminal, b"\x03/new\n/quit\n")
+    read_until(terminal, "a new conversation")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
