@@ -73,6 +73,8 @@ def assemble(
         for record in records:
             if isinstance(record, VersionPublished) and record.taken_back:
                 teacher.learn_again(record.adapter, recorded)
+        if recorded is not None:
+            recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
@@ -85,7 +87,7 @@ def assemble(
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
-    teacher = Teacher(store, codec, engine, settings)
+    teacher = Teacher(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(settings.governor, engine.use, engine.limit)
     monitor.subscribe(governors.hear)

@@ -9,6 +9,7 @@ model (TRL's names) stand beside them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sqlite_utils import Database
@@ -16,6 +17,11 @@ from sqlite_utils import Database
 AdapterSummary = dict[str, Any]
 RECENT_PAIRS = 50
 """Pairs over which the `_recent` means and the series' running means go."""
+
+_FIRST_PAIRS = 10
+"""Pairs from which on something is said of how well an adapter predicts them."""
+_DEVIATIONS = 1.96
+"""Of a normal distribution: 95 % of it lie within them."""
 
 _MEANS = {
     "win_rate": "avg(win)",
@@ -35,10 +41,12 @@ def summaries(db: Database) -> list[AdapterSummary]:
 def summary(db: Database, adapter: str) -> AdapterSummary | None:
     """One adapter's state; None when nothing is known of it.
 
-    Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped; win_rate, clpd,
+    Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped,
+    pairs_quarantined, quarantine_reason (of the first that waits for a decision); win_rate, clpd,
     reward_accuracy, reward_margin, loss over all prequential scores and, with the suffix `_recent`, over the last
     RECENT_PAIRS; held_out_win_rate, held_out_clpd, held_out_reward_accuracy, held_out_kl_nats of the latest version
-    that was tested, held_out_version; updated_at. Means over nothing are None.
+    that was tested, held_out_version; updated_at. Means over nothing are None. reward_accuracy_recent_interval and
+    win_rate_recent_interval are 95 % intervals, [low, high]; verdict is a sentence.
     """
     known = db.execute(
         """SELECT 1 WHERE EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter)
@@ -46,6 +54,32 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
         {"adapter": adapter},
     ).fetchone()
     return _summary(db, adapter) if known else None
+
+
+_COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, total(reward_margin != 0) AS decided"
+
+
+def _judged(counts: dict[str, Any]) -> AdapterSummary:
+    """What recent pairs say: intervals of their shares, and a sentence. An untrained adapter's margins are 0."""
+    pairs, decided = counts["pairs"], int(counts["decided"])
+    correct, won = (_wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
+    if decided < _FIRST_PAIRS or correct is None:
+        verdict = f"too early to tell: {decided} pair{'s' * (decided != 1)}"
+    else:
+        low, high = (100 * end for end in correct)
+        share, of = f"{100 * counts['correct'] / pairs:.0f}", f"of the last {pairs} pairs"
+        if low > 50 or high < 50:
+            verdict = f"{'better' if low > 50 else 'worse'} than chance: {share} % {of} ({low:.0f} to {high:.0f})"
+        else:
+            verdict = f"not better than chance yet: {share} ± {(high - low) / 2:.0f} % {of}"
+    return {"reward_accuracy_recent_interval": correct, "win_rate_recent_interval": won, "verdict": verdict}
+
+
+def _wilson(hits: int, count: int) -> list[float]:
+    """Wilson's 95 % interval of the share of `hits` among `count` (Wilson 1927): [low, high]."""
+    share, z = hits / count, _DEVIATIONS**2 / count
+    half = math.sqrt(z * share * (1 - share) + z * z / 4)
+    return [max(0.0, (share + z / 2 - half) / (1 + z)), min(1.0, (share + z / 2 + half) / (1 + z))]
 
 
 def _summary(db: Database, adapter: str) -> AdapterSummary:
@@ -63,11 +97,16 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
                    coalesce(sum(state = 'queued'), 0) AS pairs_queued,
                    coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
                    coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
-                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined
+                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined,
+                   (SELECT reason FROM quarantine WHERE adapter = :adapter AND decision IS NULL
+                       ORDER BY created_at, pair_id LIMIT 1) AS quarantine_reason
                FROM pairs WHERE adapter = :adapter""",
             name,
         ),
         **_row(db, f"SELECT {means} {prequential}", name),
+        **_judged(
+            _row(db, f"SELECT {_COUNTS} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name)
+        ),
         **_row(db, f"SELECT {recent} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name),
         **_row(
             db,
@@ -111,12 +150,21 @@ def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]
 def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any]]:
     """The last `limit` versions, newest first.
 
-    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk.
+    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk; of its test
+    held_out_reward_accuracy over held_out_pairs, and kl_nats, a token's.
     """
     rows = db.query(
-        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk
-           FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT ?""",
-        [adapter, limit],
+        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk,
+               held_out_reward_accuracy, coalesce(held_out_pairs, 0) AS held_out_pairs, kl_nats
+           FROM adapter_versions LEFT JOIN (
+               SELECT version, avg(reward_correct) AS held_out_reward_accuracy, count(*) AS held_out_pairs,
+                   avg(kl_nats) AS kl_nats
+               FROM alignment_metrics WHERE id IN (  -- a version may be tested again, with newer pairs
+                   SELECT max(id) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out'
+                   GROUP BY version, pair_id)
+               GROUP BY version) USING (version)
+           WHERE adapter = :adapter ORDER BY version DESC LIMIT :limit""",
+        {"adapter": adapter, "limit": limit},
     )
     return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
 

@@ -17,13 +17,15 @@ from edged.align import metrics
 from edged.align.importing import CONFIG, WEIGHTS
 from edged.align.versions import UnknownAdapter, UnknownVersion
 from edged.api import wire
-from edged.api.access import caller_of
+from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.forgetting import forget_user
 from edged.api.schemas import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.api.streams import begun
 from edged.config import USER_NAME
+from edged.store.completions import last_answers
+from edged.store.folder import folder_bytes
 from edged.store.tar import archive
 
 _SERIES_PAIRS = 500
@@ -33,11 +35,23 @@ _MOST_SERIES_PAIRS = 100_000
 async def list_adapters(request: web.Request) -> web.Response:
     """Metrics of every adapter that the caller may speak for."""
     services, caller = services_of(request), caller_of(request)
-    known = await asyncio.to_thread(services.store.read, metrics.summaries)
-    return web.json_response(
-        {"adapters": [_current(services, item) for item in known if caller.speaks_for(item["adapter"])]},
-        dumps=wire.dumps,
-    )
+    found = await asyncio.to_thread(_listed, services, caller)
+    return web.json_response({"adapters": found}, dumps=wire.dumps)
+
+
+def _listed(services: Services, caller: Caller) -> list[dict[str, Any]]:
+    """The caller's adapters, each with its size on disk and when it was taught or answered last."""
+    known, answered = services.store.read(metrics.summaries), services.store.read(last_answers)
+    root = services.engine.adapter_files.root
+    return [
+        {
+            **_current(services, item),
+            "disk_bytes": folder_bytes(root / item["adapter"]),
+            "last_used_at": max(item["updated_at"] or "", answered.get(item["adapter"], "")) or None,
+        }
+        for item in known
+        if caller.speaks_for(item["adapter"])
+    ]
 
 
 async def get_adapter(request: web.Request) -> web.Response:

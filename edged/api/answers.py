@@ -155,6 +155,30 @@ class FeedbackTaken(_Answer):
     duplicate: bool
 
 
+class PairProgress(_Answer):
+    """What became of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
+
+    pair_id: int
+    adapter: str
+    state: Literal["queued", "trained", "learnt", "held_out", "quarantined", "skipped"]
+    version: int | None
+    seconds: float | None
+    waits_for: str | None
+    text: str
+
+
+class FeedbackProgress(_Answer):
+    """What became of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
+
+    id: str
+    object: Literal["feedback.progress"]
+    user: str
+    reason: str | None
+    settled: bool
+    blocked: bool
+    pairs: list[PairProgress]
+
+
 class Adapter(_Answer):
     """What was learned for one user; means are None where there is nothing to take them over."""
 
@@ -164,15 +188,20 @@ class Adapter(_Answer):
     pairs_trained: int
     pairs_queued: int
     pairs_held_out: int
+    pairs_quarantined: int
+    quarantine_reason: str | None
     win_rate: float | None
     clpd: float | None
     reward_accuracy: float | None
     reward_margin: float | None
     loss: float | None
+    reward_accuracy_recent_interval: list[float] | None
+    win_rate_recent_interval: list[float] | None
+    verdict: str
 
 
 class AdapterList(_Answer):
-    """Every adapter."""
+    """Every adapter, with `disk_bytes` and `last_used_at`."""
 
     adapters: list[Adapter]
 
@@ -190,6 +219,9 @@ class AdapterVersion(_Answer):
     step_s: float
     path: str | None
     on_disk: bool
+    held_out_reward_accuracy: float | None
+    held_out_pairs: int
+    kl_nats: float | None
 
 
 class AdapterDetail(Adapter):
@@ -236,6 +268,15 @@ class Decided(_Answer):
     pair_id: int
     adapter: str
     decision: Literal["released", "dropped"]
+    left: int
+
+
+class AllDecided(_Answer):
+    """What became of all pairs of a user that waited; `left` came meanwhile."""
+
+    user: str
+    decision: Literal["released", "dropped"]
+    pair_ids: list[int]
     left: int
 
 

@@ -1,4 +1,4 @@
-"""Who watches the daemon, and what they are told: iterations, status, versions, scored pairs.
+"""Who watches the daemon, and what they are told: iterations, status, versions, scored pairs, outcomes.
 
 Owns the open streams, the one task that polls for all of them, and the bound on what waits for a slow one. Must not
 know HTTP. Everything runs on the event loop's thread, but for `Feed.tell`, which any thread may call.
@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from edged.align.pair import PairScored, Record, VersionPublished
+from edged.align.pair import PairRetired, PairScored, Record, VersionPublished
 from edged.engine.iterations import Iteration
 from edged.scheduler.task import Kind
 
 log = logging.getLogger("edged.api")
 
-EventName = Literal["iterations", "status", "version", "pair"]
+EventName = Literal["iterations", "status", "version", "pair", "outcomes"]
 EVENTS: tuple[EventName, ...] = get_args(EventName)
 POLL_S = 0.2
 _STATUS_EVERY = 5
@@ -126,10 +126,26 @@ class Feed:
 
     def tell(self, records: Sequence[Record]) -> None:
         """Pass on what the learning loop leaves behind; returns at once."""
-        if not self._readers:
-            return
+        if self._readers:
+            now_s = time.time()
+            self._tell([event for record in records if (event := _learning_event(record, now_s)) is not None])
+
+    def tell_outcomes(self, records: Sequence[Record]) -> None:
+        """Pass on what became of pairs, once that is on disk; returns at once."""
+        pairs: dict[str, list[dict[str, Any]]] = {}
+        for record in records if self._readers else ():
+            if isinstance(record, PairRetired):
+                told = {"pair_id": record.pair_id, "state": record.state, "reason": record.reason}
+                pairs.setdefault(record.adapter, []).append(told)
         now_s = time.time()
-        events = [event for record in records if (event := _learning_event(record, now_s)) is not None]
+        self._tell(
+            [
+                Event("outcomes", {"adapter": adapter, "pairs": found, "at_s": now_s}, adapter)
+                for adapter, found in pairs.items()
+            ]
+        )
+
+    def _tell(self, events: Sequence[Event]) -> None:
         if events:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon is at its end
                 self._loop.call_soon_threadsafe(self._publish, events)

@@ -69,6 +69,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         media=(LINES,),
         query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
     ),
+    ("GET", "/v1/feedback/{id}"): Operation(
+        "What became of a feedback's pairs, or what they wait for", answers.FeedbackProgress, errors=(404,)
+    ),
     ("GET", "/v1/adapters"): Operation("Every adapter with its means", answers.AdapterList),
     ("GET", "/v1/adapters/{name}"): Operation(
         "One adapter with its versions and pairs",
@@ -95,6 +98,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Pairs that look poisoned and wait for a decision",
         answers.Quarantine,
         query={"user": {"type": "string", "pattern": schemas.USER_PATTERN}},
+    ),
+    ("POST", "/v1/quarantine"): Operation(
+        "Release or drop all such pairs of a user", answers.AllDecided, (schemas.UserQuarantineRequest,)
     ),
     ("POST", "/v1/quarantine/{pair}"): Operation(
         "Release or drop such a pair", answers.Decided, (schemas.QuarantineRequest,), errors=(404, 409)

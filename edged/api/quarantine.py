@@ -1,4 +1,4 @@
-"""`GET /v1/quarantine` and `POST /v1/quarantine/{pair}`: pairs that look poisoned, and what somebody decides.
+"""`GET` and `POST /v1/quarantine`, `POST /v1/quarantine/{pair}`: pairs that look poisoned, and what somebody decides.
 
 Owns these routes. Must not know why a pair looks poisoned. Who may call them is the application's matter; that a caller
 decides about no other user's pair is checked here.
@@ -12,11 +12,12 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
+from edged.align.pair import PairRetired, PairState
 from edged.api import wire
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, not_found
-from edged.api.schemas import QuarantineRequest, parse_json, validate
-from edged.api.services import services_of
+from edged.api.schemas import QuarantineRequest, UserQuarantineRequest, parse_json, validate
+from edged.api.services import Services, services_of
 from edged.config import USER_NAME
 from edged.store import quarantine, utc_now, utc_text
 
@@ -51,35 +52,57 @@ async def decide(request: web.Request) -> web.Response:
     if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
         # Whether another user's pair is there is not for everybody to know.
         raise not_found(f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
-    adapter, decision = owner[0], "released" if body.action == "release" else "dropped"
-    if decision == "released":
-        _demand_release(caller, adapter)
-
-    def write(db: Database) -> tuple[bool, int]:
-        decided = quarantine.decide(
-            db, pair_id, "released" if decision == "released" else "dropped", utc_text(utc_now())
-        )
-        return decided, quarantine.count_quarantined(db, adapter)
-
-    decided, left = await asyncio.shield(asyncio.wrap_future(services.store.write(write)))
+    adapter, decision = owner[0], _decision(caller, owner[0], body.action)
+    decided, left = await _decide(services, adapter, decision, pair_id)
     if not decided:
         raise ApiError(
             409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
         )
-    if not left:
-        services.engine.calm(adapter)
-    if decision == "released":
-        services.teacher.learn_soon((pair_id,))
     answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
     return web.json_response(answer, dumps=wire.dumps)
 
 
-def _demand_release(caller: Caller, adapter: str) -> None:
-    """Raises ApiError (403) unless the caller may have `adapter` learn what looks poisoned, which is then trusted.
+async def decide_all(request: web.Request) -> web.Response:
+    """Release or drop all pairs of a user that wait."""
+    body = validate(UserQuarantineRequest, parse_json(await request.read()))
+    caller_of(request).demand_user(body.user)
+    decision = _decision(caller_of(request), body.user, body.action)
+    decided, left = await _decide(services_of(request), body.user, decision)
+    answer = {"user": body.user, "decision": decision, "pair_ids": decided, "left": left}
+    return web.json_response(answer, dumps=wire.dumps)
+
+
+async def _decide(
+    services: Services, adapter: str, decision: quarantine.Decision, pair_id: int | None = None
+) -> tuple[list[int], int]:
+    """Decide about a pair, or about all of an adapter's: (ids of those that waited, how many of its still wait)."""
+
+    def write(db: Database) -> tuple[list[int], int]:
+        asked = quarantine.waiting_ids(db, adapter) if pair_id is None else [pair_id]
+        decided = [each for each in asked if quarantine.decide(db, each, decision, utc_text(utc_now()))]
+        return decided, quarantine.count_quarantined(db, adapter)
+
+    decided, left = await asyncio.shield(asyncio.wrap_future(services.store.write(write)))
+    services.feed.tell_outcomes([_outcome(adapter, each, decision) for each in decided])
+    if decided and not left:
+        services.engine.calm(adapter)
+    if decision == "released":
+        services.teacher.learn_soon(decided)
+    return decided, left
+
+
+def _outcome(adapter: str, pair_id: int, decision: quarantine.Decision) -> PairRetired:
+    """What a decision makes of a pair, for those who watch."""
+    state: PairState = "queued" if decision == "released" else "skipped"
+    return PairRetired(pair_id, adapter, state, 0, 0, f"{decision} from quarantine")
+
+
+def _decision(caller: Caller, adapter: str, action: str) -> quarantine.Decision:
+    """What an action decides. Raises ApiError (403) for a release by those who may not: it is trusted from then on.
 
     Who may teach an adapter that others use could otherwise poison it and wave it through.
     """
-    if not caller.may("admin") and caller.tenant != adapter:
+    if action == "release" and not caller.may("admin") and caller.tenant != adapter:
         raise ApiError(
             403,
             f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account; '
@@ -87,6 +110,7 @@ def _demand_release(caller: Caller, adapter: str) -> None:
             code="forbidden_role",
             kind="permission_error",
         )
+    return "released" if action == "release" else "dropped"
 
 
 def _pair_id(request: web.Request) -> int:

@@ -297,6 +297,14 @@ class QuarantineRequest(_Own):
     action: Literal["release", "drop"]
 
 
+class UserQuarantineRequest(QuarantineRequest):
+    """`POST /v1/quarantine`."""
+
+    user: UserName
+
+    _user = field_validator("user")(_check_user)
+
+
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
     """Either form of feedback, told apart by its fields. Raises ApiError."""
     if "completion_id" in body or "signal" in body:

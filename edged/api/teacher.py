@@ -6,7 +6,7 @@ Owns that way. Must not know HTTP or how pairs come about.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -15,7 +15,7 @@ from sqlite_utils import Database
 from edged.align.journal import load_open_pairs, load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
-from edged.align.pair import TokenPair
+from edged.align.pair import PairRetired, Record, TokenPair
 from edged.align.tokens import UnusablePrompt, tokenize_pair
 from edged.config import Settings
 from edged.engine.engine import Engine
@@ -32,8 +32,16 @@ _PAIRS_AT_ONCE = 32
 class Teacher:
     """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
 
-    def __init__(self, store: Store, codec: Codec, engine: Engine, settings: Settings) -> None:
-        self._store, self._codec, self._engine, self._settings = store, codec, engine, settings
+    def __init__(
+        self,
+        store: Store,
+        codec: Codec,
+        engine: Engine,
+        settings: Settings,
+        tell: Callable[[Sequence[Record]], None] = lambda records: None,
+    ) -> None:
+        """`tell` hears of pairs that cannot be learned, when that is on disk."""
+        self._store, self._codec, self._engine, self._settings, self._tell = store, codec, engine, settings, tell
         self._withheld: set[int] = set()
         """Pairs that came while learning was switched off."""
         self._ref_model = ""
@@ -122,19 +130,20 @@ class Teacher:
                 pair, note = tokenize_pair(self._codec, row, self._settings.align.max_pair_tokens)
             except (CodecError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
-                self._store.write(partial(_skip, row=row, reason=str(error)))
+                self._skip(row, str(error))
                 continue
             pairs.append(pair)
             if note and note != row.note:
                 self._store.write(partial(set_pair_note, pair_id=row.id, note=note))
         self._engine.submit_pairs(pairs)
 
+    def _skip(self, row: PairRow, reason: str) -> None:
+        """Retire a pair that has no tokens."""
+        skipped = PairRetired(row.id, row.adapter, "skipped", 0, row.epochs_done, reason)
+        written = self._store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
+        written.add_done_callback(lambda _: self._tell([skipped]))
+
 
 def _report(handed_over: Future[None]) -> None:
     if not handed_over.cancelled() and (error := handed_over.exception()):
         log.error("pairs were not handed to the engine; a restart will: %s", error)
-
-
-def _skip(db: Database, row: PairRow, reason: str) -> None:
-    """Retire a pair that has no tokens."""
-    set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason)

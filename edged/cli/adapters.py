@@ -14,9 +14,9 @@ from urllib.parse import quote
 import click
 
 from edged.cli.client import Client, DaemonError
-from edged.cli.metrics import fetch_metrics, plot, table
+from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, print_json
+from edged.cli.output import make_console, moment, number, print_json, short, size
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What an adapter is, to peft and to the daemon."""
@@ -31,14 +31,20 @@ def adapters() -> None:
 @json_option
 @with_client
 def list_(client: Client, as_json: bool) -> None:
-    """All adapters with their metrics."""
+    """All adapters: a verdict, what waits and is held, size on disk, last use."""
+    from rich.table import Table
+
     data = fetch_metrics(client, with_series=False)
     if as_json:
-        print_json(data)
-    elif data["adapters"]:
-        make_console().print(table(data["adapters"]))
-    else:
-        click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+        return print_json(data)
+    if not data["adapters"]:
+        return click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+    table = Table("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
+    for item in data["adapters"]:
+        counts = (item[f"pairs_{state}"] for state in ("seen", "queued", "quarantined"))
+        name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
+        table.add_row(name, item["verdict"], *map(str, counts), size(item["disk_bytes"]), used)
+    return make_console().print(table)
 
 
 @adapters.command()
@@ -53,13 +59,18 @@ def show(client: Client, name: str, as_json: bool) -> None:
     if as_json:
         return print_json(data)
     console = make_console()
+    console.print(verdict(data))
     console.print(table([data]))
-    versions = Table("version", "made (UTC)", "from", "reason", "pairs", "loss", "gradient norm", "step", "on disk")
+    versions = Table("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer")
     for item in data["versions"]:
-        versions.add_row(*_version_row(item))
+        versions.add_row(*_version_row(item, data))
+    versions.caption = (
+        "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
+        "version 0 is the untrained adapter"
+    )
     console.print(versions)
-    if len(data["series"]) > 1:
-        console.print(plot(data))
+    if drawn := plot(data):
+        console.print(drawn)
     return None
 
 
@@ -215,15 +226,16 @@ def _path(name: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}"
 
 
-def _version_row(item: dict[str, Any]) -> list[str]:
+def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
+    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
+    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
     return [
         str(item["version"]),
-        item["created_at"][:19].replace("T", " "),
-        str(item["parent"]),
+        moment(item["created_at"]),
         item["reason"],
-        str(item["pairs"]),
-        number(item["loss"], 3),
-        number(item["grad_norm"], 3),
-        number(item["step_s"], 2, "s"),
-        "yes" if item["on_disk"] else "no",
+        f"{round(share * pairs)} of {pairs}" if pairs else "–",
+        number(item["kl_nats"]),
+        "–" if change is None else f"{100 * change:+.1f} %",
+        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
+        short(item.get("answer") or "–"),
     ]

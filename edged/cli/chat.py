@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from edged.cli.client import Client, DaemonError
+from edged.cli.metrics import held
 from edged.cli.options import user_option, with_client
 from edged.cli.session import Options, Session
 
@@ -20,6 +22,9 @@ HELP = """\
 /new           start a new conversation
 /help, /quit   or Ctrl-D"""
 CANDIDATES = 2
+PATIENCE_S = 2.0
+"""How long the prompt waits for what was taught to be learned."""
+_ASK_S = 0.1
 
 
 @click.command()
@@ -40,6 +45,9 @@ def chat(client: Client, user: str, system: str, max_tokens: int | None, tempera
 
         who = f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
         click.echo(click.style(f"{who}. /help lists the commands.", dim=True))
+    for item in client.get("/v1/adapters")["adapters"]:
+        if item["adapter"] == user and (waiting := held(item)):
+            click.echo(click.style(waiting, dim=True))
     repl = Repl(session)
     for line in _lines():
         if not repl.handle(line):
@@ -51,6 +59,8 @@ class Repl:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._open: list[str] = []
+        """Feedback that was not learned within PATIENCE_S: every line that is typed looks after it."""
         self.commands: dict[str, Callable[[str], None]] = {
             "/up": lambda _: self._noted(session.rate("up")),
             "/down": lambda _: self._noted(session.rate("down")),
@@ -66,6 +76,7 @@ class Repl:
         text = line.strip()
         command, _, argument = text.partition(" ")
         try:
+            self._look_after(0.0)
             if command in ("/quit", "/exit"):
                 return False
             if self.session.open_candidates and text in map(str, range(1, CANDIDATES + 1)):
@@ -124,11 +135,31 @@ class Repl:
         self.session.clear()
         click.echo(click.style("a new conversation", dim=True))
 
-    @staticmethod
-    def _noted(result: dict[str, Any]) -> None:
+    def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
         what = f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else result.get("reason") or "no pair yet"
         click.echo(click.style(f"noted: {what}", dim=True))
+        if pairs:
+            self._open.append(result["id"])
+            try:
+                self._look_after(PATIENCE_S)
+            except KeyboardInterrupt:
+                self.session.client.close()
+
+    def _look_after(self, patience_s: float) -> None:
+        """Say what became of what was taught; of the latest, after `patience_s`, also what it waits for."""
+        until, feedback, self._open = time.monotonic() + patience_s, self._open, []
+        for number, feedback_id in enumerate(feedback, 1):
+            latest = patience_s > 0 and number == len(feedback)
+            found = self.session.progress(feedback_id)
+            while latest and not (found["settled"] or found["blocked"]) and time.monotonic() < until:
+                time.sleep(_ASK_S)
+                found = self.session.progress(feedback_id)
+            if not found["settled"]:
+                self._open.append(feedback_id)
+            if found["settled"] or latest:
+                said = "; ".join(dict.fromkeys(pair["text"] for pair in found["pairs"]))
+                click.echo(click.style(f"  {said}", dim=True))
 
 
 def _lines() -> Iterator[str]:

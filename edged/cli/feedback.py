@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import click
 
 from edged.cli.client import Client, DaemonError, Refused
 from edged.cli.options import json_option, with_client
-from edged.cli.output import print_json
+from edged.cli.output import print_json, show_progress
 
 if TYPE_CHECKING:
     from edged.align.formats import Format
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 MOST_SHOWN = 20
 """Bad lines that are listed one by one; --json lists all."""
 BUSY_WAIT_S = 0.5
+ASK_S = 0.2
+"""Between two questions how far learning is."""
+OUTCOMES = {
+    "trained": "learned",
+    "learnt": "known already",
+    "held_out": "kept as a test",
+    "quarantined": "held (edged quarantine list)",
+    "skipped": "not learned",
+}
 
 
 @dataclass
@@ -33,6 +43,7 @@ class Imported:
     """What became of a file's lines: `bad` has (line number, what is wrong).
 
     `done` lines with something on them were dealt with; `stopped` says what ended it before the file's end, at `line`.
+    `feedback_ids` are those of `pairs`, in their order.
     """
 
     pairs: int = 0
@@ -41,6 +52,7 @@ class Imported:
     done: int = 0
     line: int = 0
     stopped: str = ""
+    feedback_ids: list[str] = field(default_factory=list)
 
 
 @click.group()
@@ -63,15 +75,17 @@ def feedback() -> None:
 )
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
+@click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
 @json_option
 @with_client
 def import_(
-    client: Client, file: Path, user: str, format_: Format, skip: int, limit: int | None, as_json: bool
+    client: Client, file: Path, user: str, format_: Format, skip: int, limit: int | None, no_wait: bool, as_json: bool
 ) -> None:
-    """Learn from the preference pairs of FILE.
+    """Learn from the preference pairs of FILE, and wait until each has its outcome.
 
     FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by
     number and left out; the others are kept. Exit code 1 says that there were such lines, or that it had to stop early.
+    Ctrl-C while the pairs are learned ends the command alone.
     """
     from edged.align.formats import count_lines, read_pairs
 
@@ -85,13 +99,19 @@ def import_(
             result = send(client, user, rows, advance)
     except OSError as error:
         raise DaemonError(f"{file} cannot be read: {error.strerror or error}") from None
+    waits = result.pairs and not (no_wait or result.stopped)
+    if not as_json:
+        _report(result, user)
+    states, why = follow(client, result.feedback_ids, user) if waits else (None, None)
     if as_json:
         bad = [{"line": number, "error": error} for number, error in result.bad]
-        data = {"user": user or None, "pairs": result.pairs, "waiting_already": result.waiting_already}
+        data: dict[str, Any] = {"user": user or None, "pairs": result.pairs, "waiting_already": result.waiting_already}
         stopped = {"error": result.stopped, "line": result.line, "skip": skip + result.done}
-        print_json({**data, "bad_lines": bad, **({"stopped": stopped} if result.stopped else {})})
+        data |= {"bad_lines": bad, "outcomes": states, "waits_for": why}
+        print_json({**data, **({"stopped": stopped} if result.stopped else {})})
     else:
-        _report(result, user)
+        if states is not None:
+            click.echo(_outcomes(states, why))
         if result.stopped:
             click.echo(f"edged: {result.stopped}", err=True)
             click.echo(
@@ -122,6 +142,45 @@ def send(
     return result
 
 
+def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str, int], str | None]:
+    """Wait until all this feedback has its outcome: (pairs by state, what the queued ones wait for).
+
+    It waits no longer for what does not come by itself, nor beyond Ctrl-C.
+    """
+    states: Counter[str] = Counter()
+    why, total, waiting = None, len(feedback_ids), deque(feedback_ids)
+    try:
+        while waiting:
+            found = client.get(f"/v1/feedback/{waiting[0]}")
+            if found["settled"]:
+                waiting.popleft()
+                states.update([pair["state"] for pair in found["pairs"]] or ["skipped"])
+                continue
+            why = next(pair["waits_for"] for pair in found["pairs"] if pair["waits_for"])
+            if found["blocked"]:
+                break
+            if sys.stderr.isatty():
+                sent = f"{total} pairs imported{user and f' for {user}'}"
+                line = f"{sent}; learning: {total - len(waiting)} of {total}, waits for {why}"
+                show_progress(line[: shutil.get_terminal_size().columns - 1])
+            time.sleep(ASK_S)
+    except KeyboardInterrupt:
+        client.close()
+    except DaemonError as error:
+        why = str(error)
+    if sys.stderr.isatty():
+        show_progress("")
+    return {**states, **({"queued": len(waiting)} if waiting else {})}, why if waiting else None
+
+
+def _outcomes(states: dict[str, int], why: str | None) -> str:
+    """What became of the pairs, in one line."""
+    ended = {state: count for state, count in states.items() if state != "queued"}
+    said = ", ".join(f"{count} {OUTCOMES[state]}" for state, count in ended.items())
+    line = f"{sum(ended.values())} of {sum(states.values())} have their outcome{': ' * bool(said)}{said}"
+    return f"{line}; the others wait for this: {why}" if why else line
+
+
 def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Imported) -> None:
     """Post one line's pair and count what became of it. Raises DaemonError when the next ones would fare no better."""
     if isinstance(pair, str):
@@ -138,7 +197,9 @@ def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Importe
         result.bad.append((result.line, str(error)))
     else:
         result.waiting_already += bool(answer.get("duplicate"))
-        result.pairs += not answer.get("duplicate")
+        if not answer.get("duplicate"):
+            result.pairs += 1
+            result.feedback_ids.append(answer["id"])
 
 
 @click.command()

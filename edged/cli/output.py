@@ -55,6 +55,17 @@ def percent(share: Any) -> str:
     return "–" if share is None else f"{100 * share:.0f} %"
 
 
+def moment(text: str | None) -> str:
+    """A moment of the API (UTC) to the second."""
+    return text[:19].replace("T", " ") if text else "–"
+
+
+def short(text: str, most: int = 60) -> str:
+    """A text on one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
 def size(size_bytes: int) -> str:
     """Bytes as people read them: 512 B, 3.4 MiB."""
     value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]

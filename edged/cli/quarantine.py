@@ -9,10 +9,7 @@ import click
 
 from edged.cli.client import Client, DaemonError
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, print_json
-
-_TEXT = 60
-"""Characters of an answer that the table shows."""
+from edged.cli.output import make_console, moment, number, print_json, short
 
 
 @click.group()
@@ -68,12 +65,11 @@ def drop(client: Client, pairs: tuple[int, ...], user: str, as_json: bool) -> No
 def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str, as_json: bool) -> None:
     if bool(pairs) == bool(user):
         raise DaemonError("give either the numbers of pairs (see edged quarantine list) or --user NAME")
-    decided: list[dict[str, Any]] = []
-    # The daemon lists a few hundred at a time: those of a user are decided about until none is left.
-    while todo := list(pairs) or [item["pair_id"] for item in _fetch(client, user)["pairs"]]:
-        decided += [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in todo]
-        if pairs:
-            break
+    decided = [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in pairs]
+    if user:
+        answer = client.post("/v1/quarantine", {"user": user, "action": action})
+        same = {"adapter": user, "decision": answer["decision"], "left": answer["left"]}
+        decided = [{"pair_id": pair, **same} for pair in answer["pair_ids"]]
     if as_json:
         return print_json({"decided": decided})
     return click.echo(f"{len(decided)} pairs {'released' if action == 'release' else 'dropped'}")
@@ -87,15 +83,10 @@ def _row(item: dict[str, Any]) -> list[str]:
     return [
         str(item["pair_id"]),
         item["adapter"],
-        item["quarantined_at"][:19].replace("T", " "),
+        moment(item["quarantined_at"]),
         item["source"],
         number(item["loss"], 2),
-        _short(item["chosen"]),
-        _short(item["rejected"]),
+        short(item["chosen"]),
+        short(item["rejected"]),
         item["reason"],
     ]
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _TEXT else line[: _TEXT - 3] + "..."

@@ -104,6 +104,10 @@ class Session:
         self._settle(answer)
         return result
 
+    def progress(self, feedback_id: str) -> dict[str, Any]:
+        """What became of a feedback's pairs so far."""
+        return self.client.get(f"/v1/feedback/{feedback_id}")
+
     def rate(self, signal: str, text: str | None = None) -> dict[str, Any]:
         """Feedback on the last answer: "up", "down", or "edit" with the `text` that it should have been."""
         result = self._feedback(self.last_answer(), signal, text)

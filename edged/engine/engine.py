@@ -270,6 +270,10 @@ class Engine:
             "degraded": self._loop.degraded,
         }
 
+    def finetune(self) -> dict[str, Any]:
+        """The status' part on fine-tuning, alone."""
+        return self._learning.report()
+
     def queue(self) -> dict[str, int]:
         """Requests by stage, and pairs that wait to be learned."""
         return {**self._serving.queue_report(), "finetune": self._learning.pairs_queued}

@@ -26,6 +26,7 @@ NAMES = (
     "chat.js",
     "curves.js",
     "learning.js",
+    "outcomes.js",
     "speaker.js",
     "text.js",
     "timeline.js",

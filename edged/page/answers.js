@@ -1,6 +1,7 @@
 // One completion in the conversation: its candidates as they come, and what the user does with them.
 
 import { ApiError, call } from "./api.js";
+import { follow } from "./outcomes.js";
 import { announce, h, icon, milliseconds, number, setText } from "./text.js";
 
 const LETTERS = "AB";
@@ -81,10 +82,11 @@ export class AnswerGroup {
     this.repeat = h("button", { type: "button", class: "icon-button", "aria-label": "Ask again", title: "Ask again", "aria-keyshortcuts": "r",
       hidden: true, onclick: () => this.regenerate() }, icon("again"));
     this.note = h("p", { class: "note" });
+    this.outcome = h("p", { class: "outcome" });
     this.element = h("article", { class: "turn answer", "aria-label": `Answer for ${user || "nobody"}`, "aria-busy": "true" },
       h("div", { class: "answer-head" }, this.chip, this.facts, this.repeat),
       h("div", { class: count > 1 ? "candidates pair" : "candidates" }, ...this.candidates.map((each) => each.element)),
-      this.note);
+      this.note, this.outcome);
   }
 
   /** What the conversation goes on with. */
@@ -130,7 +132,8 @@ export class AnswerGroup {
       const answer = await call("v1/feedback", { completion_id: this.id, user: this.user, ...signal });
       const pairs = answer.pair_ids;
       if (answer.duplicate) this.say("Said before: nothing changes.");
-      else if (pairs.length) this.say(`${pairs.length > 1 ? "Pairs" : "Pair"} ${pairs.join(", ")}: ${this.user} learns from it.`);
+      else if (pairs.length) this.say(`${pairs.length > 1 ? "Pairs" : "Pair"} ${pairs.join(", ")} for ${this.user}.`);
+      if (pairs.length) follow(answer.id, this.user, (text, settled) => this.tell(text, settled));
       else this.say(`Noted${answer.reason ? `; no pair yet: ${answer.reason}` : "."}`);
       return true;
     } catch (error) {
@@ -186,6 +189,12 @@ export class AnswerGroup {
     };
     acts[key]?.();
     return key in acts;
+  }
+
+  /** What became of the latest feedback that made pairs; said aloud when it is settled. */
+  tell(text, settled) {
+    if (settled && this.outcome.textContent !== text) announce(text);
+    setText(this.outcome, text);
   }
 
   say(text, isProblem = false) {

@@ -1,10 +1,14 @@
 // What an adapter learned, pair by pair, as curves with the versions marked.
 
-import { byId, number, percent, signed } from "./text.js";
+import { byId, number, percent, setText, signed } from "./text.js";
 
 const LIBRARY = "page/plotly.js";
 /** Pairs over which the daemon's running means go. */
 export const RECENT = 50;
+/** The pair that curves begin at: means over fewer say nothing. */
+const FIRST = 10;
+
+const NO_PAIRS = "No pairs yet: pick an answer in the chat, or send feedback.";
 
 export const CURVES = [
   { key: "reward_accuracy", name: "reward accuracy", colour: "--accuracy", axis: "y", show: percent },
@@ -35,10 +39,13 @@ function library() {
   return loading;
 }
 
-/** Draw `rows` (one a pair, oldest first) and `versions` (newest first) into the page. */
-export async function drawCurves(rows, versions) {
+/** Draw `scored` (one row a pair, oldest first) and `versions` (newest first) into the page. */
+export async function drawCurves(scored, versions) {
   const element = byId("curves");
+  const rows = scored.filter((row) => row.pair >= FIRST);
   element.hidden = !rows.length;
+  setText(byId("no-curves"), scored.length ? `The curves begin at ten pairs: there are ${scored.length}.` : NO_PAIRS);
+  byId("no-curves").hidden = rows.length > 0;
   if (!rows.length) return;
   element.setAttribute("aria-label", inWords(rows, versions));
   try {

@@ -3,20 +3,28 @@
 import { ApiError, call } from "./api.js";
 import { CURVES, drawCurves, RECENT } from "./curves.js";
 import { mayTeach } from "./speaker.js";
-import { announce, byId, h, moment, number, plural, setText, signed } from "./text.js";
+import { announce, byId, h, moment, number, percent, plural, setText, signed } from "./text.js";
 
 const PAIRS = 500;
 const REDRAW_MS = 500;
 /** When the list of versions is asked for again after a new one: at once, and when it is on disk. */
 const REFRESH_MS = [600, 6500];
 
-let adapter = "";
+const change = (share) => (share === null || share === undefined ? "–" : `${signed(share * 100)} %`);
+/** How an adapter's language is, as far as the API tells. */
+const LANGUAGE = [
+  ["held_out_kl_nats", "KL, nats/token", (value) => number(value, 2)],
+  ["neutral_nll_change", "neutral text", change],
+  ["chosen_logratio_per_token_recent", "chosen, nats/token", (value) => signed(value, 2)],
+  ["answer_tokens_recent", "tokens an answer", number],
+  ["answer_repetition_recent", "repeated", percent],
+];
+
+/** What is known of the adapter that is shown; another one that is shown begins with nothing known. */
+const unknown = (adapter) => ({ adapter, rows: [], versions: [], current: 0, counts: null });
+let shown = unknown("");
 /** The adapter that the reader asked for, which is shown as soon as there is one of that name. */
 let wanted = "";
-let rows = [];
-let versions = [];
-let current = 0;
-let counts = null;
 let waiting = false;
 let refreshing = [];
 /** Whether "Roll back" stands beside the versions that are drawn. */
@@ -25,7 +33,8 @@ let offered = false;
 /** Wire the panel up. */
 export function startLearning() {
   byId("adapter").addEventListener("change", () => showAdapter(byId("adapter").value));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(rows, versions));
+  for (const button of byId("held").querySelectorAll("button")) button.addEventListener("click", () => decide(button.value));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(shown.rows, shown.versions));
 }
 
 /** The adapters to choose from, as the API lists them; the one to show is read again. */
@@ -33,7 +42,7 @@ export async function showList(adapters, preferred) {
   offer(...adapters.map((item) => item.adapter));
   wanted ||= preferred;
   const latest = adapters.toSorted((a, b) => (b.updated_at ?? "").localeCompare(a.updated_at ?? ""))[0]?.adapter;
-  await show([wanted, adapter, latest].find(isKnown));
+  await show([wanted, shown.adapter, latest].find(isKnown));
 }
 
 /** Show an adapter, at once or when it has its first pair. */
@@ -44,8 +53,11 @@ export async function showAdapter(name) {
 
 async function show(name) {
   if (!isKnown(name)) return;
-  adapter = name;
-  byId("adapter").value = name;
+  if (name !== shown.adapter) {
+    shown = unknown(name);
+    byId("adapter").value = name;
+    draw();
+  }
   await refresh();
 }
 
@@ -54,25 +66,40 @@ const isKnown = (name) => Array.from(byId("adapter").options).some((option) => o
 /** A pair was scored. */
 export function addPair(pair) {
   offer(pair.adapter);
-  if (!adapter || (pair.adapter === wanted && adapter !== wanted)) return show(pair.adapter);
-  if (pair.adapter !== adapter || rows.some((row) => row.pair_id === pair.pair_id)) return;
-  rows.push({ pair: (rows.at(-1)?.pair ?? 0) + 1, pair_id: pair.pair_id, version: pair.version, win: Number(pair.win),
-    logp_difference: pair.delta_nats, reward_correct: Number(pair.reward_margin > 0) });
-  const recent = rows.slice(-RECENT);
-  const mean = (key) => recent.reduce((sum, row) => sum + row[key], 0) / recent.length;
-  Object.assign(rows.at(-1), { win_rate: mean("win"), clpd: mean("logp_difference"), reward_accuracy: mean("reward_correct") });
-  rows = rows.slice(-PAIRS);
+  if (!shown.adapter || (pair.adapter === wanted && shown.adapter !== wanted)) return show(pair.adapter);
+  if (pair.adapter !== shown.adapter || shown.rows.some((row) => row.pair_id === pair.pair_id)) return;
+  append(shown.rows, { pair_id: pair.pair_id, version: pair.version, win: Number(pair.win), logp_difference: pair.delta_nats,
+    reward_margin: pair.reward_margin, reward_correct: Number(pair.reward_margin > 0), live: true });
+  shown.rows = shown.rows.slice(-PAIRS);
   drawSoon();
+}
+
+/** Add a pair behind others, with its number and the means that the daemon tells of pairs that it has stored. */
+function append(rows, row) {
+  rows.push({ ...row, pair: (rows.at(-1)?.pair ?? 0) + 1 });
+  const recent = rows.slice(-RECENT);
+  const mean = (key) => recent.reduce((sum, each) => sum + each[key], 0) / recent.length;
+  Object.assign(rows.at(-1), { win_rate: mean("win"), clpd: mean("logp_difference"), reward_accuracy: mean("reward_correct") });
 }
 
 /** An adapter has a new version. */
 export function addVersion(version) {
   offer(version.adapter);
-  if (!adapter) return show(version.adapter);
-  if (version.adapter !== adapter) return;
-  current = version.version;
+  if (!shown.adapter) return show(version.adapter);
+  if (version.adapter !== shown.adapter) return;
+  const { versions } = shown;
+  shown.current = version.version;
   if (!versions.some((each) => each.version === version.version)) versions.unshift({ ...version, created_at: new Date(version.at_s * 1e3).toISOString() });
   drawSoon();
+  refreshSoon();
+}
+
+/** Something became of an adapter's pairs: those that are held, or kept as a test, make no version. */
+export function addOutcomes({ adapter }) {
+  if (adapter === shown.adapter) refreshSoon();
+}
+
+function refreshSoon() {
   refreshing = refreshing.length ? refreshing : REFRESH_MS.map((wait) => setTimeout(refreshAgain, wait));
 }
 
@@ -92,32 +119,22 @@ function offer(...names) {
 }
 
 async function refresh() {
-  const asked = adapter;
+  const asked = shown;
   try {
-    const found = await call(`v1/adapters/${encodeURIComponent(asked)}?limit=${PAIRS}`);
-    if (asked !== adapter) return;
+    const found = await call(`v1/adapters/${encodeURIComponent(asked.adapter)}?limit=${PAIRS}`);
     const known = new Set(found.series.map((row) => row.pair_id));
-    const newer = rows.filter((row) => !known.has(row.pair_id) && row.pair > (found.series.at(-1)?.pair ?? 0));
-    rows = rowsOf(asked, [...found.series, ...newer]);
-    versions = found.versions;
-    current = found.version;
-    counts = found;
+    // Pairs that were told of while the answer was on its way.
+    for (const row of asked.rows) if (row.live && !known.has(row.pair_id)) append(found.series, row);
+    Object.assign(asked, { rows: found.series, versions: found.versions, current: found.version, counts: found });
   } catch (error) {
-    if (!(error instanceof ApiError) || asked !== adapter) return;
+    if (!(error instanceof ApiError) || asked !== shown) return;
     // It was forgotten, or is not ours to see.
-    [rows, versions, current, counts] = [[], [], 0, null];
+    shown = unknown(asked.adapter);
+    draw();
     setText(byId("progress"), error.message);
+    return;
   }
-  draw();
-}
-
-let rowsAdapter = "";
-
-/** Rows that came meanwhile belong to the adapter that was shown then. */
-function rowsOf(name, found) {
-  const kept = name === rowsAdapter ? found : found.filter((row) => row.created_at);
-  rowsAdapter = name;
-  return kept;
+  if (asked === shown) draw();
 }
 
 function drawSoon() {
@@ -130,53 +147,91 @@ function drawSoon() {
 }
 
 function draw() {
-  if (counts) {
-    setText(byId("progress"), `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
+  const { rows, versions, current, counts } = shown;
+  setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
-  }
-  byId("no-curves").hidden = rows.length > 0;
+  setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : "");
+  drawHeld();
   drawMeans();
   drawVersions();
   drawCurves(rows, versions);
+  if (!counts) byId("no-curves").hidden = true;
+}
+
+/** Pairs that look poisoned, and for those who may decide the step that settles it. */
+function drawHeld() {
+  const { adapter, counts } = shown;
+  byId("held").hidden = !counts?.pairs_quarantined;
+  for (const button of byId("held").querySelectorAll("button")) button.hidden = !mayTeach();
+  if (!counts) return;
+  const { pairs_quarantined: pairs, quarantine_reason: reason } = counts;
+  setText(byId("held-text"), `${plural(pairs, "pair")} of ${adapter} ${pairs === 1 ? "is" : "are"} held: ${reason}.`);
+}
+
+async function decide(action) {
+  const user = shown.adapter;
+  try {
+    const { pair_ids: pairs, decision } = await call("v1/quarantine", { user, action });
+    announce(`${plural(pairs.length, "pair")} of ${user} ${decision}.`);
+    await refresh();
+  } catch (error) {
+    complain(error);
+  }
+}
+
+/** Say why something could not be done. */
+function complain(error) {
+  const problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
+  setText(byId("progress"), problem);
+  announce(problem);
 }
 
 function drawMeans() {
+  const { rows, counts } = shown;
   const last = rows.at(-1);
-  const items = CURVES.map((curve) => h("li", { class: curve.key }, h("span", {}, curve.name), h("strong", {}, last ? curve.show(last[curve.key]) : "–")));
+  const items = CURVES.map((curve) => h("li", { class: curve.key }, h("span", {}, curve.name), h("strong", {}, last ? curve.show(last[curve.key]) : "–"),
+    h("small", {}, range(counts?.[`${curve.key}_recent_interval`]))));
   const margins = rows.slice(-RECENT).map((row) => row.reward_margin).filter((margin) => margin !== undefined);
   const mean = margins.reduce((sum, margin) => sum + margin, 0) / margins.length;
   items.push(h("li", {}, h("span", {}, "reward margin"), h("strong", {}, margins.length ? signed(mean, 2) : "–")));
+  for (const [key, name, show] of LANGUAGE) if ((counts?.[key] ?? null) !== null) items.push(h("li", {}, h("span", {}, name), h("strong", {}, show(counts[key]))));
   byId("means").replaceChildren(...items);
 }
 
+/** An interval of a share; "" where there is none. */
+const range = (ends) => (ends ? `${number(ends[0] * 100)} to ${percent(ends[1])}` : "");
+
 /** Draw the versions anew if the caller has turned out to be one who may (not) roll back. */
 export function showRights() {
-  if (mayTeach() !== offered) drawVersions();
+  if (mayTeach() === offered) return;
+  drawHeld();
+  drawVersions();
 }
 
 function drawVersions() {
+  const { versions, current } = shown;
   offered = mayTeach();
   const held = document.activeElement?.dataset?.version;
   const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
     onclick: () => rollBack(version) }, "Roll back");
-  const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
+  const wayBack = ({ version, on_disk: onDisk }) =>
+    version === current ? "serving" : !onDisk ? "not on disk" : mayTeach() ? rolled(version) : "your role may not";
+  const untrained = { version: 0, reason: "untrained", on_disk: true };
+  const lines = [...versions, ...(current ? [untrained] : [])].map((each) => h("tr", { class: each.version === current ? "current" : "" },
     h("td", {}, number(each.version)),
-    h("td", {}, moment(new Date(each.created_at))),
-    h("td", { class: each.reason === "trained" ? "" : "turned" }, each.reason),
-    h("td", { class: "number" }, each.pairs ? number(each.pairs) : "–"),
-    h("td", { class: "number" }, number(each.loss, 3)),
-    h("td", { class: "number" }, each.version === current ? "in use" : each.on_disk && mayTeach() ? rolled(each.version) : "")));
-  if (current && mayTeach()) {
-    lines.push(h("tr", {}, h("td", {}, "0"), h("td", {}, "–"), h("td", {}, "untrained"), h("td", { class: "number" }, "–"), h("td", { class: "number" }, "–"),
-      h("td", { class: "number" }, rolled(0))));
-  }
+    h("td", {}, each.created_at ? moment(new Date(each.created_at)) : "–"),
+    h("td", {}, h("span", { class: ["trained", "untrained"].includes(each.reason) ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
+    h("td", { class: "number" }, each.held_out_pairs ? `${number(each.held_out_reward_accuracy * each.held_out_pairs)} of ${number(each.held_out_pairs)}` : "–"),
+    h("td", { class: "number" }, number(each.kl_nats, 2)),
+    h("td", { class: "number" }, change(each.neutral_nll_change)),
+    h("td", { class: "number" }, wayBack(each))));
   byId("versions").replaceChildren(...lines);
   // A button that was just drawn anew keeps the focus.
   if (held !== undefined) byId("versions").querySelector(`[data-version="${held}"]`)?.focus();
 }
 
 function rollBack(version) {
-  const name = adapter;
+  const { adapter: name, current } = shown;
   const dialog = byId("confirm");
   setText(byId("confirm-text"), version
     ? `${name} answers with version ${current} now. Version ${version} is then served again, as a new version; pairs learnt since are not learnt again.`
@@ -189,10 +244,7 @@ function rollBack(version) {
       const done = await call(`v1/adapters/${encodeURIComponent(name)}/rollback`, { version });
       announce(`${name} answers with version ${done.version}, which is version ${done.restored} again.`);
     } catch (error) {
-      const problem = error instanceof ApiError ? error.message : "The daemon does not answer.";
-      setText(byId("progress"), problem);
-      announce(problem);
-      return;
+      return complain(error);
     }
     await refresh();
   }, { once: true });

@@ -3,7 +3,8 @@
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
 import { startChat } from "./chat.js";
-import { addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
+import { addOutcomes, addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
+import { outcomesCame } from "./outcomes.js";
 import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
 import { addIterations, startTimeline } from "./timeline.js";
@@ -26,7 +27,9 @@ async function readAdapters() {
 function connection(state, problem = "") {
   byId("lamp").className = `lamp ${state}`;
   setText(byId("connection"), { live: "live", waiting: problem, hidden: "resting" }[state]);
-  if (state === "live") readAdapters();
+  if (state !== "live") return;
+  readAdapters();
+  outcomesCame();
 }
 
 startSpeaker(showAdapter);
@@ -43,6 +46,10 @@ watch(
       showStatus(status);
     },
     pair: addPair,
+    outcomes: (data) => {
+      outcomesCame(data.adapter);
+      addOutcomes(data);
+    },
     version: (data) => {
       versions = { ...versions, [data.adapter]: data.version };
       showAdapters(versions);

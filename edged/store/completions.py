@@ -19,6 +19,9 @@ UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.
     AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = completions.id)"""
 """SQL's condition on a row of `completions`: no feedback refers to it."""
 
+LOOKED_AT = 2000
+"""Latest completions that tell who was served lately: looking does not get slower as the table grows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -128,6 +131,17 @@ def insert_completion(db: Database, completion: Completion) -> None:
 def get_completion(db: Database, completion_id: str) -> Completion | None:
     """The completion of that id with its choices in order; None when there is none (any more)."""
     return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
+
+
+def last_answers(db: Database) -> dict[str, str]:
+    """When each adapter answered last, as far as the latest LOOKED_AT completions tell."""
+    rows = db.execute(
+        """SELECT adapter, max(created_at)
+           FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
+           WHERE adapter IS NOT NULL GROUP BY adapter""",
+        [LOOKED_AT],
+    )
+    return dict(rows.fetchall())
 
 
 def users_of_completion(db: Database, completion_id: str) -> set[str]:

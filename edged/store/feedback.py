@@ -108,6 +108,30 @@ def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
     return [Signal(**{**row, "pair_ids": tuple(json.loads(row["pair_ids"]))}) for row in rows]
 
 
+def get_signal(db: Database, signal_id: str) -> Signal | None:
+    """The signal of that id; None where there is none."""
+    rows = list(db.query("SELECT * FROM signals WHERE id = ?", [signal_id]))
+    return Signal(**{**rows[0], "pair_ids": tuple(json.loads(rows[0]["pair_ids"]))}) if rows else None
+
+
+def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """How far these pairs have come, by id.
+
+    Keys: id, adapter, state, note, trained_version, seconds (from the pair to that version, None where a step was not
+    needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one).
+    """
+    rows = db.query(
+        """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
+                   THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
+               CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
+                   WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
+           FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
+           WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id""",
+        [json.dumps(list(pair_ids))],
+    )
+    return list(rows)
+
+
 def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reason: str = "") -> None:
     """Record which pairs a signal has led to, or why to none."""
     db.execute(

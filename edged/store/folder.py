@@ -6,6 +6,7 @@ nor anything slow to import.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -33,6 +34,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder; 0 where there is none."""
+    size = 0
+    for file in folder.rglob("*"):
+        # Versions come and go meanwhile.
+        with contextlib.suppress(OSError):
+            size += file.stat().st_size if file.is_file() else 0
+    return size
 
 
 def erase_folder(folder: Path) -> None:

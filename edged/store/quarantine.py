@@ -60,6 +60,12 @@ def count_quarantined(db: Database, adapter: str | None = None) -> int:
     return int(count)
 
 
+def waiting_ids(db: Database, adapter: str) -> list[int]:
+    """Ids of an adapter's pairs that wait for a decision, in their order."""
+    sql = "SELECT pair_id FROM quarantine WHERE adapter = ? AND decision IS NULL ORDER BY pair_id"
+    return [pair_id for (pair_id,) in db.execute(sql, [adapter])]
+
+
 def owner_of(db: Database, pair_id: int) -> tuple[str, str | None] | None:
     """(adapter, decision or None) of a pair that is or was in quarantine; None for others."""
     row = db.execute("SELECT adapter, decision FROM quarantine WHERE pair_id = ?", [pair_id]).fetchone()

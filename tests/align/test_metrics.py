@@ -88,6 +88,45 @@ def test_the_means_go_over_all_prequential_scores_and_over_the_recent_ones(store
         assert point["reward_accuracy"] == pytest.approx(mean(m > 0 for m in margins[part]))
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "undecided", "said"),
+    [
+        (43, 7, 0, "better than chance: 86 % of the last 50 pairs (74 to 93)"),
+        (27, 23, 0, "not better than chance yet: 54 ± 13 % of the last 50 pairs"),
+        (3, 17, 0, "worse than chance: 15 % of the last 20 pairs (5 to 36)"),
+        (9, 0, 0, "too early to tell: 9 pairs"),
+        (1, 0, 8, "too early to tell: 1 pair"),
+        (0, 0, 0, "too early to tell: 0 pairs"),
+    ],
+)
+def test_the_verdict_is_a_sentence_about_the_recent_pairs(store, right, wrong, undecided, said):
+    """An untrained adapter answers as the base does: its margins are 0, and decide nothing."""
+    numbers = queue_pairs(store, max(1, right + wrong + undecided))
+    margins = [0.0] * undecided + [1.0] * right + [-1.0] * wrong
+    append(store, *(scored(number, margin=margin) for number, margin in zip(numbers, margins, strict=False)))
+    assert store.read(lambda db: summary(db, "ada"))["verdict"] == said
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 12), (3, 12), (29, 30), (7, 7)])
+def test_an_interval_ends_where_the_share_would_be_off_by_196_deviations(store, hits, count):
+    numbers = queue_pairs(store, count)
+    signs = [1.0] * hits + [-1.0] * (count - hits)
+    append(store, *(scored(n, margin=sign, difference=sign) for n, sign in zip(numbers, signs, strict=True)))
+    found = store.read(lambda db: summary(db, "ada"))
+    assert found["win_rate_recent_interval"] == found["reward_accuracy_recent_interval"]
+    low, high = found["win_rate_recent_interval"]
+    for end in (low, high):
+        deviation = (end * (1 - end) / count) ** 0.5
+        assert abs(end - hits / count) == pytest.approx(1.96 * deviation, rel=1e-3, abs=1e-9)
+    assert low <= hits / count <= high
+
+
+def test_nothing_scored_has_no_interval(store):
+    queue_pairs(store, 1)
+    found = store.read(lambda db: summary(db, "ada"))
+    assert (found["reward_accuracy_recent_interval"], found["win_rate_recent_interval"]) == (None, None)
+
+
 def test_held_out_means_are_those_of_the_latest_tested_version(store):
     numbers = queue_pairs(store, 2)
     for version, difference in ((1, -5.0), (4, 3.0)):
@@ -112,6 +151,18 @@ def test_adapters_are_listed_by_name_and_ready_for_json(store):
     assert [(row["adapter"], row["version"], row["pairs_seen"]) for row in found] == [("bob", 3, 0), ("zoe", 0, 1)]
     assert found[0]["updated_at"] > "2025"
     json.dumps(found, allow_nan=False)
+
+
+def test_a_version_has_what_its_held_out_test_came_to(store):
+    numbers = queue_pairs(store, 3)
+    append(store, published(1), published(2))
+    for number, margin, kl in zip(numbers, (1.0, -1.0, 1.0), (0.2, 0.4, 0.6), strict=True):
+        append(store, scored(number, 2, split="held_out", margin=margin, kl_nats=kl), scored(number, 2, margin=-1.0))
+    append(store, scored(numbers[0], 2, split="held_out", margin=1.0, kl_nats=0.2))  # tested again
+    new, old = store.read(lambda db: versions(db, "ada"))
+    assert (new["held_out_reward_accuracy"], new["held_out_pairs"]) == (pytest.approx(2 / 3), 3)
+    assert new["kl_nats"] == pytest.approx(0.4)
+    assert (old["held_out_reward_accuracy"], old["held_out_pairs"], old["kl_nats"]) == (None, 0, None)
 
 
 def test_versions_come_newest_first_up_to_a_limit(store):

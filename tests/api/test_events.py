@@ -182,6 +182,15 @@ async def test_a_pair_and_the_version_that_it_makes_are_told(client: Client) -> 
     assert (version["adapter"], version["version"], version["reason"]) == ("ada", 1, "trained")
 
 
+async def test_what_became_of_a_pair_is_told_when_it_can_be_asked_for(client: Client) -> None:
+    async with client.stream("?events=outcomes") as stream:
+        pair_id = await client.teach("eda")
+        told = await stream.next()
+        (row,) = (await client.get("/v1/adapters/eda"))["versions"]
+    assert (told["adapter"], told["pairs"]) == ("eda", [{"pair_id": pair_id, "state": "trained", "reason": ""}])
+    assert row["version"] == 1
+
+
 async def test_a_rollback_is_told(client: Client) -> None:
     async with client.stream("?events=version") as stream:
         await client.teach("roll")

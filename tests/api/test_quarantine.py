@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +57,14 @@ def held(http: httpx2.Client, user: str = "ann") -> list[dict[str, Any]]:
     return http.get("/v1/quarantine", params={"user": user}).json()["pairs"]
 
 
+def progress(http: httpx2.Client, pair_id: int, daemon: LiveDaemon) -> dict[str, Any]:
+    """What `GET /v1/feedback/{id}` says of a pair."""
+    with sqlite3.connect(f"file:{daemon.data / 'edged.db'}?mode=ro", uri=True) as db:
+        (feedback_id,) = db.execute("SELECT signal_id FROM pairs WHERE id = ?", [pair_id]).fetchone()
+    (pair,) = http.get(f"/v1/feedback/{feedback_id}").json()["pairs"]
+    return pair
+
+
 def attack(http: httpx2.Client, user: str = "ann") -> tuple[list[int], list[int]]:
     """Ids of 8 good pairs, which are learned, and of the same 8 swapped, of which none that is held is."""
     good = tell(http, range(8), user)
@@ -73,6 +82,9 @@ def test_a_burst_is_held_shown_and_decided_about(daemon: LiveDaemon) -> None:
         assert len(pairs) >= 4
         assert any(pair["reason"].startswith("burst: ") for pair in pairs)
         assert pairs[0]["chosen"].startswith("No. I have no time")
+        fate = progress(http, pairs[0]["pair_id"], daemon)
+        assert (fate["state"], fate["waits_for"]) == ("quarantined", None)
+        assert fate["text"] == f"held: {pairs[0]['reason']}; if this was you: edged quarantine release --user ann"
         status = daemon.status()
         assert status["quarantine"] == {"pairs": len(pairs)}
         assert status["finetune"]["alarms"] == ["ann"]

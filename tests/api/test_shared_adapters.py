@@ -36,6 +36,22 @@ def decided(client: Client, pair: int, action: str) -> tuple[int, str | None]:
     return answer.status, answer.code
 
 
+def test_all_pairs_of_a_user_are_decided_about_by_those_who_may_decide_about_one(daemon: LiveDaemon) -> None:
+    def decided(name: str, user: str, action: str) -> tuple[int, str | None]:
+        answer = Client(name, daemon.socket).post("/v1/quarantine", {"user": user, "action": action})
+        return answer.status, answer.code
+
+    assert decided(BOB, SHARED, "drop") == (403, "forbidden_user")
+    assert decided(ANN, SHARED, "release") == (403, "forbidden_role")
+    assert decided(ANN, "a/b", "drop")[0] == 400
+    with daemon.http() as http:
+        attack(http, "root-only")
+        waiting = sorted(pair["pair_id"] for pair in held(http, "root-only"))
+        answer = Client("root", daemon.socket).post("/v1/quarantine", {"user": "root-only", "action": "drop"})
+        assert answer.json == {"user": "root-only", "decision": "dropped", "pair_ids": waiting, "left": 0}
+        assert held(http, SHARED)
+
+
 def test_alarms_name_an_adapter_to_those_who_may_speak_for_it(daemon: LiveDaemon) -> None:
     def alarms(name: str) -> list[str]:
         return list(Client(name, daemon.socket).get("/v1/status").json["finetune"]["alarms"])

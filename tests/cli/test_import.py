@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +14,11 @@ import pytest
 
 from edged.cli.client import Client
 from edged.cli.feedback import send
-from tests.cli.conftest import Daemon, edged
+from tests.api.live import LiveDaemon, running
+from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.cli.test_client import peer
+from tests.cli.test_with_daemon import read_until
+from tests.models import save_tiny
 
 PAIR = {"prompt": "A:", "chosen": " one", "rejected": " two"}
 
@@ -38,8 +44,9 @@ def test_an_export_comes_back_whole(daemon: Daemon, tmp_path: Path) -> None:
     assert [row["weight"] for row in rows] == [1.0] * (len(rows) - 1) + [0.25]
 
     path = write(tmp_path / "pairs.jsonl", *({**row, "user": "lou"} for row in rows))
-    result = json.loads(daemon.run("feedback", "import", str(path), "--json").stdout)
-    assert result == {"user": None, "pairs": len(rows), "waiting_already": 0, "bad_lines": []}
+    result = json.loads(daemon.run("feedback", "import", str(path), "--json", "--no-wait").stdout)
+    counts = {"user": None, "pairs": len(rows), "waiting_already": 0, "bad_lines": []}
+    assert result == {**counts, "outcomes": None, "waits_for": None}
     kept = ("messages", "prompt", "prompt_ids", "chosen", "rejected", "weight")
     assert [{key: row.get(key) for key in kept} for row in exported(daemon, "lou")] == [
         {key: row.get(key) for key in kept} for row in rows
@@ -78,7 +85,8 @@ def test_pairs_of_nobody_are_not_imported(daemon: Daemon, tmp_path: Path) -> Non
 def test_an_import_that_breaks_off_says_how_to_go_on(tmp_path: Path, as_json: bool) -> None:
     rows = [{**PAIR, "prompt": f"{i}:"} for i in range(5)]
     path = write(tmp_path / "pairs", *rows)
-    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{"duplicate": false}'
+    body = b'{"id": "fb-1", "duplicate": false}'
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     arguments = ("feedback", "import", str(path), "--user", "ada", "--skip", "1", *(["--json"] if as_json else []))
     with peer(tmp_path / "s", answer, b""):
         result = edged(*arguments, "--socket", str(tmp_path / "s"))
@@ -98,10 +106,60 @@ def test_an_interrupted_import_counts_what_it_did() -> None:
         def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
             if body["prompt"] == "2:":
                 raise KeyboardInterrupt
-            return {}
+            return {"id": "fb-1"}
 
     def rows() -> Iterator[tuple[int, dict[str, Any]]]:
         yield from ((i + 1, {**PAIR, "prompt": f"{i}:"}) for i in range(5))
 
     result = send(cast(Client, Interrupted()), "ada", rows(), lambda: None)
     assert (result.pairs, result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    """A daemon that learns two pairs an hour."""
+    folder = tmp_path_factory.mktemp("slow")
+    model = save_tiny(folder / "tiny")
+    settings = {"feedback__pairs_per_hour": 2, "guard__held_out_share": 0}
+    with running(folder / "run", model, **settings) as live:
+        yield live
+
+
+def test_an_import_says_how_far_learning_is_until_it_is_interrupted(slow: LiveDaemon, tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs", *({**PAIR, "prompt": f"{i}:"} for i in range(3)))
+    command = [sys.executable, "-m", "edged.cli", "feedback", "import", str(path), "--user", "ann", "--format", "trl"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command, clean_environment(EDGED_SOCKET=str(slow.socket), TERM="xterm"))
+    read_until(terminal, "3 pairs imported for ann; learning: 2 of 3, waits for its hour")
+    os.write(terminal, b"\x03")
+    read_until(terminal, "2 of 3 have their outcome: 2 learned; the others wait for this: its hour")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_import_does_not_wait_for_what_never_comes(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs", PAIR)
+    with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), align__enabled="false") as live:
+        daemon = Daemon(live.socket)
+        shown = daemon.run("feedback", "import", str(path), "--user", "ann", "--format", "trl").stdout
+        assert shown.splitlines()[1] == (
+            "0 of 1 have their outcome; the others wait for this: learning is switched off (align.enabled = false)"
+        )
+        path = write(tmp_path / "more", {**PAIR, "prompt": "B:"})
+        counts = json.loads(daemon.run("feedback", "import", str(path), "--user", "ann", "--json").stdout)
+        assert (counts["outcomes"], "switched off" in counts["waits_for"]) == ({"queued": 1}, True)
+
+
+def test_ctrl_c_ends_the_wait_for_learning_and_not_the_chat(slow: LiveDaemon) -> None:
+    with slow.http() as http:
+        for number in range(2):
+            http.post("/v1/feedback", json={**PAIR, "user": "kim", "prompt": f"{number}?"}).raise_for_status()
+    command = [sys.executable, "-m", "edged.cli", "chat", "--user", "kim", "--max-tokens", "4"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command, clean_environment(EDGED_SOCKET=str(slow.socket), TERM="xterm"))
+    os.write(terminal, b"Hello\n/edit Good morning\n")
+    read_until(terminal, "noted: 1 pair to learn from")
+    os.write(terminal, b"\x03/new\n/quit\n")
+    read_until(terminal, "a new conversation")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def import_pairs(daemon: Daemon, folder: Path, user: str) -> None:
     """Import PAIRS for `user` and wait until they are learned."""
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    daemon.run("feedback", "import", str(path), "--user", user, "--format", "trl")
+    daemon.run("feedback", "import", str(path), "--user", user, "--format", "trl", "--no-wait")
     with daemon.client() as client:
         wait_for(
             lambda: not client.get("/v1/status")["queue"]["finetune"] and learned(daemon, user), "pairs not learned"
@@ -132,7 +133,11 @@ def read_until(terminal: int, *words: str, seconds: float = 20.0) -> str:
 
 def test_metrics_has_a_row_and_plots_per_user_and_the_documented_json(daemon: Daemon, ada: str) -> None:
     text = daemon.run("metrics", "--user", ada).stdout
-    assert f"{ada}, pairs 1 to " in text
+    assert f"{ada}, pairs 10 to {len(PAIRS)}" in text
+    verdict = json.loads(daemon.run("metrics", "--user", ada, "--json").stdout)["adapters"][0]["verdict"]
+    assert verdict in text.splitlines()[0]
+    assert re.search(r"\d+ % \(\d+ to \d+\)", text)
+    assert verdict in daemon.run("adapters", "show", ada).stdout
     assert "CLPD in nats" in text
     assert "┤" in text
     adapters = json.loads(daemon.run("metrics", "--json").stdout)["adapters"]
@@ -162,9 +167,14 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     listed = json.loads(daemon.run("adapters", "list", "--json").stdout)["adapters"]
     version = next(item["version"] for item in listed if item["adapter"] == "bob")
     assert version >= 1
-    assert "bob" in daemon.run("adapters", "list").stdout
-    shown = daemon.run("adapters", "show", "bob").stdout
-    assert "trained" in shown
+    table = daemon.run("adapters", "list", COLUMNS="200").stdout
+    for word in ("bob v", "on disk", "last use", "waiting", "held", "chance"):
+        assert word in table
+    item = next(item for item in listed if item["adapter"] == "bob")
+    assert item["last_used_at"] >= item["updated_at"]
+    shown = daemon.run("adapters", "show", "bob", COLUMNS="200").stdout
+    for word in ("trained", "held out", "KL", "neutral text", "serving", "edged adapters rollback bob"):
+        assert word in shown
 
     assert "already" in daemon.run("adapters", "rollback", "bob", str(version)).stdout
     rolled = json.loads(daemon.run("adapters", "rollback", "bob", "0", "--json").stdout)
@@ -173,6 +183,8 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
 
     with daemon.client() as client:
         wait_for(lambda: any(item["on_disk"] for item in client.get("/v1/adapters/bob")["versions"]), "never saved")
+        on_disk = {item["adapter"]: item["disk_bytes"] for item in client.get("/v1/adapters")["adapters"]}
+    assert on_disk["bob"] > 1000
     folder = tmp_path / "peft"
     assert str(folder) in daemon.run("adapters", "export", "bob", "--output", str(folder)).stdout
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -205,7 +217,7 @@ def test_import_keeps_good_lines_and_reports_bad_ones_by_number(daemon: Daemon, 
     assert "line 2: " in result.stderr
     assert "line 3: " in result.stderr
     assert "line 1: " not in result.stderr
-    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n"
+    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n2 of 2 have their outcome: 2 learned\n"
     exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "carl").stdout.splitlines()]
     assert [pair["chosen"] for pair in exported] == [" one", " three"]
 
@@ -221,7 +233,8 @@ def test_import_of_hh_dialogues_takes_the_part_that_is_asked_for(daemon: Daemon,
     )
     arguments = ("feedback", "import", str(path), "--user", "dora", "--format", "hh", "--json")
     result = json.loads(daemon.run(*arguments, "--skip", "2", "--limit", "3").stdout)
-    assert result == {"user": "dora", "pairs": 3, "waiting_already": 0, "bad_lines": []}
+    counts = {"user": "dora", "pairs": 3, "waiting_already": 0, "bad_lines": []}
+    assert result == {**counts, "outcomes": {"trained": 3}, "waits_for": None}
     exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "dora").stdout.splitlines()]
     assert [pair["messages"][0]["content"] for pair in exported] == ["Question 2?", "Question 3?", "Question 4?"]
 
@@ -264,6 +277,11 @@ def test_picking_in_a_chat_makes_a_pair_of_the_two_candidates(daemon: Daemon) ->
     shown = ["".join(line.split()) for line in result.stdout.splitlines()]
     for number, text in ((2, chosen), (1, rejected)):
         assert "".join(f"{number}{text}".split()) in "".join(shown)
+
+
+def test_what_was_taught_in_a_chat_is_said_to_be_learned(daemon: Daemon) -> None:
+    result = chat(daemon, "Hello", "/edit Good morning to you", "/quit", user="guy")
+    assert re.search(r"^noted: 1 pair to learn from\n  learned as guy@1 after [\d.]+ s$", result.stdout, re.MULTILINE)
 
 
 def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:

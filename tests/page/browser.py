@@ -105,7 +105,7 @@ class Person:
     def picks(self, letter: str) -> None:
         """Pick a candidate of the latest answer, and have it noted."""
         self.answer.get_by_role("button", name=f"Pick answer {letter}").click()
-        self.reads(r"^Pairs? [\d, ]+: .* learns from it")
+        self.reads(r"^Pairs? [\d, ]+ for ")
 
     def reads(self, note: str) -> None:
         """Wait for what the page says below the latest answer."""

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from edged.models import demo_model_dir
 from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import SETTINGS, attack, held
 from tests.models import save_tiny
 from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, fits, free_port, opened
 
@@ -44,6 +45,13 @@ def page(daemon: LiveDaemon, browser: Browser, port: int) -> Iterator[Page]:
         yield page
 
 
+def taught(daemon: LiveDaemon, user: str, pairs: int) -> None:
+    """Send so many pairs of a user."""
+    with daemon.http() as http:
+        for i in range(pairs):
+            http.post("/v1/feedback", json={**PAIR, "user": user, "prompt": f"{i}?"}).raise_for_status()
+
+
 def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
     with daemon.http() as http:
         return http.get(f"/v1/adapters/{name}").json()
@@ -68,23 +76,40 @@ def test_a_question_gets_two_answers_and_nobodys_gets_one(page: Page) -> None:
 
 def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("picker")
-    for pairs in (1, 2):
-        while not person.asks(RICE if pairs == 1 else LAKE).locator(".pick:visible").count():
+    taught(daemon, "picker", 9)
+    learnt(page, "picker", 9)
+    expect(page.locator("#no-curves")).to_have_text("The curves begin at ten pairs: there are 9.")
+    expect(page.locator("#verdict")).to_have_text(re.compile(r"^Too early to tell: \d pairs?\.$"))
+    for pairs in (10, 11):
+        while not person.asks(RICE if pairs == 10 else LAKE).locator(".pick:visible").count():
             pass  # both answers were the same
         person.picks("B")
         learnt(page, "picker", pairs)
         points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
-        expect(points).to_have_count(pairs, timeout=PATIENT_MS)
+        expect(points).to_have_count(pairs - 9, timeout=PATIENT_MS)
     expect(page.locator("#curves")).to_have_attribute(
-        "aria-label", re.compile("from pair 1 to 2: reward accuracy from")
+        "aria-label", re.compile("from pair 10 to 11: reward accuracy from")
     )
+    expect(page.locator("#means .reward_accuracy strong")).to_have_text(re.compile(r"^\d+ %$"))
+    expect(page.locator("#means .reward_accuracy small")).to_have_text(re.compile(r"^\d+ to \d+ %$"))
     expect(page.locator("#means .clpd strong")).to_have_text(re.compile(r"^[+-]?[\d.]+ nats$"))
     expect(person.answer.locator(".candidate.taken")).to_have_attribute("aria-label", "answer B")
     known = adapter(daemon, "picker")
-    assert (known["pairs_seen"], known["version"]) == (2, 2)
+    assert known["pairs_seen"] == 11
     answer = person.asks("And then?")
-    expect(answer.locator(".chip")).to_have_text("picker@2")
-    expect(page.locator("#serving")).to_have_text("picker@2")
+    expect(answer.locator(".chip")).to_have_text(f"picker@{known['version']}")
+    expect(page.locator("#serving")).to_have_text(f"picker@{known['version']}")
+
+
+def test_what_a_pick_taught_is_said_below_it_when_it_is_learned(page: Page) -> None:
+    person = Person(page).is_called("pupil").wants_one_answer()
+    answer = person.asks(RICE)
+    answer.get_by_role("button", name="Edit the answer").click()
+    page.get_by_label("New text of the answer").fill("Boil it.")
+    page.get_by_role("button", name="Save edit").click()
+    learned = re.compile(r"^learned as pupil@1 after [\d.]+ s$")
+    expect(answer.locator(".outcome")).to_have_text(learned, timeout=PATIENT_MS)
+    expect(page.locator("#announcer")).to_have_text(re.compile("learned as pupil@1"))
 
 
 def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: LiveDaemon) -> None:
@@ -119,6 +144,21 @@ def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaem
     expect(page.locator("#progress")).to_contain_text("version", timeout=PATIENT_MS)
     teach("late")
     expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
+
+
+def test_another_adapter_is_drawn_without_the_one_before_it(page: Page, daemon: LiveDaemon) -> None:
+    taught(daemon, "many", 12)
+    taught(daemon, "few", 11)
+    page.reload()
+    for user, pairs in (("many", 12), ("few", 11)):
+        page.get_by_label("of", exact=True).select_option(user)
+        learnt(page, user, pairs)
+        expect(page.locator("#curves")).to_have_attribute("aria-label", re.compile(f" to {pairs}: "))
+    held: list[Route] = []
+    page.route("**/v1/adapters/many*", lambda route: held.append(route))
+    page.get_by_label("of", exact=True).select_option("many")
+    expect(page.locator("#versions tr")).to_have_count(0)
+    expect(page.locator("#progress")).to_have_text("")
 
 
 def test_the_user_box_is_not_filled_while_somebody_is_in_it(page: Page) -> None:
@@ -271,6 +311,7 @@ def test_a_screen_reader_hears_the_answer_once_and_not_word_by_word(page: Page) 
 def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, scheme: Any) -> None:
     with opened(browser, port, color_scheme=scheme, viewport=PHONE if scheme == "dark" else None) as page:
         accessible(page)
+        taught(daemon, "seer", 9)
         person = Person(page).is_called("seer")
         person.asks(RICE)
         person.answer.get_by_role("button", name="Edit answer A").click()
@@ -288,13 +329,14 @@ def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, sche
 def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browser, port: int) -> None:
     with opened(browser, port, viewport=PHONE, has_touch=True, is_mobile=True) as page:
         fits(page)
+        taught(daemon, "a" * 64, 9)
         person = Person(page).is_called("a" * 64)
         person.asks("word " * 12 + "x" * 90)
         fits(page)
         person.answer.get_by_role("button", name="Edit answer A").tap()
         page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
         page.get_by_role("button", name="Save edit").tap()
-        learnt(page, "a" * 64, 1)
+        learnt(page, "a" * 64, 10)
         expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
         fits(page)
 
@@ -318,6 +360,48 @@ def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
             expect(page.locator("#connection")).to_have_text("live", timeout=PATIENT_MS)
             answer = Person(page).is_called("").asks("And now?")
             expect(answer.locator(".chip")).to_have_text("base")
+
+
+def test_versions_are_compared_by_quality_and_say_why_there_is_no_way_back(page: Page, daemon: LiveDaemon) -> None:
+    taught(daemon, "judge", 3)
+    version = {"created_at": "2025-01-01T00:00:00+00:00", "reason": "trained", "pairs": 3, "on_disk": False}
+    quality = {"held_out_reward_accuracy": 0.75, "held_out_pairs": 8, "kl_nats": 0.31, "neutral_nll_change": 0.02}
+    versions = [{**version, "version": number, **quality, "answer": f"Answer {number}."} for number in (2, 1)]
+    means = {"neutral_nll_change": -0.01, "answer_tokens_recent": 41.0, "version": 2, "versions": versions}
+
+    def improved(route: Route) -> None:
+        route.fulfill(json={**route.fetch().json(), **means})
+
+    page.route("**/v1/adapters/judge*", improved)
+    page.reload()
+    page.get_by_label("of", exact=True).select_option("judge")
+    new, old = (page.locator(f"#versions tr:has-text('Answer {number}.')") for number in (2, 1))
+    expect(new).to_contain_text(re.compile(r"6 of 8.*0\.31.*\+2\.0 %.*serving"))
+    expect(old).to_contain_text("not on disk")
+    expect(page.locator("#means")).to_contain_text(re.compile("neutral text-1\.0 %.*tokens an answer41"))
+
+
+def test_held_pairs_are_shown_and_settled_with_one_button(
+    tmp_path_factory: pytest.TempPathFactory, browser: Browser
+) -> None:
+    folder, port = tmp_path_factory.mktemp("held"), free_port()
+    model = save_tiny(folder / "tiny", max_position_embeddings=512)
+    settings = {**SETTINGS, "api__listen": f"127.0.0.1:{port}"}
+    with (
+        running(folder / "run", model, **settings) as daemon,
+        opened(browser, port, viewport=PHONE) as page,
+        daemon.http() as http,
+    ):
+        Person(page).is_called("ann")
+        attack(http)
+        count = len(held(http))
+        expect(page.locator("#held-text")).to_contain_text(f"{count} pairs of ann are held", timeout=PATIENT_MS)
+        expect(page.locator("#held-text")).to_contain_text("burst: ")
+        accessible(page)
+        fits(page)
+        page.get_by_role("button", name="Drop them").click()
+        expect(page.locator("#held")).to_be_hidden(timeout=PATIENT_MS)
+        assert adapter(daemon, "ann")["pairs_skipped"] == count
 
 
 def test_a_token_is_asked_for_once_and_a_long_answer_can_be_stopped(
