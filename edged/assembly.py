@@ -23,6 +23,7 @@ from edged.api.feed import Feed
 from edged.api.forgetting import finish_forgetting
 from edged.api.hub import Hub
 from edged.api.limits import Limits
+from edged.api.probe import VersionAnswers
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
 from edged.api.teacher import Teacher
@@ -75,6 +76,7 @@ def assemble(
                 teacher.learn_again(record.adapter, recorded)
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
+        answers.tell(records)
         return recorded
 
     engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
@@ -87,6 +89,7 @@ def assemble(
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
+    answers = VersionAnswers(store, codec, engine, hub)
     teacher = Teacher(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(settings.governor, engine.use, engine.limit)

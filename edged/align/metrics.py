@@ -29,6 +29,8 @@ _MEANS = {
     "reward_accuracy": "avg(reward_correct)",
     "reward_margin": "avg(reward_margin)",
     "loss": "avg(loss)",
+    "clpd_per_token": "avg(logp_difference * 2.0 / (chosen_tokens + rejected_tokens))",
+    "chosen_logratio_per_token": "avg((chosen_logp - ref_chosen_logp) / chosen_tokens)",
 }
 
 
@@ -45,8 +47,10 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     pairs_quarantined, quarantine_reason (of the first that waits for a decision); win_rate, clpd,
     reward_accuracy, reward_margin, loss over all prequential scores and, with the suffix `_recent`, over the last
     RECENT_PAIRS; held_out_win_rate, held_out_clpd, held_out_reward_accuracy, held_out_kl_nats of the latest version
-    that was tested, held_out_version; updated_at. Means over nothing are None. reward_accuracy_recent_interval and
-    win_rate_recent_interval are 95 % intervals, [low, high]; verdict is a sentence.
+    that was tested, held_out_version; neutral_nll_change of the latest version that was tested, relative to the base;
+    answer_tokens_recent and answer_repetition_recent of the latest RECENT_PAIRS answers; updated_at. Means over nothing
+    are None. reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals,
+    [low, high]; verdict is a sentence.
     """
     known = db.execute(
         """SELECT 1 WHERE EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter)
@@ -119,6 +123,21 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
         ),
         **_row(
             db,
+            """SELECT max(version), neutral_nll / neutral_base_nll - 1.0 AS neutral_nll_change
+               FROM adapter_versions WHERE adapter = :adapter AND neutral_nll IS NOT NULL""",
+            name,
+            "neutral_nll_change",
+        ),
+        **_row(
+            db,
+            f"""SELECT avg(completion_tokens) AS answer_tokens_recent, avg(repetition) AS answer_repetition_recent
+                FROM (SELECT * FROM choices JOIN completions ON completions.id = completion_id
+                      WHERE adapter = :adapter AND finish_reason IN ('stop', 'length')
+                      ORDER BY completions.created_at DESC LIMIT {RECENT_PAIRS})""",
+            name,
+        ),
+        **_row(
+            db,
             """SELECT max(moment) AS updated_at FROM (
                    SELECT max(created_at) AS moment FROM pairs WHERE adapter = :adapter
                    UNION ALL SELECT max(created_at) FROM adapter_versions WHERE adapter = :adapter
@@ -150,12 +169,15 @@ def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]
 def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any]]:
     """The last `limit` versions, newest first.
 
-    Keys: version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk; of its test
-    held_out_reward_accuracy over held_out_pairs, and kl_nats, a token's.
+    Keys: version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk; of its test
+    held_out_reward_accuracy over held_out_pairs, kl_nats, a token's, and neutral_nll_change; the answer to the
+    adapter's first prompt; tested_at, and the problem for which it was taken back ("" where it passed).
     """
     rows = db.query(
-        """SELECT version, created_at, parent, reason, pairs, loss, grad_norm, step_s, path, on_disk,
-               held_out_reward_accuracy, coalesce(held_out_pairs, 0) AS held_out_pairs, kl_nats
+        """SELECT version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk,
+               held_out_reward_accuracy, coalesce(held_out_pairs, 0) AS held_out_pairs, kl_nats,
+               neutral_nll / neutral_base_nll - 1.0 AS neutral_nll_change, answer,
+               tested_at, problem
            FROM adapter_versions LEFT JOIN (
                SELECT version, avg(reward_correct) AS held_out_reward_accuracy, count(*) AS held_out_pairs,
                    avg(kl_nats) AS kl_nats
@@ -169,5 +191,6 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
     return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
 
 
-def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
-    return next(iter(db.query(sql, parameters)))
+def _row(db: Database, sql: str, parameters: dict[str, str], *keys: str) -> dict[str, Any]:
+    row = next(iter(db.query(sql, parameters)))
+    return {key: row[key] for key in keys or row}

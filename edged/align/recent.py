@@ -28,6 +28,9 @@ class AdapterReading:
     win_rate: float | None = None
     clpd_nats: float | None = None
     reward_accuracy: float | None = None
+    kl_nats: float | None = None
+    """Of its latest test: to the base, per token of held-out answers; and the change of neutral text's NLL."""
+    nll_change: float | None = None
 
 
 def recent_adapters(db: Database, known: Collection[str], pairs_pending: int, most: int) -> list[AdapterReading]:
@@ -65,7 +68,18 @@ def _reading(db: Database, name: str) -> AdapterReading:
                ORDER BY version DESC, id DESC LIMIT ?)""",
         [name, RECENT_PAIRS],
     ).fetchone()
-    return AdapterReading(name, pending, *means)
+    (kl_nats,) = db.execute(
+        """SELECT avg(kl_nats) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' AND version = (
+               SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
+        {"adapter": name},
+    ).fetchone()
+    tested = db.execute(
+        """SELECT neutral_nll / neutral_base_nll - 1.0 FROM adapter_versions
+           WHERE adapter = ? AND neutral_nll IS NOT NULL ORDER BY version DESC LIMIT 1""",
+        [name],
+    ).fetchone()
+    win_rate, clpd, accuracy = means
+    return AdapterReading(name, pending, win_rate, clpd, accuracy, kl_nats, tested[0] if tested else None)
 
 
 def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, float | None, float | None]:

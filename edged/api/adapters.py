@@ -84,6 +84,16 @@ async def rollback(request: web.Request) -> web.Response:
     return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=wire.dumps)
 
 
+async def mend(request: web.Request) -> web.Response:
+    """Have the version that is served tested; where its language is broken, the newest that passes takes its place."""
+    services, name = services_of(request), _name(request)
+    version = services.engine.adapters().get(name)
+    if version is None:
+        raise _unknown(name)
+    services.engine.examine(name)
+    return web.json_response({"adapter": name, "version": version}, status=202, dumps=wire.dumps)
+
+
 async def export(request: web.Request) -> web.StreamResponse:
     """The newest version that is on disk, as the tar that the import takes; `X-Edged-Version` is its number."""
     services, name = services_of(request), _name(request)

@@ -198,6 +198,12 @@ class Adapter(_Answer):
     reward_accuracy_recent_interval: list[float] | None
     win_rate_recent_interval: list[float] | None
     verdict: str
+    clpd_per_token_recent: float | None
+    chosen_logratio_per_token_recent: float | None
+    held_out_kl_nats: float | None
+    neutral_nll_change: float | None
+    answer_tokens_recent: float | None
+    answer_repetition_recent: float | None
 
 
 class AdapterList(_Answer):
@@ -213,6 +219,7 @@ class AdapterVersion(_Answer):
     created_at: str
     parent: int
     reason: str
+    restored: int | None
     pairs: int
     loss: float | None
     grad_norm: float | None
@@ -222,6 +229,10 @@ class AdapterVersion(_Answer):
     held_out_reward_accuracy: float | None
     held_out_pairs: int
     kl_nats: float | None
+    neutral_nll_change: float | None
+    tested_at: str | None
+    problem: str | None
+    answer: str | None
 
 
 class AdapterDetail(Adapter):
@@ -237,6 +248,13 @@ class RolledBack(_Answer):
     adapter: str
     version: int
     restored: int
+
+
+class Examined(_Answer):
+    """`version` is tested now; GET /v1/adapters/{name} tells what came of it."""
+
+    adapter: str
+    version: int
 
 
 class Forgotten(_Answer):

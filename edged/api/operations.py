@@ -85,6 +85,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/adapters/{name}/rollback"): Operation(
         "Serve an earlier version again", answers.RolledBack, (schemas.RollbackRequest,), errors=(404,)
     ),
+    ("POST", "/v1/adapters/{name}/mend"): Operation(
+        "Test the version that is served; a good one takes the place of a broken one", answers.Examined, errors=(404,)
+    ),
     ("GET", "/v1/adapters/{name}/export"): Operation(
         "The newest version on disk as a tar of a PEFT folder", media=("application/x-tar",), errors=(404, 409)
     ),

@@ -1,4 +1,4 @@
-"""`edged adapters`: list, show, rollback, export, import, forget."""
+"""`edged adapters`: list, show, rollback, mend, export, import, forget."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -16,8 +17,9 @@ import click
 from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, moment, number, print_json, short, size
+from edged.cli.output import make_console, moment, number, print_json, short, show_progress, size
 
+_LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What an adapter is, to peft and to the daemon."""
 
@@ -91,6 +93,45 @@ def rollback(client: Client, name: str, version: int, as_json: bool) -> None:
         click.echo(f"{name} serves version {version} already")
     else:
         click.echo(f"{name} serves version {version} again, as version {data['version']}")
+
+
+@adapters.command()
+@click.argument("name")
+@json_option
+@with_client
+def mend(client: Client, name: str, as_json: bool) -> None:
+    """Test the language of NAME's version now; where it is broken, go back to the newest that is not.
+
+    The daemon's guard does this by itself. Pairs that broken versions had learned are learned again.
+    """
+    asked = client.post(f"{_path(name)}/mend", {})
+    before, version = client.get(_path(name)), asked["version"]
+    tested = {item["version"]: item["tested_at"] for item in before["versions"]}
+    end = time.monotonic() + _LONGEST_TEST_S
+    while True:
+        data = client.get(_path(name))
+        newest = next((item for item in data["versions"] if item["version"] == data["version"]), None)
+        if not data["version"] or newest is None:
+            break
+        if newest["problem"] == "" and newest["tested_at"] != tested.get(newest["version"]):
+            break
+        if newest["reason"].startswith("guard") and newest["restored"] == 0:
+            break
+        if time.monotonic() > end:
+            within = f"within {_LONGEST_TEST_S:.0f} s"
+            raise DaemonError(f"{name} was not tested {within}: `edged status` tells what fine-tuning waits for")
+        show_progress(f"version {data['version']} of {name} is tested")
+        time.sleep(0.2)
+    show_progress("")
+    if as_json:
+        return print_json(data)
+    if newest is None or data["version"] == version:
+        return click.echo(f"version {version} of {name} passes its test: nothing is to be mended")
+    served = f"version {newest['restored']}" if newest["restored"] else "the untrained adapter"
+    return click.echo(
+        f"version {version} of {name} was broken: {served} is served again, as version {data['version']} "
+        f"({newest['reason']}); {data['pairs_queued']} pairs are learned again"
+    )
 
 
 @adapters.command()

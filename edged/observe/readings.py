@@ -161,6 +161,8 @@ def put_adapters(versions: Mapping[str, int], shown: list[AdapterReading], sampl
         samples.put("edged_adapter_win_rate_ratio", reading.win_rate, name)
         samples.put("edged_adapter_clpd_nats", reading.clpd_nats, name)
         samples.put("edged_adapter_reward_accuracy_ratio", reading.reward_accuracy, name)
+        samples.put("edged_adapter_kl_nats", reading.kl_nats, name)
+        samples.put("edged_adapter_neutral_nll_change_ratio", reading.nll_change, name)
         samples.put("edged_adapter_pairs_pending", reading.pairs_pending, name)
         if name != OTHER:
             samples.put("edged_adapter_version", versions.get(name, 0), name)

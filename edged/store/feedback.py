@@ -194,6 +194,12 @@ def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
+def first_pair(db: Database, adapter: str) -> PairRow | None:
+    """The oldest pair that an adapter was given; None for none."""
+    row = next(db.query(f"SELECT {_COLUMNS} FROM pairs WHERE adapter = ? ORDER BY id LIMIT 1", [adapter]), None)
+    return _pair(row) if row else None
+
+
 def pair_ids_of(
     db: Database,
     adapter: str | None = None,

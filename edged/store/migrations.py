@@ -325,6 +325,7 @@ def m010_language(db: Database) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN problem TEXT")
         db.execute(f"ALTER TABLE {table} ADD COLUMN answer TEXT")
     db.execute("ALTER TABLE choices ADD COLUMN repetition REAL")
+    db.execute("CREATE INDEX completions_by_adapter ON completions (adapter, created_at)")
     db.execute("ALTER TABLE pairs ADD COLUMN account TEXT")
     db.execute("ALTER TABLE pairs ADD COLUMN direct INTEGER NOT NULL DEFAULT 0")
 

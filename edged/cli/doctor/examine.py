@@ -18,7 +18,7 @@ def examine(it: Examination, running: bool) -> list[Finding]:
     probe = Probe(it.settings, folder)
     findings: list[Finding] = []
     look_at = [service.units, box.power, box.jtop, box.swap, box.clock, storage.disk, storage.folders]
-    for check in (*look_at, storage.database, storage.adapters):
+    for check in (*look_at, storage.database, storage.adapters, storage.language):
         findings += _guarded(check.__name__, lambda check=check: check(it))  # type: ignore[misc]
     findings += [problem] if problem else []
     if folder is not None:

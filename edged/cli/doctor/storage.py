@@ -223,6 +223,29 @@ def adapters(it: Examination) -> Iterator[Finding]:
         yield fine("adapters", "none yet")
 
 
+def language(it: Examination) -> Iterator[Finding]:
+    """Adapters whose latest test says that they stray from the base's language."""
+    path, guard = it.data_dir / DATABASE_FILE, it.settings.guard
+    if not path.exists() or _closed(it.data_dir):
+        return
+    with closing(_open_to_read(path)) as connection:
+        rows = connection.execute(
+            """SELECT adapter, version, avg(kl_nats) FROM alignment_metrics AS m
+               WHERE split = 'held_out' AND version = (
+                   SELECT max(version) FROM alignment_metrics WHERE adapter = m.adapter AND split = 'held_out')
+               GROUP BY adapter HAVING avg(kl_nats) > ? ORDER BY 3 DESC""",
+            [guard.max_kl_nats],
+        ).fetchall()
+    if rows:
+        shown = ", ".join(f"{name} (version {version}: KL {kl:.1f} nats a token)" for name, version, kl in rows[:3])
+        way_out = (
+            f"`edged adapters mend {rows[0][0]}`: the newest whole version is served, or its pairs are learned anew"
+        )
+        yield doubtful("language", f"{len(rows)} adapters broke the language: {shown}", way_out)
+    else:
+        yield fine("language", f"no tested adapter is beyond {guard.max_kl_nats:g} nats a token of the base")
+
+
 def _newest_versions(root: Path) -> list[Path]:
     try:
         people = [person for base in root.iterdir() if base.is_dir() for person in base.iterdir() if person.is_dir()]

@@ -79,16 +79,16 @@ CREATE TABLE iteration_samples (
         );
 INSERT INTO "iteration_samples" VALUES(1,'2025-01-31T12:00:00.000000+00:00',1,1,1,1,1.5,1.5,1.5,1);
 CREATE TABLE migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL);
-INSERT INTO "migrations" VALUES('m001_completions','2026-11-23T21:05:34.899549+00:00');
-INSERT INTO "migrations" VALUES('m002_feedback','2026-11-23T21:05:34.899865+00:00');
-INSERT INTO "migrations" VALUES('m003_adapters','2026-11-23T21:05:34.900072+00:00');
-INSERT INTO "migrations" VALUES('m004_iteration_samples','2026-11-23T21:05:34.900122+00:00');
-INSERT INTO "migrations" VALUES('m005_served_base','2026-11-23T21:05:34.900188+00:00');
-INSERT INTO "migrations" VALUES('m006_shelved_adapters','2026-11-23T21:05:34.900282+00:00');
-INSERT INTO "migrations" VALUES('m007_shelved_pairs','2026-11-23T21:05:34.900440+00:00');
-INSERT INTO "migrations" VALUES('m008_quarantine','2026-11-23T21:05:34.901782+00:00');
-INSERT INTO "migrations" VALUES('m009_forgetting','2026-11-23T21:05:34.901863+00:00');
-INSERT INTO "migrations" VALUES('m010_language','2026-11-23T21:05:34.904946+00:00');
+INSERT INTO "migrations" VALUES('m001_completions','2026-11-23T21:34:54.176152+00:00');
+INSERT INTO "migrations" VALUES('m002_feedback','2026-11-23T21:34:54.176502+00:00');
+INSERT INTO "migrations" VALUES('m003_adapters','2026-11-23T21:34:54.185004+00:00');
+INSERT INTO "migrations" VALUES('m004_iteration_samples','2026-11-23T21:34:54.185146+00:00');
+INSERT INTO "migrations" VALUES('m005_served_base','2026-11-23T21:34:54.185244+00:00');
+INSERT INTO "migrations" VALUES('m006_shelved_adapters','2026-11-23T21:34:54.185378+00:00');
+INSERT INTO "migrations" VALUES('m007_shelved_pairs','2026-11-23T21:34:54.185575+00:00');
+INSERT INTO "migrations" VALUES('m008_quarantine','2026-11-23T21:34:54.186910+00:00');
+INSERT INTO "migrations" VALUES('m009_forgetting','2026-11-23T21:34:54.186981+00:00');
+INSERT INTO "migrations" VALUES('m010_language','2026-11-23T21:34:54.198637+00:00');
 CREATE TABLE "pairs" (
             id INTEGER PRIMARY KEY,
             created_at TEXT NOT NULL,
@@ -223,4 +223,5 @@ CREATE INDEX pairs_by_prompt ON pairs (prompt_key);
 CREATE INDEX pairs_by_chosen ON pairs (chosen_completion_id);
 CREATE INDEX pairs_by_rejected ON pairs (rejected_completion_id);
 CREATE INDEX quarantine_by_adapter ON quarantine (adapter, decision);
+CREATE INDEX completions_by_adapter ON completions (adapter, created_at);
 COMMIT;
