@@ -72,11 +72,10 @@ class Repl:
         }
 
     def handle(self, line: str) -> bool:
-        """One typed line; False ends the conversation. Failures are shown and the conversation goes on."""
+        """One typed line; False ends the conversation. It goes on after failures, which are shown, and after Ctrl-C."""
         text = line.strip()
         command, _, argument = text.partition(" ")
         try:
-            self._look_after(0.0)
             if command in ("/quit", "/exit"):
                 return False
             if self.session.open_candidates and text in map(str, range(1, CANDIDATES + 1)):
@@ -88,8 +87,11 @@ class Repl:
             elif text:
                 self.session.say(text)
                 self._answer()
+            self._look_after(0.0)
         except DaemonError as error:
             click.echo(f"edged: {error}", err=True)
+        except KeyboardInterrupt:
+            self.session.client.close()
         return True
 
     def _answer(self) -> None:
@@ -141,10 +143,7 @@ class Repl:
         click.echo(click.style(f"noted: {what}", dim=True))
         if pairs:
             self._open.append(result["id"])
-            try:
-                self._look_after(PATIENCE_S)
-            except KeyboardInterrupt:
-                self.session.client.close()
+            self._look_after(PATIENCE_S)
 
     def _look_after(self, patience_s: float) -> None:
         """Say what became of what was taught; of the latest, after `patience_s`, also what it waits for."""
