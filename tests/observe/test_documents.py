@@ -185,6 +185,8 @@ AILMENTS: list[tuple[str, dict[str, str]]] = [
     ("EdgedFinetuneHeld", {**HELD, "edged_memory_governor_step": " ".join(["3 2x48"] * 33)}),
     ("EdgedFinetuneHeld", {**HELD, "edged_power_governor_share_ratio": "0x120"}),
     ("EdgedFeedbackQuarantined", {"edged_quarantine_alarms": "0x110 1x10"}),
+    ("EdgedLanguageStrays", {'edged_adapter_kl_nats{adapter="ann"}': "0.8x120"}),
+    ("EdgedLanguageStrays", {'edged_adapter_neutral_nll_change_ratio{adapter="ann"}': "0.07x120"}),
     ("EdgedAdapterRolledBack", {'edged_rollbacks_total{cause="guard"}': "0x110 1x10"}),
     ("EdgedStepsSkipped", {"edged_steps_skipped_total": "0+1x120"}),
     ("EdgedDatabaseErrors", {"edged_store_errors_total": "0x110 1x10"}),
