@@ -243,7 +243,7 @@ class GuardSettings(Section):
     min_pairs: Count = Field(4, description="held-out pairs needed before the guard judges")
     evaluate_every: Count = Field(8, description="versions between two tests while pairs keep coming")
     max_accuracy_drop: Share = Field(0.34, description="held-out reward accuracy lost against the best version")
-    max_kl_nats: Positive = Field(1.0, description="KL to the base per held-out answer token, in nats")
+    max_kl_nats: Positive = Field(0.5, description="KL to the base per held-out answer token, in nats")
     max_nll_change: Positive = Field(0.1, description="NLL of neutral text over the base's: 0.1 is 10 % more")
 
 

@@ -6,8 +6,8 @@
 
 150 pairs of a taste, then a change: a flip, a flip that is taken back, a gradual one, and two tastes by topic. As the
 user's own direct signals each is to be followed: reward accuracy in windows of 20 pairs beside plain sequential DPO on
-the same stream and at the same settings, and honest pairs in quarantine. The flip from another source is an attack: it
-is to be held. Default settings; pairs come one by one.
+the same stream and at the same settings. 40 pairs of the opposite taste from elsewhere are an attack, which is to be
+held; honest pairs that are all imported are not. Default settings; pairs come one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,37 +63,33 @@ def main() -> None:
         loop = Reference(side)
         for seed in range(options.seeds):
             own = stream(online, options.taste, f"{options.taste}-{seed}", codec.decode, seed)[: options.count]
-            for name, make in STREAMS.items():
-                said = make(own)
+            for name in options.streams:
+                said = STREAMS[name]([replace(pair, direct=True) for pair in own])
                 rows = loop.learn(said, seed)
                 plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in rows])
-                runs = {"direct": follow(options.model, settings, said, None)}
-                if name == "flip":
-                    runs["imported"] = follow(options.model, settings, said, BEFORE)
-                for source, found in runs.items():
-                    run = {"stream": name, "seed": seed, "source": source, "loop": plain, **found}
-                    report["runs"].append(run)
-                    print(json.dumps(run), flush=True)
-                    if options.output:
-                        options.output.write_text(json.dumps(report, indent=1) + "\n")
+                run = {"stream": name, "seed": seed, "loop": plain, **follow(options.model, settings, said)}
+                report["runs"].append(run)
+                print(json.dumps(run), flush=True)
+                if options.output:
+                    options.output.write_text(json.dumps(report, indent=1) + "\n")
     print("\n" + table(report["runs"]))
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Means over seeds, as Markdown."""
-    lines = ["| stream | source | | before | after the change, by 20 pairs | held of honest ones before, after |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for name, source in dict.fromkeys((run["stream"], run["source"]) for run in runs):
-        group = [run for run in runs if (run["stream"], run["source"]) == (name, source)]
-        held = " / ".join(
-            f"{sum(run[key] for run in group)} of {sum(of(run) for run in group)}"
-            for key, of in (("held_before", lambda run: BEFORE), ("held_after", lambda run: run["after"]))
+    lines = [
+        "| stream | | before | after the change, by 20 pairs | held: the user's own, from elsewhere |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(run["stream"] for run in runs):
+        group = [run for run in runs if run["stream"] == name]
+        held = ", ".join(
+            " of ".join(str(sum(run[key][part] for run in group)) for part in (0, 1))
+            for key in ("held_own", "held_foreign")
         )
         for label, key in (("edged", "accuracy"), ("loop", "loop")):
             first, *rest = means([run[key] for run in group])
-            lines.append(
-                f"| {name} | {source} | {label} | {first} | {' '.join(rest)} | {held if key == 'accuracy' else ''} |"
-            )
+            lines.append(f"| {name} | {label} | {first} | {' '.join(rest)} | {held if key == 'accuracy' else ''} |")
     return "\n".join(lines)
 
 
@@ -108,10 +105,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("pairs", type=Path, help="HH-RLHF dialogues: a (gzipped) JSONL file")
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--taste", choices=TASTES, default="concise", help="before the change (default concise)")
+    parser.add_argument("--streams", default=",".join(STREAMS), help="by comma (default all)")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the pairs: 0 to this (default 1)")
     parser.add_argument("--quick", action="store_true", help="few pairs: a smoke test")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
+    options.streams = options.streams.split(",")
+    if unknown := set(options.streams).difference(STREAMS):
+        parser.error(f'stream "{unknown.pop()}" is unknown: known are {", ".join(STREAMS)}')
     options.count = BEFORE + 20 if options.quick else PAIRS
     return options
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,20 @@ from typing import Any
 from edged.align.language import neutral_pairs
 from edged.align.pair import TokenPair, VersionPublished
 from edged.bench.language import Ears
-from edged.bench.poisoning import flipped
 from edged.config import Settings
 from edged.engine.engine import Engine
 from edged.engine.text import Codec
 
 BEFORE = 150
-RETURN_AFTER = 120
-"""Pairs after which a change is taken back."""
+RETURN_AFTER, ATTACKS = 120, 40
+"""Pairs after which a change is taken back, and of an attack."""
 WINDOW = 20
 Stream = Callable[[Sequence[TokenPair]], list[TokenPair]]
+
+
+def flipped(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """The same pairs with the opposite preference."""
+    return [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in pairs]
 
 
 def flip(pairs: Sequence[TokenPair]) -> list[TokenPair]:
@@ -54,35 +59,56 @@ def by_topic(pairs: Sequence[TokenPair]) -> list[TokenPair]:
     return [*pairs[:BEFORE], *after]
 
 
-STREAMS: dict[str, Stream] = {"flip": flip, "there and back": there_and_back, "gradual": gradual, "by topic": by_topic}
+def attack(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """ATTACKS pairs of the opposite taste from elsewhere, then the user's own again."""
+    middle = BEFORE + ATTACKS
+    return [*pairs[:BEFORE], *foreign(flipped(pairs[BEFORE:middle])), *pairs[middle:]]
 
 
-def follow(model: Path, settings: Settings, pairs: Sequence[TokenPair], direct: int | None) -> dict[str, Any]:
-    """Give an engine one pair after the other; its accuracies, and what became of the pairs.
+def imported(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """One taste throughout, none of it by the user's own signals."""
+    return foreign(pairs)
 
-    The first `direct` pairs are the user's own signals, the others come from elsewhere; None: all are the user's own.
-    """
+
+def foreign(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+    """The same pairs as if another account had said them."""
+    return [replace(pair, direct=False) for pair in pairs]
+
+
+STREAMS: dict[str, Stream] = {
+    "flip": flip,
+    "there and back": there_and_back,
+    "gradual": gradual,
+    "by topic": by_topic,
+    "attack": attack,
+    "imported": imported,
+}
+
+
+def follow(model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> dict[str, Any]:
+    """Give an engine one pair after the other; its accuracies, and what became of the pairs."""
     ears = Ears()
-    own = [replace(pair, direct=direct is None or index < direct) for index, pair in enumerate(pairs)]
     with tempfile.TemporaryDirectory(prefix="edged-") as folder:
         engine = Engine.build(settings, model, ears.deliver, ears.take, Path(folder))
         engine.start()
         try:
             engine.test_with(neutral_pairs(Codec.load(model)))
-            for pair in own:
+            for pair in pairs:
                 engine.submit_pairs([pair])
-                ears.wait(lambda pair=pair: pair.pair_id in ears.states, "a pair")  # type: ignore[misc]
+                ears.wait(partial(ears.states.__contains__, pair.pair_id), "a pair")
                 ears.wait(lambda: not engine.queue()["finetune"], "learning")
         finally:
             engine.stop(0.0)
     margins = {score.pair_id: score.reward_margin for score in ears.scores}
-    states = {pair.pair_id: ears.states[pair.pair_id].state for pair in own}
+    held = {
+        direct: [ears.states[pair.pair_id].state == "quarantined" for pair in pairs if pair.direct == direct]
+        for direct in (True, False)
+    }
     changes: list[VersionPublished] = [version for version in ears.versions if version.reason != "trained"]
     return {
-        "accuracy": by_window([margins.get(pair.pair_id) for pair in own]),
-        "held_before": sum(states[pair.pair_id] == "quarantined" for pair in own[:BEFORE]),
-        "held_after": sum(states[pair.pair_id] == "quarantined" for pair in own[BEFORE:]),
-        "after": len(own) - BEFORE,
+        "accuracy": by_window([margins.get(pair.pair_id) for pair in pairs]),
+        "held_own": [sum(held[True]), len(held[True])],
+        "held_foreign": [sum(held[False]), len(held[False])],
         "versions": [version.reason for version in changes],
     }
 

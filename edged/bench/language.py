@@ -10,6 +10,7 @@ import itertools
 import random
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from edged.align.language import neutral_pairs, repetition
 from edged.align.metrics import RECENT_PAIRS
-from edged.align.pair import PairScored, Record, TokenPair
-from edged.bench.poisoning import Ledger
+from edged.align.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
 from edged.bench.sequential import Reference
 from edged.bench.tastes import DemoTaste, Taste, liking, relabel
 from edged.config import Settings
@@ -33,13 +33,24 @@ from edged.models.dialogues import prompts
 Tokens = tuple[int, ...]
 
 
+_LONGEST_S = 1800.0
+"""Learning or answering that takes longer has gone wrong."""
+
+
+class RunError(RuntimeError):
+    """A run did not come to its end; the message says where."""
+
+
 @dataclass
-class Ears(Ledger):
-    """The engine's callbacks: answers by request, and the records of learning."""
+class Ears:
+    """The engine's callbacks: answers by request, each pair's latest state, prequential scores, versions."""
 
     answers: dict[str, list[int]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     scores: list[PairScored] = field(default_factory=list)
+    states: dict[int, PairRetired] = field(default_factory=dict)
+    versions: list[VersionPublished] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def deliver(self, events: list[Event]) -> None:
         """Take tokens and ends in."""
@@ -53,8 +64,25 @@ class Ears(Ledger):
 
     def take(self, records: list[Record]) -> None:
         """Take the learning loop's records in."""
-        self.scores += [r for r in records if isinstance(r, PairScored) and r.split == "prequential"]
-        super().take(records)
+        with self.changed:
+            for record in records:
+                if isinstance(record, PairRetired):
+                    self.states[record.pair_id] = record
+                elif isinstance(record, PairScored) and record.split == "prequential":
+                    self.scores.append(record)
+                elif isinstance(record, VersionPublished):
+                    self.versions.append(record)
+            self.changed.notify_all()
+
+    def settled(self, ids: Sequence[int]) -> bool:
+        """Whether each of these pairs has an outcome."""
+        return all(pair in self.states and self.states[pair].state != "queued" for pair in ids)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Until `condition` holds. Raises RunError."""
+        with self.changed:
+            if not self.changed.wait_for(condition, _LONGEST_S):
+                raise RunError(f"{what} was not done after {_LONGEST_S:g} s")
 
 
 @dataclass(frozen=True, slots=True)
