@@ -20,10 +20,10 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ prepare()
 import torch  # noqa: E402
 
 import edged  # noqa: E402
+from edged.align.metrics import RECENT_PAIRS  # noqa: E402
 from edged.align.pair import TokenPair  # noqa: E402
-from edged.bench.language import Bench, Exam, last_accuracy, stream  # noqa: E402
+from edged.bench.language import Bench, Exam, stream  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
 from edged.bench.sequential import Recipe, Reference, recipe_of, side_of  # noqa: E402
 from edged.bench.tastes import DEMO_TASTES, FIRST_ONLINE_LINE, TASTES  # noqa: E402
@@ -59,8 +60,7 @@ _ALONE = {
 def main() -> None:
     """Run the benchmark."""
     options = parsed()
-    model = demo_model_dir() if options.demo else options.model
-    settings = settings_of("", options.guard)
+    model = demo_model_dir() if options.pairs is None else options.model
     report: dict[str, Any] = {
         "model": options.model.name,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
@@ -70,167 +70,111 @@ def main() -> None:
         "guard": options.guard,
         "runs": [],
     }
-    with open_sides([side_of(Recipe(str(model)))]) as (side,):
-        bench = Bench(model, settings, Reference(side), options.answer_tokens)
+    with open_sides([side_of(Recipe(str(model)))]) as (side,), tempfile.TemporaryDirectory() as folder:
+        bench = Bench(model, settings_of("", options.guard), Reference(side), options.answer_tokens)
         try:
-            learnable, exam = material(options, bench, settings)
+            learnable, exam = material(options, bench)
             for taste, seed, text in itertools.product(options.tastes, range(options.seeds), options.set or [""]):
-                for run in runs_of(options, bench, exam, learnable, taste, seed, text, model):
-                    report["runs"].append(run)
-                    print(line_of(run), flush=True)
-                    if options.output:
-                        options.output.write_text(json.dumps(report, indent=1) + "\n")
+                settings = settings_of(text, options.guard)
+                bench.engine.configure(settings).result()
+                own = learnable[: max(options.counts) * 3]
+                run = Run(bench, exam, stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed), taste, seed)
+                found = run.by_engine(options.counts, options.one_by_one, Path(folder))
+                if options.loop:
+                    found += run.by_loop(options.counts, recipe_of(str(model), settings.align), Path(folder))
+                for each in found:
+                    print(json.dumps({"set": text, **each}, ensure_ascii=False), flush=True)
+                    report["runs"].append({"set": text, "align": settings.align.model_dump(), **each})
+                if options.output:
+                    options.output.write_text(json.dumps(report, indent=1) + "\n")
         finally:
             bench.close()
     print("\n" + table(report["runs"]))
 
 
-def material(options: argparse.Namespace, bench: Bench, settings: Settings) -> tuple[list[TokenPair], Exam]:
+@dataclass
+class Run:
+    """One taste's pairs in one order."""
+
+    bench: Bench
+    exam: Exam
+    pairs: Sequence[TokenPair]
+    taste: Any
+    seed: int
+
+    def by_engine(self, counts: Sequence[int], one_by_one: bool, folder: Path) -> list[dict[str, Any]]:
+        """The measures after each count of pairs that the engine learned."""
+        adapter, done, scores, found = self.pairs[0].adapter, 0, [], []
+        for count in sorted({min(count, len(self.pairs)) for count in counts}):
+            scores += self.bench.learn(self.pairs[done:count], one_by_one)
+            done = count
+            file = self.bench.weights_of(adapter, folder / "weights.safetensors")
+            found.append(self._measured("edged", adapter, file, count, [score.reward_margin for score in scores]))
+        self.bench.engine.forget(adapter).result()
+        return found
+
+    def by_loop(self, counts: Sequence[int], recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
+        """The same of plain sequential DPO over the most pairs, its answers given by the engine."""
+        count, file = min(max(counts), len(self.pairs)), folder / "loop.safetensors"
+        with open_sides([side_of(recipe)]) as (side,):
+            loop = Reference(side)
+            rows = loop.learn(self.pairs[:count], self.seed)
+            loop.save(str(file))
+        self.bench.adopt("loop", file)
+        found = self._measured("loop", "loop", str(file), count, [(c - rc) - (r - rr) for c, r, rc, rr in rows])
+        self.bench.engine.forget("loop").result()
+        return [found]
+
+    def _measured(self, side: str, adapter: str, file: str, pairs: int, margins: Sequence[float]) -> dict[str, Any]:
+        last = margins[-RECENT_PAIRS:]
+        said = {"side": side, "taste": self.taste, "seed": self.seed, "pairs": pairs}
+        accuracy = sum(margin > 0 for margin in last) / len(last)
+        return {**said, "accuracy": accuracy, **self.bench.measure(self.exam, adapter, file, self.taste)}
+
+
+def material(options: argparse.Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
     """(pairs to learn from, the exam); both are the same for every run."""
     if options.pairs is None:
         learnable, unseen = bench.own_pairs(max(options.counts) * 2, 1), bench.own_pairs(UNSEEN_PAIRS, 2, fresh=True)
     else:
-        pairs, _ = load_pairs(options.pairs, options.format, bench.codec, settings.align.max_pair_tokens)
-        cut = max(0, len(pairs) - UNSEEN_PAIRS)
+        pairs, _ = load_pairs(options.pairs, options.format, bench.codec, Settings().align.max_pair_tokens)
+        unseen = pairs[-UNSEEN_PAIRS:]
         # Those that the base model was not trained on come first.
-        learnable = [p for p in pairs[:cut] if p.pair_id >= options.first_line]
-        learnable += [p for p in pairs[:cut] if p.pair_id < options.first_line]
-        unseen = pairs[cut:]
-    if options.quick:
-        unseen = unseen[:8]
+        learnable = sorted(pairs[:-UNSEEN_PAIRS], key=lambda pair: pair.pair_id < FIRST_ONLINE_LINE)
+    unseen = unseen[:8] if options.quick else unseen
     return learnable, bench.exam([pair.prompt for pair in unseen], unseen[:SCORED_PAIRS])
-
-
-def runs_of(
-    options: argparse.Namespace,
-    bench: Bench,
-    exam: Exam,
-    learnable: Sequence[TokenPair],
-    taste: Any,
-    seed: int,
-    text: str,
-    model: Path,
-) -> list[dict[str, Any]]:
-    """The engine's run under one --set, after each count of pairs, and the loop's at the same settings."""
-    settings = settings_of(text, options.guard)
-    bench.engine.configure(settings).result()
-    adapter = f"{taste}-{seed}"
-    pairs = stream(learnable[: max(options.counts) * 3], taste, adapter, bench.codec.decode, seed)
-    common = {"taste": taste, "seed": seed, "set": text, "align": settings.align.model_dump()}
-    found, done = [], 0
-    scores: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="edged-") as folder:
-        file = Path(folder) / "adapter_model.safetensors"
-        for count in options.counts:
-            if done >= len(pairs):
-                break
-            started = time.monotonic()
-            scores += bench.learn(pairs[done:count], options.one_by_one)
-            done = min(count, len(pairs))
-            seconds = time.monotonic() - started
-            if bench.engine.adapters().get(adapter):
-                measured = bench.measure(exam, adapter, bench.weights_of(adapter, file), taste)
-                found.append(
-                    {**common, "side": "edged", "pairs": done, "seconds": seconds,
-                     "accuracy": last_accuracy(scores), **measured}
-                )  # fmt: skip
-        bench.engine.forget(adapter).result()
-        if options.loop:
-            found += loop_runs(options, exam, pairs, bench, settings, common, seed, file, model)
-    return found
-
-
-def loop_runs(
-    options: argparse.Namespace,
-    exam: Exam,
-    pairs: Sequence[TokenPair],
-    bench: Bench,
-    settings: Settings,
-    common: dict[str, Any],
-    seed: int,
-    file: Path,
-    model: Path,
-) -> list[dict[str, Any]]:
-    """Plain sequential DPO over the most pairs at the same settings, its answers given by the engine."""
-    found = []
-    with open_sides([side_of(recipe_of(str(model), settings.align))]) as (side,):
-        loop = Reference(side)
-        for count in sorted({min(count, len(pairs)) for count in options.counts}):
-            rows = loop.learn(pairs[:count], seed)
-            loop.save(str(file))
-            bench.adopt("loop", file)
-            margins = [(c - rc) - (r - rr) for c, r, rc, rr in rows][-50:]
-            accuracy = sum(margin > 0 for margin in margins) / len(margins)
-            measured = bench.measure(exam, "loop", str(file), common["taste"])
-            found.append({**common, "side": "loop", "pairs": count, "accuracy": accuracy, **measured})
-    bench.engine.forget("loop").result()
-    return found
 
 
 def settings_of(text: str, guard: bool) -> Settings:
     """The defaults with `text`, such as "learning_rate=2e-4,beta=0.5", put over their section [align]."""
-    chosen = dict(item.split("=", 1) for item in text.split(",") if item)
-    overrides: dict[str, Any] = {f"align.{name}": value for name, value in chosen.items()}
+    chosen = {f"align.{name}": value for name, value in (item.split("=", 1) for item in text.split(",") if item)}
     alone = {"feedback.pairs_per_hour": 0} if guard else _ALONE
-    return load_settings(None, environ={}, overrides={**alone, **overrides, "serving.max_queue": 4096})
-
-
-def line_of(run: dict[str, Any]) -> str:
-    """One run in one line."""
-    greedy, sampled = run["greedy"], run["sampled"]
-    follow = "".join(
-        f", {kind} follow {part['follow_base']:.2f} -> {part['follow']:.2f}"
-        for kind, part in (("greedy", greedy), ("sampled", sampled))
-        if "follow" in part
-    )
-    return (
-        f"{run['side']} {run['taste']} seed {run['seed']} [{run['set'] or 'defaults'}] {run['pairs']} pairs: accuracy "
-        f"{run['accuracy']:.2f} (held out {run['held_out_accuracy']:.2f}), NLL {run['nll_change']:+.1%} "
-        f"(neutral text {run['neutral_change']:+.1%}, prompts {run['prompts_change']:+.1%}), KL "
-        f"{run['kl_nats']:.3f}{follow}, tokens {sampled['tokens_base']:.0f} -> {sampled['tokens']:.0f}, repetition "
-        f"{greedy['repetition_base']:.2f} -> {greedy['repetition']:.2f}, NLL under the base {greedy['base_nll']:.2f} | "
-        f"{' '.join(greedy['texts'][0].split())[:90]}"
-    )
+    return load_settings(None, environ={}, overrides={**alone, **chosen, "serving.max_queue": 4096})
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Means over seeds with their ranges, as Markdown."""
-    lines = [
-        "| side | taste | settings | pairs | accuracy, last 50 | held out | NLL of unseen text | KL | follow, greedy "
-        "| follow, sampled | repetition, greedy (base) | NLL of greedy answers under the base |",
-        "| --- |" + " --- |" * 11,
-    ]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((run["side"], run["taste"], run["set"] or "defaults", run["pairs"]), []).append(run)
-    for key, group in groups.items():
-        cells = [
-            spread([run["accuracy"] for run in group]),
-            spread([run["held_out_accuracy"] for run in group]),
-            spread([run["nll_change"] * 100 for run in group], "{:+.1f} %"),
-            spread([run["kl_nats"] for run in group], "{:.3f}"),
-            follow_cell(group, "greedy"),
-            follow_cell(group, "sampled"),
-            f"{spread([run['greedy']['repetition'] for run in group])} "
-            f"({statistics.fmean(run['greedy']['repetition_base'] for run in group):.2f})",
-            spread([run["greedy"]["base_nll"] for run in group]),
-        ]
-        lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "accuracy, last 50": lambda run: f"{run['accuracy']:.2f}",
+        "held out": lambda run: f"{run['held_out_accuracy']:.2f}",
+        "NLL of unseen answers, %": lambda run: f"{100 * run['nll_change']:+.1f}",
+        "of neutral text, %": lambda run: f"{100 * run['neutral_change']:+.1f}",
+        "KL": lambda run: f"{run['kl_nats']:.3f}",
+        "greedy answers that follow (base)": lambda run: _following(run["greedy"]),
+        "sampled ones": lambda run: _following(run["sampled"]),
+        "repetition (base)": lambda run: f"{run['greedy']['repetition']:.2f} ({run['greedy']['repetition_base']:.2f})",
+        "their NLL under the base": lambda run: f"{run['greedy']['base_nll']:.2f}",
+    }
+    lines = ["| side | taste | settings | pairs | seed | " + " | ".join(columns) + " |"]
+    lines.append("| --- |" + " --- |" * (4 + len(columns)))
+    for run in sorted(runs, key=lambda run: (run["taste"], run["set"], run["side"], run["pairs"], run["seed"])):
+        said = [run["side"], run["taste"], run["set"] or "defaults", str(run["pairs"]), str(run["seed"])]
+        lines.append("| " + " | ".join([*said, *(cell(run) for cell in columns.values())]) + " |")
     return "\n".join(lines)
 
 
-def follow_cell(group: Sequence[dict[str, Any]], kind: str) -> str:
-    """Share of answers that follow the taste, from the base's to the adapter's."""
-    if "follow" not in group[0][kind]:
-        return ""
-    before = statistics.fmean(run[kind]["follow_base"] for run in group)
-    return f"{before:.2f} -> {spread([run[kind]['follow'] for run in group])}"
-
-
-def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """The mean, and the range where there are several values."""
-    mean = form.format(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+def _following(part: dict[str, Any]) -> str:
+    return f"{part['follow']:.2f} ({part['follow_base']:.2f})" if "follow" in part else ""
 
 
 def parsed() -> argparse.Namespace:
@@ -239,29 +183,24 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help='a model\'s directory, or "demo"')
     parser.add_argument("--pairs", type=Path, default=None, help="preference pairs: a (gzipped) JSONL file")
     parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the file (default hh)")
-    parser.add_argument("--first-line", type=int, default=FIRST_ONLINE_LINE, help="new to the base (default 1401)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,...", help="of [align]; repeatable")
-    parser.add_argument("--tastes", default=None, help="by comma (default all that the pairs' model knows)")
-    parser.add_argument("--counts", default=None, help="pairs after which it is measured (default 50,250)")
+    parser.add_argument("--tastes", default="", help="by comma (default all that the pairs' model knows)")
+    parser.add_argument("--counts", default="50,250", help="pairs after which it is measured (default 50,250)")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the pairs: 0 to this (default 1)")
     parser.add_argument("--one-by-one", action="store_true", help="each pair comes when the one before is learned")
     parser.add_argument("--loop", action="store_true", help="plain sequential DPO beside it")
     parser.add_argument("--guard", action="store_true", help="with guard and quarantine as by default")
     parser.add_argument("--answer-tokens", type=int, default=120, help="most tokens of an answer (default 120)")
-    parser.add_argument("--quick", action="store_true", help="few pairs and prompts: a smoke test")
+    parser.add_argument("--quick", action="store_true", help="few prompts: a smoke test")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()
-    options.demo = str(options.model) == "demo"
-    if options.pairs is None and not options.demo:
+    if options.pairs is None and str(options.model) != "demo":
         parser.error(f"--pairs is missing: only the demo model makes its own, {options.model} needs a file")
     known: Sequence[str] = DEMO_TASTES if options.pairs is None else TASTES
-    options.tastes = options.tastes.split(",") if options.tastes else list(known[:1] if options.quick else known)
-    for taste in options.tastes:
-        if taste not in known:
-            parser.error(f'taste "{taste}" is unknown here: known are {", ".join(known)}')
-    options.counts = sorted(map(int, (options.counts or ("8" if options.quick else "50,250")).split(",")))
-    if options.quick:
-        options.answer_tokens = 64
+    options.tastes = options.tastes.split(",") if options.tastes else list(known)
+    if unknown := set(options.tastes).difference(known):
+        parser.error(f'taste "{unknown.pop()}" is unknown here: known are {", ".join(known)}')
+    options.counts = [int(count) for count in options.counts.split(",")]
     return options
 
 

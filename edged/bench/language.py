@@ -20,7 +20,6 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from edged.align.language import neutral_pairs, repetition
-from edged.align.metrics import RECENT_PAIRS
 from edged.align.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
 from edged.bench.sequential import Reference
 from edged.bench.tastes import DemoTaste, Taste, liking, relabel
@@ -222,12 +221,6 @@ class Bench:
                 for given in (liked, liked_before)
             )
         return report
-
-
-def last_accuracy(scores: Sequence[PairScored]) -> float | None:
-    """Reward accuracy of the latest RECENT_PAIRS pairs, each scored before it was trained on."""
-    last = scores[-RECENT_PAIRS:]
-    return sum(score.reward_margin > 0 for score in last) / len(last) if last else None
 
 
 def stream(
