@@ -168,6 +168,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                     record.grad_norm,
                     record.step_s,
                     record.restored,
+                    record.step_scale,
                 ),
             )
             if record.taken_back and record.restored is not None:

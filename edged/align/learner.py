@@ -91,6 +91,8 @@ class Learner:
     """The newest version that passed its test, with the optimizer's moments."""
     step_scale: float = 1.0
     """Of the step size: halved each time that the language broke."""
+    calm_tests: int = 0
+    """Tests passed since."""
     caution: float = 1.0
     """Also of the step size: less the nearer the latest tested version is to the bounds on language."""
     turn: Turn | None = None

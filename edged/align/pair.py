@@ -97,6 +97,8 @@ class VersionPublished:
     grad_norm: float | None = None
     step_s: float = 0.0
     restored: int | None = None
+    step_scale: float = 1.0
+    """Share of the step size that broken versions have left the adapter."""
 
     @property
     def taken_back(self) -> bool:

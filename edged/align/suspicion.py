@@ -95,6 +95,8 @@ class Suspicion:
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
         self._alarm_until_s = -math.inf
+        self.lenient = False
+        """No pair is left out by itself: the adapter is so far from the base that it may be the odd one."""
 
     # -- what came ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class Suspicion:
         allowed = self._settings.suspicious_deviations * spread
         if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
             return Verdict(contradictory)
-        if pair.direct or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
+        if pair.direct or self.lenient or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
             return Verdict(True)
         return Verdict(True, f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}")
 

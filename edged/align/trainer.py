@@ -275,7 +275,7 @@ class Trainer:
             learner.own, learner.foreign = learner.own + own, learner.foreign + len(member.outcomes) - own
             verdict = learner.turn.verdict if learner.turn is not None else ""
             told = f"trained: {learner.turn.told}" if learner.turn is not None and verdict == "change" else "trained"
-            self._versions.publish(learner.name, member.version, told, member, seconds)
+            self._versions.publish(learner, member.version, told, member, seconds)
             drops = [score.drop_nats for score in member.scores]
             # New pairs tell for nothing that the language may be broken; the test tells for sure.
             learner.doubted |= bool(drops) and sum(drops) / len(drops) > self._guard.max_kl_nats / 2

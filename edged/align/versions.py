@@ -20,6 +20,8 @@ from edged.align.pair import PairRetired, VersionPublished
 from edged.align.shelf import Shelf
 from edged.config import GuardSettings
 
+_CALM_TESTS = 32
+"""Tests passed in a row after which a reduced step size is doubled."""
 Weights = Mapping[str, torch.Tensor]
 """By PEFT's names."""
 
@@ -67,7 +69,7 @@ class Versions:
 
     def publish(
         self,
-        adapter: str,
+        learner: Learner,
         parent: int,
         reason: str,
         member: Member | None = None,
@@ -76,10 +78,10 @@ class Versions:
     ) -> None:
         """The adapter's state is a version from here on, which follows `parent`: that of a step of `seconds`, if any,
         in which the adapter was `member`, or the one `restored`."""
-        state = self._shelf.get(adapter)
-        self._shelf.versions[adapter] = state.version
+        state = self._shelf.get(learner.name)
+        self._shelf.versions[learner.name] = state.version
         record = VersionPublished(
-            adapter=adapter,
+            adapter=learner.name,
             version=state.version,
             parent=parent,
             reason=reason,
@@ -88,6 +90,7 @@ class Versions:
             grad_norm=member.grad_norm if member else None,
             step_s=seconds,
             restored=restored,
+            step_scale=learner.step_scale,
         )
         self._announce(state, record)
 
@@ -111,7 +114,7 @@ class Versions:
         self._shelf.hurry(learner.name)
         learner.tested_version = state.version
         learner.repeats.clear()
-        self.publish(learner.name, parent, reason, restored=version)
+        self.publish(learner, parent, reason, restored=version)
 
     # -- which must go -----------------------------------------------------------------------------------------------
 
@@ -123,12 +126,18 @@ class Versions:
         broken = broken_language(score, guard, learner.repetitive)
         problem = broken or (lost_accuracy(score, learner.best, guard) if learner.foreign > learner.own else "")
         if problem:
-            if broken:
+            learner.calm_tests = 0
+            if broken and learner.steps:
+                # What an earlier run broke says nothing of the present steps.
                 learner.step_scale /= 2
             self.take_back(learner, f"guard: {problem}")
             return problem
         learner.passed()
+        learner.calm_tests += 1
+        if learner.calm_tests >= _CALM_TESTS:
+            learner.step_scale, learner.calm_tests = min(1.0, 2 * learner.step_scale), 0
         learner.caution = caution(score, guard)
+        learner.suspicion.lenient = learner.caution < 1
         learner.good = self._shelf.get(learner.name).copied()
         for copies in (learner.good.weights, learner.good.optimizer):
             self.bring(copies)

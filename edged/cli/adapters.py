@@ -17,7 +17,7 @@ import click
 from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, moment, number, print_json, short, show_progress, size
+from edged.cli.output import make_console, moment, number, print_json, short, size
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -104,33 +104,28 @@ def mend(client: Client, name: str, as_json: bool) -> None:
 
     The daemon's guard does this by itself. Pairs that broken versions had learned are learned again.
     """
-    asked = client.post(f"{_path(name)}/mend", {})
-    before, version = client.get(_path(name)), asked["version"]
-    tested = {item["version"]: item["tested_at"] for item in before["versions"]}
-    end = time.monotonic() + _LONGEST_TEST_S
+    before = {item["version"]: item["tested_at"] for item in client.get(_path(name))["versions"]}
+    version, end = client.post(f"{_path(name)}/mend", {})["version"], time.monotonic() + _LONGEST_TEST_S
+    if version == 0:
+        raise DaemonError(f"{name} has learned nothing yet: the untrained adapter answers as the base model")
     while True:
         data = client.get(_path(name))
-        newest = next((item for item in data["versions"] if item["version"] == data["version"]), None)
-        if not data["version"] or newest is None:
-            break
-        if newest["problem"] == "" and newest["tested_at"] != tested.get(newest["version"]):
-            break
-        if newest["reason"].startswith("guard") and newest["restored"] == 0:
+        tested = next((item for item in data["versions"] if item["version"] == version), {"tested_at": None})
+        if tested["tested_at"] != before.get(version):
             break
         if time.monotonic() > end:
             within = f"within {_LONGEST_TEST_S:.0f} s"
             raise DaemonError(f"{name} was not tested {within}: `edged status` tells what fine-tuning waits for")
-        show_progress(f"version {data['version']} of {name} is tested")
         time.sleep(0.2)
-    show_progress("")
     if as_json:
         return print_json(data)
-    if newest is None or data["version"] == version:
+    if not tested["problem"]:
         return click.echo(f"version {version} of {name} passes its test: nothing is to be mended")
-    served = f"version {newest['restored']}" if newest["restored"] else "the untrained adapter"
+    again = next((item["restored"] for item in data["versions"] if item["reason"].startswith("guard")), 0)
+    served = f"version {again}" if again else "the untrained adapter"
     return click.echo(
-        f"version {version} of {name} was broken: {served} is served again, as version {data['version']} "
-        f"({newest['reason']}); {data['pairs_queued']} pairs are learned again"
+        f"version {version} of {name} was broken ({tested['problem']}): {served} is served again, and tested in its "
+        "turn; what broken versions had learned is learned again"
     )
 
 

@@ -86,13 +86,14 @@ class Version:
     grad_norm: float | None = None
     step_s: float = 0.0
     restored: int | None = None
+    step_scale: float = 1.0
 
 
 def insert_version(db: Database, version: Version) -> None:
     """Add a version; one of the same number, left by a crash before it reached the disk, is replaced."""
     db.execute(
         """INSERT OR REPLACE INTO adapter_versions (adapter, version, created_at, parent, reason, pairs, loss,
-               grad_norm, step_s, restored, on_disk) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)""",
+               grad_norm, step_s, restored, step_scale, on_disk) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)""",
         [
             version.adapter,
             version.version,
@@ -104,6 +105,7 @@ def insert_version(db: Database, version: Version) -> None:
             version.grad_norm,
             version.step_s,
             version.restored,
+            version.step_scale,
         ],
     )
 
@@ -127,20 +129,15 @@ def set_version_answer(db: Database, adapter: str, version: int, answer: str) ->
     )
 
 
-def last_test(db: Database, adapter: str, latest: int = 500) -> tuple[int, float]:
-    """(newest version that passed its test, -1 for none; share of the step size that broken versions have left).
-
-    The step size is halved for each of the `latest` versions that took a broken one's place.
-    """
+def last_test(db: Database, adapter: str) -> tuple[int, float]:
+    """(newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
     (passed,) = db.execute(
         "SELECT max(version) FROM adapter_versions WHERE adapter = ? AND problem = ''", [adapter]
     ).fetchone()
-    (broken,) = db.execute(
-        """SELECT count(*) FROM (SELECT reason FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT ?)
-           WHERE reason LIKE 'guard: KL %' OR reason LIKE 'guard: NLL %' OR reason LIKE 'guard: loss is %'""",
-        [adapter, latest],
+    newest = db.execute(
+        "SELECT step_scale FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT 1", [adapter]
     ).fetchone()
-    return (-1 if passed is None else passed), 0.5**broken
+    return (-1 if passed is None else passed), newest[0] if newest else 1.0
 
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:

@@ -319,6 +319,7 @@ def m010_language(db: Database) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN rejected_tokens INTEGER")
     for table in ("adapter_versions", "shelved_versions"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN restored INTEGER")
+        db.execute(f"ALTER TABLE {table} ADD COLUMN step_scale REAL NOT NULL DEFAULT 1.0")
         db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_nll REAL")
         db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_base_nll REAL")
         db.execute(f"ALTER TABLE {table} ADD COLUMN tested_at TEXT")

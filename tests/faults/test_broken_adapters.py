@@ -100,10 +100,9 @@ def test_an_adapter_that_an_absurd_step_size_breaks_is_taken_back_and_learns_on_
     assert bad_answers(adapter, versions) <= MOST_BAD
     assert adapter["pairs_quarantined"] == adapter["pairs_skipped"] == adapter["pairs_queued"] == 0
     assert adapter["pairs_trained"] + adapter["pairs_held_out"] == 30, "nothing is lost"
-    newest = adapter["versions"][0]
-    assert newest["reason"] == "trained"
-    assert newest["problem"] == "", "what is served passed its test"
-    assert newest["version"] > taken_back[0]["version"], "learning goes on"
+    assert not adapter["versions"][0]["problem"], "what is served passed its test, or is a version that did"
+    first = min(each["version"] for each in taken_back)
+    assert any(each["reason"] == "trained" and each["version"] > first for each in adapter["versions"]), "it learns on"
 
 
 @pytest.mark.slow

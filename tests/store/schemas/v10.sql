@@ -10,10 +10,10 @@ CREATE TABLE adapter_versions (
             grad_norm REAL,
             step_s REAL NOT NULL,
             path TEXT,
-            on_disk INTEGER NOT NULL DEFAULT 0, restored INTEGER, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
+            on_disk INTEGER NOT NULL DEFAULT 0, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
             PRIMARY KEY (adapter, version)
         );
-INSERT INTO "adapter_versions" VALUES('ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,'tested_at','problem','answer');
+INSERT INTO "adapter_versions" VALUES('ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer');
 CREATE TABLE alignment_metrics (
             id INTEGER PRIMARY KEY,
             created_at TEXT NOT NULL,
@@ -79,16 +79,16 @@ CREATE TABLE iteration_samples (
         );
 INSERT INTO "iteration_samples" VALUES(1,'2025-01-31T12:00:00.000000+00:00',1,1,1,1,1.5,1.5,1.5,1);
 CREATE TABLE migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL);
-INSERT INTO "migrations" VALUES('m001_completions','2026-11-23T21:34:54.176152+00:00');
-INSERT INTO "migrations" VALUES('m002_feedback','2026-11-23T21:34:54.176502+00:00');
-INSERT INTO "migrations" VALUES('m003_adapters','2026-11-23T21:34:54.185004+00:00');
-INSERT INTO "migrations" VALUES('m004_iteration_samples','2026-11-23T21:34:54.185146+00:00');
-INSERT INTO "migrations" VALUES('m005_served_base','2026-11-23T21:34:54.185244+00:00');
-INSERT INTO "migrations" VALUES('m006_shelved_adapters','2026-11-23T21:34:54.185378+00:00');
-INSERT INTO "migrations" VALUES('m007_shelved_pairs','2026-11-23T21:34:54.185575+00:00');
-INSERT INTO "migrations" VALUES('m008_quarantine','2026-11-23T21:34:54.186910+00:00');
-INSERT INTO "migrations" VALUES('m009_forgetting','2026-11-23T21:34:54.186981+00:00');
-INSERT INTO "migrations" VALUES('m010_language','2026-11-23T21:34:54.198637+00:00');
+INSERT INTO "migrations" VALUES('m001_completions','2026-11-23T22:00:13.219217+00:00');
+INSERT INTO "migrations" VALUES('m002_feedback','2026-11-23T22:00:13.219558+00:00');
+INSERT INTO "migrations" VALUES('m003_adapters','2026-11-23T22:00:13.219771+00:00');
+INSERT INTO "migrations" VALUES('m004_iteration_samples','2026-11-23T22:00:13.219824+00:00');
+INSERT INTO "migrations" VALUES('m005_served_base','2026-11-23T22:00:13.219892+00:00');
+INSERT INTO "migrations" VALUES('m006_shelved_adapters','2026-11-23T22:00:13.219994+00:00');
+INSERT INTO "migrations" VALUES('m007_shelved_pairs','2026-11-23T22:00:13.220160+00:00');
+INSERT INTO "migrations" VALUES('m008_quarantine','2026-11-23T22:00:13.229498+00:00');
+INSERT INTO "migrations" VALUES('m009_forgetting','2026-11-23T22:00:13.229613+00:00');
+INSERT INTO "migrations" VALUES('m010_language','2026-11-23T22:00:13.237354+00:00');
 CREATE TABLE "pairs" (
             id INTEGER PRIMARY KEY,
             created_at TEXT NOT NULL,
@@ -185,10 +185,10 @@ CREATE TABLE shelved_versions (
             grad_norm REAL,
             step_s REAL NOT NULL,
             path TEXT,
-            on_disk INTEGER NOT NULL, restored INTEGER, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
+            on_disk INTEGER NOT NULL, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
             PRIMARY KEY (base, adapter, version)
         );
-INSERT INTO "shelved_versions" VALUES('base-a','ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,'tested_at','problem','answer');
+INSERT INTO "shelved_versions" VALUES('base-a','ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer');
 CREATE TABLE signals (
             id TEXT PRIMARY KEY,
             created_at TEXT NOT NULL,
