@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -39,7 +40,7 @@ from edged.align.pair import TokenPair  # noqa: E402
 from edged.bench import alignment  # noqa: E402
 from edged.bench.alignment import Load, Logps, Notes  # noqa: E402
 from edged.bench.replay import ReplayPlan, load_pairs, replay  # noqa: E402
-from edged.bench.sequential import Recipe, Reference, side_of  # noqa: E402
+from edged.bench.sequential import Reference, recipe_of, side_of  # noqa: E402
 from edged.bench.tastes import FIRST_ONLINE_LINE, TASTES, Taste, relabel  # noqa: E402
 from edged.bench.traces import read_trace  # noqa: E402
 from edged.bench.turns import open_sides  # noqa: E402
@@ -91,7 +92,8 @@ def main() -> None:
         )
     rate = options.rate or FULL_LOAD * capacity(options)
     load = Load(options.model, read_trace(options.trace), rate, 0.0)
-    with open_sides([side_of(Recipe(str(options.model), options.device))]) as (side,):
+    recipe = recipe_of(str(options.model), settings_of(options, "mace").align, options.device)
+    with open_sides([side_of(recipe)]) as (side,):
         bench = Bench(options, codec, online, earlier, Reference(side), load)
         report = {
             "model": options.model.name,
@@ -209,7 +211,12 @@ def loop(bench: Bench, taste: Taste, pairs: Sequence[TokenPair], seed: int) -> d
     started = time.monotonic()
     rows = bench.reference.learn(pairs, seed)
     seconds = time.monotonic() - started
-    after = bench.reference.score(bench.held_out(taste))
+    held_out = bench.held_out(taste)
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        file = Path(folder) / "loop.safetensors"
+        bench.reference.save(str(file))
+        after = bench.reference.score(held_out)
+        said = language(bench, held_out, str(file))
     return {
         "seed": seed,
         "seconds": seconds,
@@ -217,7 +224,15 @@ def loop(bench: Bench, taste: Taste, pairs: Sequence[TokenPair], seed: int) -> d
         "base": alignment.figures(as_base(rows)),
         "held_out_before": alignment.means(as_base(after)),
         "held_out_after": alignment.means(after),
+        "language": said,
     }
+
+
+def language(bench: Bench, pairs: Sequence[TokenPair], file: str | None) -> dict[str, float]:
+    """KL to the base in nats a token, and the change of NLL, of both answers of pairs under an adapter's weights."""
+    texts = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    nll, base, kl = map(sum, zip(*bench.reference.language(texts, file, keep=True), strict=True)) if file else (1, 1, 0)
+    return {"kl_nats": kl / sum(len(answer) for _, answer in texts), "nll_change": nll / base - 1.0}
 
 
 def as_base(rows: Sequence[Logps]) -> list[Logps]:
@@ -252,6 +267,7 @@ def one_user(
         "before_training": alignment.before_training(notes, own),
         "on_arrival": alignment.on_arrival(notes, own, bench.reference),
         "held_out": alignment.held_out_over_time(notes, name, held_out, bench.reference, moments_s),
+        "language": language(bench, held_out, notes.file_at(name, math.inf)),
     }
 
 
@@ -295,8 +311,9 @@ def table(report: dict[str, Any]) -> str:
         f"{report['pairs_per_s']:g} pairs/s a user, {report['device']}",
         "",
         "| taste | who | scored while the load lasted | reward accuracy before training, by quarter "
-        "| worst against the loop | at the pair's arrival | its CLPD | held-out CLPD, last | held-out accuracy, last |",
-        "| --- |" + " --- |" * 8,
+        "| worst against the loop | at the pair's arrival | its CLPD | held-out CLPD, last | held-out accuracy, last "
+        "| KL | NLL |",
+        "| --- |" + " --- |" * 10,
     ]
     for taste, found in report["tastes"].items():
         lines += rows_of_taste(taste, found)
@@ -320,8 +337,8 @@ def rows_of_taste(taste: str, found: dict[str, Any]) -> list[str]:
     accuracy = sum(run["held_out_after"]["reward_accuracy"] for run in loops) / len(loops)
     lines = [
         f"| {taste} ({found['pairs']}) | the loop alone | | {mean('before_training', 'reward_accuracy')} | | "
-        f"| {mean('before_training', 'clpd_nats')} | {after:.0f} | {accuracy:.2f} |",
-        f"| | no training | | | | | {mean('base', 'clpd_nats')} | {before:.0f} | |",
+        f"| {mean('before_training', 'clpd_nats')} | {after:.0f} | {accuracy:.2f} | {strayed(loops)} |",
+        f"| | no training | | | | | {mean('base', 'clpd_nats')} | {before:.0f} | | | |",
     ]
     for policy, runs in found["policies"].items():
         lines.append(row("", policy, runs, [user for run in runs for user in run["users"].values()], loops))
@@ -347,8 +364,14 @@ def row(
     )
     return (
         f"| {label} | {policy} | {in_time} of {sent} | {quarter_text(ours)} | {verdict} | {arrival} | {clpd} "
-        f"| {last:.0f} | {accuracy:.2f} |"
+        f"| {last:.0f} | {accuracy:.2f} | {strayed(users)} |"
     )
+
+
+def strayed(runs: Sequence[dict[str, Any]]) -> str:
+    """Means of how far the language went: two cells."""
+    kl, nll = (sum(run["language"][key] for run in runs) / len(runs) for key in ("kl_nats", "nll_change"))
+    return f"{kl:.3f} | {nll:+.1%}"
 
 
 if __name__ == "__main__":

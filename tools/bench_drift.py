@@ -40,7 +40,7 @@ from edged.bench.turns import open_sides  # noqa: E402
 from edged.config import load_settings  # noqa: E402
 from edged.engine.text import Codec  # noqa: E402
 
-PAIRS = 390
+PAIRS = 270
 
 
 def main() -> None:

@@ -74,6 +74,8 @@ class Learner:
     unreadable: bool = False
     """Its files could not be read: it has no work before they can be."""
     tested_version: int = -1
+    fully_tested: int = 0
+    """The version that was tested with all held-out pairs last."""
     doubted: bool = False
     """The present version is to be tested before the next step: it, or a pair, is strange."""
     suspected: int = -1
@@ -144,6 +146,14 @@ class Learner:
         self.seen += 1
         share = guard.held_out_share
         return share > 0 and guard.held_out_pairs > 0 and self.seen % max(1, round(1 / share)) == 0
+
+    def to_test(self, version: int, guard: GuardSettings) -> list[TokenPair]:
+        """The held-out pairs to test a version with: all at times, else the newest few, which tell of its language."""
+        pairs = list(self.held_out.values())
+        if version - self.fully_tested >= guard.evaluate_every:
+            return pairs
+        few = len(pairs) - guard.min_pairs
+        return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
     def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
         """Held-out pairs that are too old or too many, which are queued from here on; only scored ones are."""

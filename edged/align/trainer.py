@@ -192,7 +192,7 @@ class Trainer:
         return Member(state, draw.fresh, draw.replay, learner.suspicion, scale, untested)
 
     def _open_test(self, learner: Learner) -> HeldOutTest:
-        version, pairs = self.version(learner.name), list(learner.held_out.values())
+        version, pairs = self.version(learner.name), learner.to_test(self.version(learner.name), self._guard)
         neutral = self.roster.neutral if version else ()
         try:
             test = HeldOutTest(learner.name, version, pairs, self._decoder, self._align, self._release, neutral)
@@ -306,6 +306,8 @@ class Trainer:
         self.records += records
         problem = ""
         if test.version and test.version == self.version(learner.name):
+            if len(scores) == len(learner.held_out):
+                learner.fully_tested = test.version
             problem = self._versions.judge(learner, TestScore.of(test.version, scores, test.neutral_nll), self._guard)
         nll, base_nll = test.neutral_nll or (None, None)
         self.records.append(VersionTested(learner.name, test.version, nll, base_nll, problem))

@@ -142,7 +142,7 @@ class Versions:
         for copies in (learner.good.weights, learner.good.optimizer):
             self.bring(copies)
         self._shelf.files.spare(learner.name, score.version, learner.undo)
-        if score.better_than(learner.best, guard):
+        if learner.fully_tested == score.version and score.better_than(learner.best, guard):
             learner.best, learner.foreign, learner.own = score, 0, 0
         return ""
 

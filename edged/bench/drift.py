@@ -21,7 +21,7 @@ from edged.engine.engine import Engine
 from edged.engine.text import Codec
 
 BEFORE = 150
-RETURN_AFTER, ATTACKS = 120, 40
+RETURN_AFTER, ATTACKS = 60, 40
 """Pairs after which a change is taken back, and of an attack."""
 WINDOW = 20
 Stream = Callable[[Sequence[TokenPair]], list[TokenPair]]
