@@ -15,7 +15,7 @@ from rich.live import Live
 
 from edged.cli.client import Client, DaemonError
 from edged.cli.quickstart.daemon import TemporaryDaemon
-from edged.cli.quickstart.people import TASTES, Crowd, Exam
+from edged.cli.quickstart.people import PACE, TASTES, Crowd, Exam
 from edged.cli.quickstart.screen import Moment, closing, live_screen, plain_line
 
 REFRESH_S = 0.5
@@ -51,9 +51,12 @@ def main(seconds: float, rate: float, seed: int, picture: Path | None, keep: boo
         console.print("starting the daemon with the demo model ...")
         console.print(f"ready after {daemon.wait_until_ready():.1f} s on {daemon.socket}")
         with daemon.client() as client:
-            show(console, daemon, client, seconds, rate, seed, picture)
+            broken = show(console, daemon, client, seconds, rate, seed, picture)
         kept = keep
         go_on(console, daemon if keep else None)
+        if broken:
+            click.echo(f"edged: the adapter broke the language: {broken[0]}", err=True)
+            sys.exit(1)
     except DaemonError as error:
         click.echo(f"edged: {error}", err=True)
         sys.exit(1)
@@ -73,8 +76,8 @@ def show(
     rate: float,
     seed: int,
     picture: Path | None,
-) -> None:
-    """The exam, the live part, the exam again, and what changed."""
+) -> list[str]:
+    """The exam, the live part, the exam again, and what changed. Returns the answers that are broken in the end."""
     exam = Exam.sit(daemon, seed, EXAM_QUESTIONS)
     crowd = Crowd(daemon, seed, rate)
     crowd.start()
@@ -91,6 +94,7 @@ def show(
     for taste in TASTES:
         exam.repeat(daemon, taste.user)
     closing(console, exam, read(client, seconds, seconds))
+    return [text for texts in exam.after.values() for text in exam.broken(texts)]
 
 
 def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
@@ -106,6 +110,7 @@ def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> Non
 
 def report(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
     """The same as plain lines."""
+    console.print(PACE)
     started = time.monotonic()
     while (elapsed := time.monotonic() - started) < seconds:
         time.sleep(min(PLAIN_REFRESH_S, seconds - elapsed))
@@ -162,4 +167,5 @@ def _check(crowd: Crowd) -> None:
         raise DaemonError(crowd.failure)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -13,16 +13,25 @@ from typing import Any
 
 from edged.cli.client import DaemonError
 from edged.cli.quickstart.daemon import TemporaryDaemon
+from edged.cli.quickstart.fluency import is_fluent, load
 from edged.models.dialogues import formality, prompts, uses_metric
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 96
-CANDIDATES = 2
-"""Answers that a user asks of each side."""
+CANDIDATES = 4
+"""Answers that a user picks from."""
 CLEARLY_BETTER = 1.0
-"""Difference of scores from which a user bothers to give feedback."""
-THINK_S = 0.15
-"""A user's pause between reading candidates and asking again."""
+"""Difference of scores from which a user bothers to pick."""
+THINK_S = (2.0, 4.0)
+"""A user's time for reading the candidates of one conversation, at least and at most."""
+CONVERSATIONS = 3
+"""A user's conversations at the same time."""
+PACE = (
+    f"each user keeps {CONVERSATIONS} conversations going, and in each thinks {THINK_S[0]:g} to {THINK_S[1]:g} s "
+    f"before picking one of {CANDIDATES} answers"
+)
+BROKEN = -2.0
+"""Score of an answer that is not fluent, to every taste."""
 MOST_OPEN = 8
 """Application requests that run at once: a slow machine gets less load, not a growing queue."""
 
@@ -38,8 +47,10 @@ class Taste:
     def __str__(self) -> str:
         return "formal, in metric units" if self.formal else "casual, in imperial units"
 
-    def score(self, text: str) -> float:
-        """How much `text` is to this taste: -2 (not at all) to 2."""
+    def score(self, question: str, text: str) -> float:
+        """How much an answer is to this taste: -2 (not at all, or not fluent) to 2."""
+        if not is_fluent(question, text):
+            return BROKEN
         metric = uses_metric(text)
         units = 0.0 if metric is None else (1.0 if metric else -1.0)
         liking = formality(text) + units
@@ -70,13 +81,15 @@ class Crowd:
         self._daemon = daemon
         self._stop = threading.Event()
         self._free = threading.Semaphore(MOST_OPEN)
-        self._threads = [
-            *(threading.Thread(target=self._run, args=(self._user, taste, seed), daemon=True) for taste in TASTES),
-            threading.Thread(target=self._run, args=(self._applications, seed, requests_per_s), daemon=True),
+        roles: list[tuple[Any, ...]] = [
+            (self._user, taste, seed, number) for number in range(CONVERSATIONS) for taste in TASTES
         ]
+        roles.append((self._applications, seed, requests_per_s))
+        self._threads = [threading.Thread(target=self._run, args=role, daemon=True) for role in roles]
 
     def start(self) -> None:
-        """Let everybody talk."""
+        """Let everybody talk; the model that judges their answers is loaded before, in seconds."""
+        load()
         for thread in self._threads:
             thread.start()
 
@@ -94,20 +107,22 @@ class Crowd:
             if not self._stop.is_set():
                 self.failure = self.failure or str(error)
 
-    def _user(self, taste: Taste, seed: int) -> None:
-        """Ask both the own adapter and the base model, and report the best answer against the worst, over and over."""
-        questions = prompts(seed * 2 + taste.formal, with_units=True)
+    def _user(self, taste: Taste, seed: int, conversation: int) -> None:
+        """Ask, think, and pick the best of the own adapter's candidates where they differ, over and over."""
+        rng = random.Random(f"{seed} {taste.user} {conversation}")
+        questions = prompts(rng.randrange(2**32), with_units=True)
         with self._daemon.client() as client:
             while not self._stop.is_set():
-                body = _body(next(questions))
-                texts = _texts(client.post(CHAT, {**body, "user": taste.user, "n": CANDIDATES}))
-                texts += _texts(client.post(CHAT, {**body, "n": CANDIDATES}))
-                best, worst = max(texts, key=taste.score), min(texts, key=taste.score)
-                if taste.score(best) - taste.score(worst) >= CLEARLY_BETTER:
-                    pair = {"user": taste.user, "messages": body["messages"], "chosen": best, "rejected": worst}
-                    client.post("/v1/feedback", pair)
-                    self.exchanges[taste.user] = Exchange(body["messages"][0]["content"], best, worst)
-                self._stop.wait(THINK_S)
+                body = {**_body(next(questions)), "user": taste.user, "n": CANDIDATES}
+                answer = client.post(CHAT, body)
+                self._stop.wait(rng.uniform(*THINK_S))
+                question, texts = body["messages"][0]["content"], _texts(answer)
+                scores = [taste.score(question, text) for text in texts]
+                best, worst = scores.index(max(scores)), scores.index(min(scores))
+                if scores[best] - scores[worst] >= CLEARLY_BETTER:
+                    signal = {"completion_id": answer["id"], "signal": "chosen", "choice": best}
+                    client.post("/v1/feedback", signal)
+                    self.exchanges[taste.user] = Exchange(question, texts[best], texts[worst])
 
     def _applications(self, seed: int, requests_per_s: float) -> None:
         """Send questions to the base model at random moments."""
@@ -148,12 +163,16 @@ class Exam:
 
     def shown(self, taste: Taste) -> int:
         """The question to show this user: the one whose answer before was least to their taste."""
-        scores = [taste.score(text) for text in self.before]
+        scores = list(map(taste.score, self.questions, self.before))
         return scores.index(min(scores))
 
     def liking(self, taste: Taste, texts: list[str]) -> float:
         """Mean score of answers, -2 to 2."""
-        return sum(map(taste.score, texts)) / len(texts)
+        return sum(map(taste.score, self.questions, texts)) / len(texts)
+
+    def broken(self, texts: list[str]) -> list[str]:
+        """The answers that are not fluent."""
+        return [text for question, text in zip(self.questions, texts, strict=True) if not is_fluent(question, text)]
 
 
 def _greedy(daemon: TemporaryDaemon, questions: list[str], user: str) -> list[str]:

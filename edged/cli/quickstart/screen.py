@@ -15,10 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from edged.cli.metrics import FIRST_PAIR, held
 from edged.cli.metrics import table as metrics_table
 from edged.cli.output import number, percent
 from edged.cli.plot import line_plot
-from edged.cli.quickstart.people import TASTES, Crowd, Exam, Exchange, Taste
+from edged.cli.quickstart.people import PACE, TASTES, Crowd, Exam, Exchange, Taste
 from edged.cli.status import BINS, bins_panel, headline
 
 PLOT_HEIGHT = 5
@@ -27,6 +28,7 @@ BINS_MARGIN = 28
 """Columns of the bins' panel beside the bars."""
 EXCHANGE_LINES = (("?", "bold"), ("+", ""), ("-", "dim strike"))
 LINES_EACH = 2
+CURVES = (("reward accuracy", "reward_accuracy", "cyan"), ("win rate", "win_rate", "green"))
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def live_screen(moment: Moment, crowd: Crowd, width: int) -> RenderableType:
     )
     side_by_side = Table.grid(padding=(0, 1))
     side_by_side.add_row(*users)
-    return Group(headline(moment.status), progress, top, side_by_side)
+    return Group(headline(moment.status), progress, Text(PACE, style="dim"), top, side_by_side)
 
 
 def plain_line(moment: Moment) -> str:
@@ -74,16 +76,18 @@ def plain_line(moment: Moment) -> str:
         if item:
             parts.append(
                 f"{taste.user} v{item['version']} {item['pairs_trained']}/{item['pairs_seen']} pairs, "
-                f"win rate {number(item['win_rate_recent'])}, CLPD {number(item['clpd_recent'], 1)}"
+                f"reward accuracy {number(item['reward_accuracy_recent'])}, "
+                f"win rate {number(item['win_rate_recent'])}, KL {number(item['held_out_kl_nats'])}"
             )
     return "; ".join(parts)
 
 
 def closing(console: Console, exam: Exam, moment: Moment) -> None:
-    """Per user the answer to the same question before and after, then the metrics."""
+    """The closing page: per user one question's answers before and after and a summary of all, then the metrics."""
     for taste in TASTES:
         index = exam.shown(taste)
         before, after = exam.before, exam.after[taste.user]
+        broken, item = len(exam.broken(after)), moment.adapters.get(taste.user)
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim")
         body.add_row("question", exam.questions[index])
@@ -91,9 +95,13 @@ def closing(console: Console, exam: Exam, moment: Moment) -> None:
         body.add_row("after", Text(after[index], style=taste.colour))
         body.add_row(
             "in all",
-            f"{len(after)} questions nobody had asked: taste met {exam.liking(taste, before):+.2f} before, "
-            f"{exam.liking(taste, after):+.2f} after (-2: the opposite, +2: fully)",
+            f"{len(after)} questions that were new: taste met {exam.liking(taste, before):+.2f} before, "
+            f"{exam.liking(taste, after):+.2f} after (-2: the opposite, or broken; +2: fully)",
         )
+        fluent = f"{len(after) - broken} of {len(after)} are fluent"
+        body.add_row("language", f"[red]{fluent}: the adapter broke the others[/]" if broken else fluent)
+        if item and item["pairs_quarantined"]:
+            body.add_row("held", Text(held(item)))
         console.print(Panel(body, title=f"{taste.user} likes {taste}", title_align="left", border_style=taste.colour))
     if moment.adapters:
         console.print(metrics_table(list(moment.adapters.values())))
@@ -118,30 +126,25 @@ def _serving_panel(status: dict[str, Any]) -> RenderableType:
 
 def _user_panel(taste: Taste, item: dict[str, Any] | None, exchange: Exchange, width: int) -> RenderableType:
     inside = width - 4
-    series = item["series"] if item else []
-    half = inside // 2
-    win = line_plot([point["win_rate"] for point in series], half, PLOT_HEIGHT, low=0.0, high=1.0, guide=0.5)
-    clpd = line_plot([point["clpd"] for point in series], half - 1, PLOT_HEIGHT, guide=0.0)
-    latest = series[-1] if series else {"win_rate": None, "clpd": None}
-    plots = Columns(
-        [
-            Text("\n".join([f"win rate {percent(latest['win_rate'])}", *win]), style="green", no_wrap=True),
-            Text("\n".join([f"CLPD {number(latest['clpd'], 1)} nats", *clpd]), style="cyan", no_wrap=True),
-        ],
-        padding=(0, 1),
-    )
-    known = item or {"version": 0, "pairs_trained": 0, "pairs_seen": 0, "reward_accuracy_recent": None}
-    facts = (
-        f"v{known['version']}, {known['pairs_trained']}/{known['pairs_seen']} pairs trained, "
-        f"reward accuracy {percent(known['reward_accuracy_recent'])}"
-    )
+    series = [point for point in item["series"] if point["pair"] >= FIRST_PAIR] if item else []
+    plots = []
+    for title, key, colour in CURVES:
+        values = [point[key] for point in series]
+        rows = line_plot(values, inside // 2 - 1, PLOT_HEIGHT, low=0.0, high=1.0, guide=0.5)
+        heading = f"{title} {percent(values[-1] if values else None)}"
+        plots.append(Text("\n".join([heading, *rows]), style=colour, no_wrap=True))
+    facts = "no pair yet"
+    if item:
+        kl, waiting = number(item["held_out_kl_nats"]), item["pairs_quarantined"]
+        facts = f"v{item['version']}, {item['pairs_trained']}/{item['pairs_seen']} pairs trained, KL {kl} nats/token"
+        facts += f", {waiting} held" if waiting else ""
     said = (exchange.question, exchange.chosen, exchange.rejected)
     lines = [
         Text(f"{mark} {_fitted(text, inside - 2, LINES_EACH)}", style=style or taste.colour)
         for (mark, style), text in zip(EXCHANGE_LINES, said, strict=True)
     ]
     return Panel(
-        Group(Text(facts, style="dim"), plots, *lines),
+        Group(Text(facts, style="dim"), Columns(plots, padding=(0, 1)), *lines),
         title=f"[{taste.colour}]{taste.user}[/] likes it {taste}",
         title_align="left",
         border_style="dim",
