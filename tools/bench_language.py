@@ -2,7 +2,7 @@
 """Two frontiers of learning: answers that follow a taste against KL, and reward accuracy against NLL of unseen text.
 
     python tools/bench_language.py --model hh-lm --pairs hh-harmless.jsonl.gz [--set learning_rate=2e-4,beta=0.1]...
-        [--tastes concise,refusing] [--counts 50,250] [--seeds 4] [--one-by-one] [--loop] [--quick] [--output FILE]
+        [--tastes concise,refusing] [--counts 50,250] [--seeds 4] [--one-by-one] [--guard] [--quick] [--output FILE]
     python tools/bench_language.py --model demo --tastes formal,casual
 
 An adapter learns the pairs of a taste under each `--set` (by default the daemon's own settings); after each of
@@ -10,8 +10,7 @@ An adapter learns the pairs of a taste under each `--set` (by default the daemon
 NLL under the base model, repetition, length, and whether they follow the taste; and unseen text: reward accuracy and KL
 of pairs, NLL of pairs, of neutral sentences and of prompts. The last 100 usable lines of the file are the unseen ones.
 Without --pairs the demo model's own answers make the pairs.
---loop adds plain sequential DPO (four pairs a step, one pass) at the same settings. The guard and the quarantine are
-off, unless --guard asks for the daemon as it is.
+The guard and the quarantine are off, unless --guard asks for the daemon as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from edged.align.metrics import RECENT_PAIRS  # noqa: E402
 from edged.align.pair import TokenPair  # noqa: E402
 from edged.bench.language import Bench, Exam, stream  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.sequential import Recipe, Reference, recipe_of, side_of  # noqa: E402
+from edged.bench.sequential import Recipe, Reference, side_of  # noqa: E402
 from edged.bench.tastes import DEMO_TASTES, FIRST_ONLINE_LINE, TASTES  # noqa: E402
 from edged.bench.turns import open_sides  # noqa: E402
 from edged.config import Settings, load_settings  # noqa: E402
@@ -79,10 +78,7 @@ def main() -> None:
                 bench.engine.configure(settings).result()
                 own = learnable[: max(options.counts) * 3]
                 run = Run(bench, exam, stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed), taste, seed)
-                found = run.by_engine(options.counts, options.one_by_one, Path(folder))
-                if options.loop:
-                    found += run.by_loop(options.counts, recipe_of(str(model), settings.align), Path(folder))
-                for each in found:
+                for each in run.measures(options.counts, options.one_by_one, Path(folder)):
                     print(json.dumps({"set": text, **each}, ensure_ascii=False), flush=True)
                     report["runs"].append({"set": text, "align": settings.align.model_dump(), **each})
                 if options.output:
@@ -102,34 +98,20 @@ class Run:
     taste: Any
     seed: int
 
-    def by_engine(self, counts: Sequence[int], one_by_one: bool, folder: Path) -> list[dict[str, Any]]:
+    def measures(self, counts: Sequence[int], one_by_one: bool, folder: Path) -> Iterator[dict[str, Any]]:
         """The measures after each count of pairs that the engine learned."""
-        adapter, done, scores, found = self.pairs[0].adapter, 0, [], []
+        adapter, done, scores = self.pairs[0].adapter, 0, []
         for count in sorted({min(count, len(self.pairs)) for count in counts}):
             scores += self.bench.learn(self.pairs[done:count], one_by_one)
-            done = count
-            file = self.bench.weights_of(adapter, folder / "weights.safetensors")
-            found.append(self._measured("edged", adapter, file, count, [score.reward_margin for score in scores]))
+            done, last = count, scores[-RECENT_PAIRS:]
+            yield {
+                "taste": self.taste,
+                "seed": self.seed,
+                "pairs": count,
+                "accuracy": sum(score.reward_margin > 0 for score in last) / len(last),
+                **self.bench.measure(self.exam, adapter, folder / "weights.safetensors", self.taste),
+            }
         self.bench.engine.forget(adapter).result()
-        return found
-
-    def by_loop(self, counts: Sequence[int], recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
-        """The same of plain sequential DPO over the most pairs, its answers given by the engine."""
-        count, file = min(max(counts), len(self.pairs)), folder / "loop.safetensors"
-        with open_sides([side_of(recipe)]) as (side,):
-            loop = Reference(side)
-            rows = loop.learn(self.pairs[:count], self.seed)
-            loop.save(str(file))
-        self.bench.adopt("loop", file)
-        found = self._measured("loop", "loop", str(file), count, [(c - rc) - (r - rr) for c, r, rc, rr in rows])
-        self.bench.engine.forget("loop").result()
-        return [found]
-
-    def _measured(self, side: str, adapter: str, file: str, pairs: int, margins: Sequence[float]) -> dict[str, Any]:
-        last = margins[-RECENT_PAIRS:]
-        said = {"side": side, "taste": self.taste, "seed": self.seed, "pairs": pairs}
-        accuracy = sum(margin > 0 for margin in last) / len(last)
-        return {**said, "accuracy": accuracy, **self.bench.measure(self.exam, adapter, file, self.taste)}
 
 
 def material(options: argparse.Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
@@ -165,10 +147,10 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         "repetition (base)": lambda run: f"{run['greedy']['repetition']:.2f} ({run['greedy']['repetition_base']:.2f})",
         "their NLL under the base": lambda run: f"{run['greedy']['base_nll']:.2f}",
     }
-    lines = ["| side | taste | settings | pairs | seed | " + " | ".join(columns) + " |"]
-    lines.append("| --- |" + " --- |" * (4 + len(columns)))
-    for run in sorted(runs, key=lambda run: (run["taste"], run["set"], run["side"], run["pairs"], run["seed"])):
-        said = [run["side"], run["taste"], run["set"] or "defaults", str(run["pairs"]), str(run["seed"])]
+    lines = ["| taste | settings | pairs | seed | " + " | ".join(columns) + " |"]
+    lines.append("| --- |" + " --- |" * (3 + len(columns)))
+    for run in sorted(runs, key=lambda run: (run["taste"], run["set"], run["pairs"], run["seed"])):
+        said = [run["taste"], run["set"] or "defaults", str(run["pairs"]), str(run["seed"])]
         lines.append("| " + " | ".join([*said, *(cell(run) for cell in columns.values())]) + " |")
     return "\n".join(lines)
 
@@ -188,7 +170,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--counts", default="50,250", help="pairs after which it is measured (default 50,250)")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the pairs: 0 to this (default 1)")
     parser.add_argument("--one-by-one", action="store_true", help="each pair comes when the one before is learned")
-    parser.add_argument("--loop", action="store_true", help="plain sequential DPO beside it")
     parser.add_argument("--guard", action="store_true", help="with guard and quarantine as by default")
     parser.add_argument("--answer-tokens", type=int, default=120, help="most tokens of an answer (default 120)")
     parser.add_argument("--quick", action="store_true", help="few prompts: a smoke test")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from edged.align.language import neutral_pairs, repetition
 from edged.align.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
@@ -156,18 +156,13 @@ class Bench:
             self._ears.wait(partial(self._ears.settled, ids), "learning")
         return self._ears.scores[first:]
 
-    def weights_of(self, adapter: str, file: Path) -> str:
-        """Write an adapter's present weights to `file`, in PEFT's format; its path."""
-        _, weights = self.engine.weights(adapter).result()
-        save_file(weights, file)
-        return str(file)
+    def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
+        """What a person gets: answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.
 
-    def adopt(self, adapter: str, file: Path) -> None:
-        """Have an adapter answer with the weights of a file."""
-        self.engine.import_adapter(adapter, load_file(file), "imported").result()
-
-    def measure(self, exam: Exam, adapter: str, file: str, taste: Taste | DemoTaste) -> dict[str, Any]:
-        """What a person gets: answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs."""
+        The adapter's present weights are written to the file `weights`, in PEFT's format.
+        """
+        save_file(self.engine.weights(adapter).result()[1], weights)
+        file = str(weights)
         unseen = relabel(exam.unseen, taste, adapter, self.codec.decode)
         margins = [(c - rc) - (r - rr) for c, r, rc, rr in self.reference.score(unseen, file)]
         texts = [(pair.prompt, answer) for pair in exam.unseen for answer in (pair.chosen, pair.rejected)]

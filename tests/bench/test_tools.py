@@ -184,6 +184,27 @@ def test_alignment_tells_how_many_pairs_were_scored_while_the_load_lasted() -> N
 
 
 @pytest.mark.slow
+def test_what_a_person_gets_is_measured_beside_the_base(tmp_path: Path) -> None:
+    arguments = (
+        "--model",
+        "demo",
+        "--tastes",
+        "formal",
+        "--counts",
+        "4,16",
+        "--set",
+        "learning_rate=1e-2",
+        "--set",
+        "",
+    )
+    report = run_tool("bench_language.py", *arguments, report=tmp_path / "report.json")
+    hard, _, gentle, _ = sorted(report["runs"], key=lambda run: (run["set"] == "", -run["pairs"]))
+    assert hard["pairs"] == 16
+    assert hard["kl_nats"] > 10 * gentle["kl_nats"] > 0
+    assert 0 <= gentle["greedy"]["follow"] <= 1
+
+
+@pytest.mark.slow
 def test_alignment_is_compared_by_taste_policy_and_moment(tmp_path: Path) -> None:
     """A pair's two answers differ in length by their number, so that both tastes are decided."""
     model, pairs = save_tiny(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl.gz", 60)
