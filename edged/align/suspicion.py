@@ -34,7 +34,8 @@ _NORM_DEVIATIONS = 8.0
 _LATEST = 8
 """Pairs over which the share of suspicious ones makes a burst."""
 _CONTRARY, _BY_CHANCE = 16, 1e-4
-"""Pairs over which too many that contradict what was learned make one, and the probability that is too many."""
+"""Pairs over which too many that contradict what was learned make one, too; the probability from which it is no chance.
+"""
 _REMEMBERED = 256
 """Latest pairs that a new one can contradict."""
 _TELLING_TOKENS = 8
@@ -147,9 +148,10 @@ class Suspicion:
         if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
             return Burst()
         burst = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
-        if burst or len(contrary) < _CONTRARY + _LEAST:
-            return burst
-        return self._too_many(contrary, _CONTRARY, "contradict what was learned")
+        for latest in (_LATEST, _CONTRARY):
+            if not burst and len(contrary) >= latest + _LEAST:
+                burst = self._too_many(contrary, latest, "contradict what was learned")
+        return burst
 
     def _too_many(self, flags: Sequence[tuple[bool, bool]], latest: int, what: str) -> Burst:
         """A burst among the `latest` of (flag, whether direct), oldest first: too many are flagged to be chance.
