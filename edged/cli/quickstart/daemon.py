@@ -67,8 +67,11 @@ class TemporaryDaemon:
             time.sleep(0.1)
         ended = self.process.poll()
         what = f"is not ready after {READY_S:g} s" if ended is None else f"ended with exit code {ended}"
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        raise DaemonError(f"the daemon {what}; its log ends with:\n{tail}")
+        raise DaemonError(f"the daemon {what}; {self.log_end()}")
+
+    def log_end(self) -> str:
+        """The last lines of the log, introduced."""
+        return "\n".join(["its log ends with:", *self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]])
 
     def remove(self) -> None:
         """Stop the daemon (SIGTERM, then SIGKILL) and delete the folder."""

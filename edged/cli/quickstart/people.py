@@ -105,7 +105,7 @@ class Crowd:
             role(*arguments)
         except DaemonError as error:
             if not self._stop.is_set():
-                self.failure = self.failure or str(error)
+                self.failure = self.failure or f"{error}; {self._daemon.log_end()}"
 
     def _user(self, taste: Taste, seed: int, conversation: int) -> None:
         """Ask, think, and pick the best of the own adapter's candidates where they differ, over and over."""
