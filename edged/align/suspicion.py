@@ -33,7 +33,7 @@ _OUTLYING_FACTOR = 2.0
 _NORM_DEVIATIONS = 8.0
 _LATEST = 8
 """Pairs over which the share of suspicious ones makes a burst."""
-_CONTRARY, _BY_CHANCE = 16, 1e-4
+_CONTRARY, _BY_CHANCE = 16, 2e-5
 """Pairs over which too many that contradict what was learned make one, too; the probability from which it is no chance.
 """
 _REMEMBERED = 256

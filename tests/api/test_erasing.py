@@ -195,7 +195,7 @@ def answer_of(http: httpx2.Client, user: str) -> str:
 def test_files_that_cannot_be_deleted_answer_nobody_and_are_tried_again_until_they_go(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
     settings = {"store__save_every_s": 0.1, "guard__held_out_share": 0.0, "align__learning_rate": 0.05}
-    settings |= {"guard__max_kl_nats": 1e9, "guard__max_nll_change": 1e9}
+    settings |= {"guard__max_kl_nats": 1e9, "guard__max_nll_change": 1e9, "align__beta": 0.1, "align__sft_weight": 0.0}
     with running(tmp_path / "run", model, **settings) as daemon, daemon.http() as http:
         base = answer_of(http, "nobody")
         for user in ("ann", "bob"):

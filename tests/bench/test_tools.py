@@ -173,16 +173,6 @@ def write_pairs(path: Path, count: int) -> Path:
     return path
 
 
-def test_alignment_tells_how_many_pairs_were_scored_while_the_load_lasted() -> None:
-    program = "import json, sys, bench_alignment as b; print(b.table(json.load(open(sys.argv[1]))))"
-    environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tools'}"}
-    command = [sys.executable, "-c", program, str(REPOSITORY / "docs/results/alignment-opposite.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "|  | mace | 292 of 488 | 0.57 0.70 0.76 0.79 | -0.045 (!) |" in done.stdout
-    assert "| elaborate beside its opposite | mace | 315 of 976 |" in done.stdout
-
-
 @pytest.mark.slow
 def test_what_a_person_gets_is_measured_beside_the_base(tmp_path: Path) -> None:
     arguments = (
