@@ -172,6 +172,11 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                 ),
             )
             if record.taken_back and record.restored is not None:
+                if record.reason.startswith("guard: held-out"):
+                    # Learned again, they would cost the same again: somebody is to look at them.
+                    for pair_id in feedback.foreign_since(db, record.adapter, record.restored):
+                        feedback.set_pair_state(db, pair_id, "quarantined", 0, None, record.reason)
+                        quarantine.insert_quarantined(db, pair_id, created_at, record.adapter, record.reason)
                 feedback.requeue_taken_back(db, record.adapter, record.restored)
         case VersionTested():
             nlls = record.neutral_nll, record.neutral_base_nll

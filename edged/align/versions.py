@@ -172,6 +172,8 @@ class Versions:
         present = self.current(learner.name)
         learner.withdrawn |= {present, learner.source}
         learner.turn = None
+        # What the versions taken back had learned is queued again, or held: it is not to come by the way of replay.
+        learner.replay.clear()
         good, learner.source = learner.good, 0
         if good is not None and good.version not in learner.withdrawn:
             learner.source = good.version

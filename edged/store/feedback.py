@@ -322,6 +322,16 @@ def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
     ).rowcount
 
 
+def foreign_since(db: Database, adapter: str, version: int) -> list[int]:
+    """Ids of the pairs that are not the user's own direct signals, and that versions after `version` learned."""
+    rows = db.execute(
+        """SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
+               AND state IN ('queued', 'trained', 'learnt') ORDER BY id""",
+        [adapter, version],
+    )
+    return [pair_id for (pair_id,) in rows.fetchall()]
+
+
 def taken_back(db: Database, adapter: str) -> list[int]:
     """Ids of the pairs that wait since a version that had learned them was taken back, oldest first."""
     rows = db.execute(

@@ -36,8 +36,8 @@ class Desk:
         self.moment += timedelta(seconds=1)
         return self.moment
 
-    def report(self, name, signal, choice=None, text=None, seconds=None, user="ada"):
-        feedback = Feedback(user, name, signal, choice, text, seconds)
+    def report(self, name, signal, choice=None, text=None, seconds=None, user="ada", account=None):
+        feedback = Feedback(user, name, signal, choice, text, seconds, account)
         return self.store.write(lambda db: record_signal(db, feedback, self.tick(), self.settings)).result()
 
     def pair(self, *args, **more):

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from edged.align.journal import FLUSH_SAMPLES, Journal, load_open_pairs, requeue_lost
+from edged.align.journal import FLUSH_SAMPLES, Journal, load_open_pairs, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
-from edged.align.pair import IterationSample, PairRetired, StepSkipped, VersionSaved
-from edged.store import Store
+from edged.align.pair import IterationSample, PairRetired, StepSkipped, VersionSaved, VersionTested
+from edged.store import Store, utc_now
 from edged.store.adapters import forget_adapter
-from edged.store.feedback import get_pairs
+from edged.store.feedback import get_pairs, taken_back
 from tests.align.learning import published, queue_pairs, scored, trained
 
 SAMPLE = IterationSample(10, 2, 3, 4, 5.5, 6.5, None, 100)
@@ -294,3 +294,28 @@ def test_losing_an_adapters_versions_leaves_other_adapters_alone(store):
     append(store, published(1, pairs=9))
     assert store.read(lambda db: versions(db, "ada"))[0]["pairs"] == 9
     assert store.read(lambda db: summary(db, "bob"))["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "foreign"),
+    [("guard: KL to the base is 3.00", "queued"), ("guard: held-out reward accuracy fell", "quarantined")],
+)
+def test_what_a_version_taken_back_had_learned_is_queued_again_or_held(store, reason, foreign):
+    own, other, early = queue_pairs(store, 3)
+    store.write(lambda db: db.execute("UPDATE pairs SET direct = 1 WHERE id = ?", [own])).result()
+    append(store, trained(early, 1), trained(own, 2), trained(other, 2), scored(own, 1))
+    append(store, published(3, reason=reason, restored=1))
+    states = {pair.id: pair.state for pair in store.read(lambda db: get_pairs(db, [own, other, early]))}
+    assert states == {own: "queued", other: foreign, early: "trained"}
+    again = store.read(lambda db: taken_back(db, "ada"))
+    assert again == ([own, other] if foreign == "queued" else [own])
+    (score,) = [row for row in rows(store, "alignment_metrics") if row["pair_id"] == own]
+    assert score["version"] == 1, "what was served then is no less true"
+
+
+def test_a_restart_knows_the_newest_version_that_passed_and_the_step_size_that_is_left(store):
+    queue_pairs(store, 1)
+    append(store, published(1), VersionTested("ada", 1, 2.0, 1.9), published(2, step_scale=0.5))
+    append(store, VersionTested("ada", 2, 9.0, 1.9, "NLL of neutral text is +374%"))
+    past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
+    assert (past.tested_version, past.step_scale) == (1, 0.5)

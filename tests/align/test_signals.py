@@ -344,3 +344,19 @@ def test_an_explicit_pair_weighs_its_own_times_the_setting(desk):
     desk.settings = FeedbackSettings(weight_pair=0.5)
     (pair,) = desk.pairs(desk.pair("ada", "good", "bad", prompt="Well?", weight=0.5))
     assert pair[-1] == 0.25
+
+
+def test_a_choice_is_direct_where_the_users_account_or_the_one_that_taught_first_made_it(desk):
+    desk.answer("a", "One.", "Two.")
+    desk.answer("b", "Three.", "Four.")
+    desk.answer("c", "Five.", "Six.")
+    for name, account in (("a", "app"), ("b", "other"), ("c", "ada")):
+        desk.report(name, "chosen", 0, account=account)
+    desk.pair("ada", "good", "bad", prompt="Well?", account="ada")
+    found = desk.store.read(lambda db: get_pairs(db, [1, 2, 3, 4]))
+    assert [(pair.account, pair.direct) for pair in found] == [
+        ("app", True),
+        ("other", False),
+        ("ada", True),
+        ("ada", False),
+    ]
