@@ -116,7 +116,9 @@ def test_several_adapters_share_a_batch_and_answer_as_peft_does(kind: str, tmp_p
 
 
 def test_learning_raises_reward_accuracy_and_every_pair_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
-    with running_engine(tmp_path, align__learning_rate=0.02, guard__held_out_share=0.1) as (engine, client):
+    settings = {"align__learning_rate": 0.02, "align__sft_weight": 0.0, "align__beta": 0.1}
+    settings |= {"guard__held_out_share": 0.1, "guard__max_kl_nats": 1e9}
+    with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit_pairs(random_pairs(60))
         client.wait(lambda: len(client.of(PairRetired)) >= 60, 120)
         wait_idle(engine)

@@ -70,7 +70,7 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
             with torch.no_grad():
                 state.parameters()[1].fill_(float("nan"))
             state.version = state.newest_number = spoilt + 1
-            trainer._versions.publish("ann", spoilt, "trained")
+            trainer._versions.publish(trainer.roster.learner("ann"), spoilt, "trained")
 
         engine._inbox.ask(spoil).result()
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))
