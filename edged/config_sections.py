@@ -318,7 +318,7 @@ class StoreSettings(Section):
         4096, ge=0, description="size from which the oldest completions without feedback go / 2^20; 0: any"
     )
     keep_versions: Count = Field(
-        5, description="adapter versions kept on disk per user, beside the one that held-out tests found best"
+        5, description="adapter versions kept on disk per user, beside the newest that passed its test"
     )
     save_every_s: Positive = Field(5.0, description="shortest time between two saves of one adapter")
 

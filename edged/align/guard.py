@@ -16,8 +16,6 @@ _CHANCE = 0.05
 """Most probability of a loss of accuracy by chance alone at which a version is taken back."""
 _CALM_NLL, _CALM_KL = 0.05, 0.3
 """Shares of the bounds on language up to which steps are taken whole."""
-_REPETITIVE_SHARE = 0.3
-"""Share of the bounds on language that holds for a version whose answers repeat themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +61,12 @@ def _correct(margin: float) -> float:
     return 0.5 if margin == 0 else float(margin > 0)
 
 
-def broken_language(score: TestScore, settings: GuardSettings, repetitive: bool = False) -> str:
-    """Why a version's language is broken, or "".
-
-    The answers of a `repetitive` version repeat themselves more than those of the version before: then less is allowed.
-    """
-    share, since = (_REPETITIVE_SHARE, ", as its answers repeat themselves") if repetitive else (1.0, "")
-    kl_bound, nll_bound = share * settings.max_kl_nats, share * settings.max_nll_change
-    if score.kl_nats is not None and not score.kl_nats <= kl_bound:
-        return f"KL to the base is {score.kl_nats:.2f} nats a token, the bound is {kl_bound:g}{since}"
-    if score.nll_change is not None and not score.nll_change <= nll_bound:
-        return f"NLL of neutral text is {score.nll_change:+.0%}, the bound is {nll_bound:+.0%}{since}"
+def broken_language(score: TestScore, settings: GuardSettings) -> str:
+    """Why a version's language is broken, or ""."""
+    if score.kl_nats is not None and not score.kl_nats <= settings.max_kl_nats:
+        return f"KL to the base is {score.kl_nats:.2f} nats a token, the bound is {settings.max_kl_nats:g}"
+    if score.nll_change is not None and not score.nll_change <= settings.max_nll_change:
+        return f"NLL of neutral text is {score.nll_change:+.0%}, the bound is {settings.max_nll_change:+.0%}"
     return ""
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from edged.align.adapter import CopiedVersion
 from edged.align.dpo import DpoStep
 from edged.align.guard import TestScore
 from edged.align.held_out import HeldOutTest
-from edged.align.language import repetition
 from edged.align.pair import PairState, TokenPair
 from edged.align.rate import PairRate
 from edged.align.suspicion import Suspicion
@@ -26,9 +25,6 @@ FineTuneStep = DpoStep | HeldOutTest
 FIRST_LOSS = math.log(2.0)
 """DPO's loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
-_ANSWERS, _LEAST_ANSWERS, _REPETITIVE = 8, 4, 0.3
-"""Latest answers of an adapter that count, the fewest that say anything, and how much more of them repeats itself than
-before where the adapter is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +80,8 @@ class Learner:
     """Versions that are not gone back to."""
     source: int = 0
     """The version whose weights were gone back to last."""
+    restored_at_step: int = 0
+    """`steps` then."""
     best: TestScore | None = None
     """The score that later versions are compared with."""
     own: int = 0
@@ -101,10 +99,6 @@ class Learner:
     """A change of preferences under observation."""
     undo: int = 0
     """The version before the latest one."""
-    repeats: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
-    """`repetition` of the latest answers."""
-    usual_repeats: float = 0.0
-    """Its mean when a version passed its test last."""
     loss: float = FIRST_LOSS
 
     @property
@@ -121,13 +115,14 @@ class Learner:
             self.held_out[pair.pair_id] = pair
             self.born[pair.pair_id] = self.seen
             return None
+        if pair.again:
+            if all(each.pair_id != pair.pair_id for each in (*self.queue, *self.waiting, *self.taken)):
+                self.queue.append(pair)
+            return None
         contradicts = self.suspicion.note(pair)
         if pair.state != "queued":
             self.replay.append(pair)
-            return None
-        # One that is queued again, as after a version was taken back, is not replayed beside itself.
-        self.replay = deque((each for each in self.replay if each.pair_id != pair.pair_id), _REPLAY_POOL)
-        if pair.trusted or pair.epochs_done:
+        elif pair.trusted or pair.epochs_done:
             self.queue.append(pair)
         elif self.suspicion.alarm_left_s(now) and not pair.direct:
             return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
@@ -169,21 +164,6 @@ class Learner:
         self.queue.extend(pairs)
         return pairs
 
-    @property
-    def repetitive(self) -> bool:
-        """Whether the latest answers repeat themselves much more than those before."""
-        count = len(self.repeats)
-        return count >= _LEAST_ANSWERS and sum(self.repeats) / count - self.usual_repeats >= _REPETITIVE
-
-    def answered(self, tokens: Sequence[int]) -> None:
-        """The present version gave an answer."""
-        self.repeats.append(repetition(tokens))
-
-    def passed(self) -> None:
-        """The present version passed its test: how its answers repeat themselves is usual."""
-        if self.repeats:
-            self.usual_repeats = sum(self.repeats) / len(self.repeats)
-
     def admit(self, now: float) -> None:
         """Queue those who waited for their time."""
         while self.waiting and self.rate.take(now):
@@ -193,7 +173,7 @@ class Learner:
         """Raise the alarm and give up what is the rest of the burst: new pairs that nothing was done with yet."""
         self.suspicion.raise_alarm(now)
         waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
-        rest = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct)]
+        rest = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct or pair.again)]
         self.drop({pair.pair_id for pair in rest})
         return rest
 

@@ -57,8 +57,9 @@ def of_burst(learner: Learner, member: Member, version: int, now: float) -> list
 
     `now` in seconds.
     """
-    pairs = [pair for pair in member.fresh if not (pair.epochs_done or pair.trusted)] + learner.hold_burst(now)
-    learner.queue.extendleft(pair for pair in reversed(member.fresh) if pair.epochs_done or pair.trusted)
+    spared = [pair for pair in member.fresh if pair.epochs_done or pair.trusted or pair.direct or pair.again]
+    pairs = [pair for pair in member.fresh if pair not in spared] + learner.hold_burst(now)
+    learner.queue.extendleft(reversed(spared))
     message = f"{len(pairs)} pairs of {learner.name} are quarantined ({member.burst})"
     logs.event(log, logging.WARNING, "quarantine", message, adapter=learner.name, pairs=len(pairs))
     return [retired(pair, "quarantined", version, pair.epochs_done, member.burst) for pair in pairs]

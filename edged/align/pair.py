@@ -30,6 +30,8 @@ class TokenPair:
     state: PairState = "queued"
     trusted: bool = False
     """Somebody who may decide looked at it: it is learned from as it is."""
+    again: bool = False
+    """A version that had learned it was taken back: it was let in and judged before."""
     direct: bool = False
     """A choice or an edit by the account that teaches this adapter: many that say something new are a change."""
 

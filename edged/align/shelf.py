@@ -113,6 +113,7 @@ class Shelf:
     def forget(self, adapter: str) -> None:
         """Remove the adapter; its files are not found any more, and wait for `files.forget`."""
         self._places.pop(adapter, None)
+        self._kept = [copied for copied in self._kept if copied.adapter != adapter]
         self.versions.pop(adapter, None)
         self.files.hide(adapter)
 

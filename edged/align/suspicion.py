@@ -54,14 +54,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Suspicious pairs that came together, or none where `why` is "". `direct`: all of them are the user's own signals,
-    which is how a change of preferences begins."""
+    """Suspicious pairs that came together, or none where `why` is "". `direct`: the latest are all the user's own
+    signals, which is how a change of preferences begins."""
 
     why: str = ""
     direct: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +85,9 @@ class Suspicion:
         self._settings = settings or FeedbackSettings()
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._flags: deque[tuple[bool, bool]] = deque(maxlen=_WINDOW + _LATEST)
-        """Of the latest pairs, whether each was suspicious and whether it was direct."""
-        self._contrary: deque[tuple[bool, bool]] = deque(maxlen=_WINDOW + _CONTRARY)
-        """The same of those that were contrary."""
+        self._flags: deque[bool] = deque(maxlen=_WINDOW + _LATEST)
+        """Of the latest pairs, whether each was suspicious."""
+        self._contrary: deque[bool] = deque(maxlen=_WINDOW + _CONTRARY)
         self._said: OrderedDict[bytes, None] = OrderedDict()
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
@@ -120,7 +116,7 @@ class Suspicion:
 
         A loss that is not finite is no pair's fault here.
         """
-        if not self._on or pair.trusted or pair.epochs_done or not math.isfinite(loss):
+        if not self._on or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
             return Verdict()
         return replace(self._judge(pair, loss), contrary=margin < 0)
 
@@ -143,30 +139,27 @@ class Suspicion:
 
     def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
         """The burst that these new pairs, oldest first, make together with those before them, if they make one."""
-        suspicious = [*self._flags, *((verdict.suspicious, pair.direct) for pair, verdict in judged)]
-        contrary = [*self._contrary, *((verdict.contrary, pair.direct) for pair, verdict in judged)]
+        suspicious = [*self._flags, *(verdict.suspicious for _, verdict in judged)]
+        contrary = [*self._contrary, *(verdict.contrary for _, verdict in judged)]
         if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
             return Burst()
-        burst = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
+        why = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
         for latest in (_LATEST, _CONTRARY):
-            if not burst and len(contrary) >= latest + _LEAST:
-                burst = self._too_many(contrary, latest, "contradict what was learned")
-        return burst
+            if not why and len(contrary) >= latest + _LEAST:
+                why = self._too_many(contrary, latest, "contradict what was learned")
+        return Burst(why, bool(why) and all(pair.direct for pair, _ in judged))
 
-    def _too_many(self, flags: Sequence[tuple[bool, bool]], latest: int, what: str) -> Burst:
-        """A burst among the `latest` of (flag, whether direct), oldest first: too many are flagged to be chance.
+    def _too_many(self, flags: Sequence[bool], latest: int, what: str) -> str:
+        """Why the `latest` of these flags, oldest first, are a burst, or "": too many are set to be chance.
 
         How many are usual is known from those before (a binomial tail); while it is not, the share alone decides.
         """
-        before, now = [flag for flag, _ in flags[:-latest]], flags[-latest:]
-        direct = [own for flag, own in now if flag]
+        before, now = flags[:-latest], flags[-latest:]
         usual = (1 + sum(before)) / (2 + len(before)) if len(before) >= _LEAST else 0.0
-        tail = sum(
-            math.comb(latest, k) * usual**k * (1 - usual) ** (latest - k) for k in range(len(direct), latest + 1)
-        )
-        if len(direct) < self._settings.burst_share * latest or tail > _BY_CHANCE:
-            return Burst()
-        return Burst(f"burst: {len(direct)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual", all(direct))
+        tail = sum(math.comb(latest, k) * usual**k * (1 - usual) ** (latest - k) for k in range(sum(now), latest + 1))
+        if sum(now) < self._settings.burst_share * latest or tail > _BY_CHANCE:
+            return ""
+        return f"burst: {sum(now)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual"
 
     def begin_anew(self) -> None:
         """Preferences have changed: what was usual before says nothing of what comes."""
@@ -185,8 +178,8 @@ class Suspicion:
             if pair.epochs_done or not math.isfinite(loss):
                 continue
             if not pair.trusted:
-                self._flags.append((verdict.suspicious, pair.direct))
-                self._contrary.append((verdict.contrary, pair.direct))
+                self._flags.append(verdict.suspicious)
+                self._contrary.append(verdict.contrary)
             if not verdict.suspicious:
                 self._losses.append(loss)
         if grad_norm:
@@ -196,7 +189,7 @@ class Suspicion:
         """Begin with what an earlier run left."""
         self._losses.extend(past.losses)
         self._norms.extend(math.log(norm) for norm in past.norms if norm > 0)
-        self._contrary.extend((wrong, False) for wrong in past.contrary)
+        self._contrary.extend(past.contrary)
         if past.alarm_left_s > 0:
             self._alarm_until_s = now + past.alarm_left_s
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from edged.align.pair import PairState, TokenPair
-from edged.store.feedback import PairRow, Side
+from edged.store.feedback import TAKEN_BACK, PairRow, Side
 
 _MIN_PROMPT_SHARE = 4
 """An over-long pair keeps at least a quarter of its room for the prompt: without one, there is nothing to answer."""
@@ -78,6 +78,7 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
         ref_rejected_logp=row.ref_rejected_logp,
         epochs_done=row.epochs_done,
         state=cast(PairState, row.state),
+        again=row.note.startswith(TAKEN_BACK),
         direct=row.direct,
         trusted=row.trusted,
     )

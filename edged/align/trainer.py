@@ -150,11 +150,6 @@ class Trainer:
         learner.tested_version, learner.doubted = -1, True
         self.roster.note(learner)
 
-    def answered(self, adapter: str, version: int, tokens: Sequence[int]) -> None:
-        """A version gave an answer."""
-        if adapter in self.roster.learners and version == self.version(adapter):
-            self.roster.learners[adapter].answered(tokens)
-
     # -- work out ----------------------------------------------------------------------------------------------------
 
     def open(self, adapter: str, keep_graph: bool, admit: Callable[[str], bool]) -> FineTuneStep:
@@ -288,6 +283,9 @@ class Trainer:
         assert turn is not None
         if verdict == "change":
             return
+        # Every version since then knows some of them.
+        learner.withdrawn |= set(range(turn.since + 1, self.version(learner.name) + 1))
+        learner.good = None
         told = f"guard: {len(turn.pair_ids)} pairs contradict what was learned before, and each other"
         self._versions.take_back(learner, told)
         learner.drop(turn.pair_ids)
@@ -304,13 +302,12 @@ class Trainer:
             self.roster.neutral = test.neutral
         scores, records = outcomes.of_test(learner, test)
         self.records += records
-        problem = ""
         if test.version and test.version == self.version(learner.name):
             if len(scores) == len(learner.held_out):
                 learner.fully_tested = test.version
             problem = self._versions.judge(learner, TestScore.of(test.version, scores, test.neutral_nll), self._guard)
-        nll, base_nll = test.neutral_nll or (None, None)
-        self.records.append(VersionTested(learner.name, test.version, nll, base_nll, problem))
+            nll, base_nll = test.neutral_nll or (None, None)
+            self.records.append(VersionTested(learner.name, test.version, nll, base_nll, problem))
 
     def _retire(self, pair: TokenPair, state: PairState, version: int, epochs: int, reason: str = "") -> None:
         self.records.append(outcomes.retired(pair, state, version, epochs, reason))
@@ -325,17 +322,19 @@ class Trainer:
         self._versions.demand(adapter)
         if version == self.version(adapter):
             return version
-        return self.import_adapter(adapter, self._versions.weights(adapter, version), f"rollback to {version}")
+        return self.import_adapter(adapter, self._versions.weights(adapter, version), f"rollback to {version}", version)
 
-    def import_adapter(self, adapter: str, weights: Weights | None, reason: str) -> int:
+    def import_adapter(self, adapter: str, weights: Weights | None, reason: str, restored: int | None = None) -> int:
         """Publish weights that this run did not learn (None: the untrained ones) as a new version; returns its number.
 
         What they are worth is not known: no earlier test is held against them.
         """
         learner = self.roster.learner(adapter)
         self.abandon(adapter)
-        self._versions.restore(learner, weights, reason)
+        self._versions.restore(learner, weights, reason, version=restored)
         learner.best = learner.good = learner.turn = None
+        learner.withdrawn.clear()
+        learner.caution, learner.suspicion.lenient = 1.0, False
         self.shelf.files.spare(adapter, 0)
         return self.version(adapter)
 

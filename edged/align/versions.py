@@ -95,7 +95,12 @@ class Versions:
         self._announce(state, record)
 
     def restore(
-        self, learner: Learner, weights: Weights | None, reason: str, moments: Weights | None = None, version: int = 0
+        self,
+        learner: Learner,
+        weights: Weights | None,
+        reason: str,
+        moments: Weights | None = None,
+        version: int | None = None,
     ) -> None:
         """Publish `weights` (None: the untrained ones), which `version` had, as a new version.
 
@@ -113,7 +118,6 @@ class Versions:
         # Until it is on disk a power cut would bring back what it takes the place of.
         self._shelf.hurry(learner.name)
         learner.tested_version = state.version
-        learner.repeats.clear()
         self.publish(learner, parent, reason, restored=version)
 
     # -- which must go -----------------------------------------------------------------------------------------------
@@ -123,16 +127,15 @@ class Versions:
 
         A loss of accuracy is held against it only where most of what it learned was not the user's own word.
         """
-        broken = broken_language(score, guard, learner.repetitive)
+        broken = broken_language(score, guard)
         problem = broken or (lost_accuracy(score, learner.best, guard) if learner.foreign > learner.own else "")
         if problem:
             learner.calm_tests = 0
-            if broken and learner.steps:
-                # What an earlier run broke says nothing of the present steps.
+            if broken and learner.steps > learner.restored_at_step:
+                # A version from disk that fails says nothing of the present steps.
                 learner.step_scale /= 2
             self.take_back(learner, f"guard: {problem}")
             return problem
-        learner.passed()
         learner.calm_tests += 1
         if learner.calm_tests >= _CALM_TESTS:
             learner.step_scale, learner.calm_tests = min(1.0, 2 * learner.step_scale), 0
@@ -150,11 +153,11 @@ class Versions:
         """Preferences seem to change: the version before is kept on disk, to be gone back to; held-out pairs of before
         no longer count."""
         if learner.good is not None:
-            learner.undo = learner.good.version
             self._shelf.keep(learner.good)
-            self._shelf.files.spare(learner.name, learner.undo)
+        learner.undo = learner.good.version if learner.good is not None else self.current(learner.name)
+        self._shelf.files.spare(learner.name, learner.undo)
         reason = "kept as a test until the preferences changed"
-        return [retired(pair, "learnt", learner.undo, 0, reason) for pair in learner.begin_turn()]
+        return [retired(pair, "skipped", learner.undo, 0, reason) for pair in learner.begin_turn()]
 
     def suspect(self, learner: Learner, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
@@ -170,8 +173,13 @@ class Versions:
         Where none was found good, the newest on disk before it, which is tested then; else the untrained ones.
         """
         present = self.current(learner.name)
-        learner.withdrawn |= {present, learner.source}
-        learner.turn = None
+        learner.withdrawn.add(present)
+        if learner.steps == learner.restored_at_step:
+            # These are its very weights.
+            learner.withdrawn.add(learner.source)
+        learner.restored_at_step = learner.steps
+        learner.turn = learner.best = None
+        learner.own = learner.foreign = 0
         # What the versions taken back had learned is queued again, or held: it is not to come by the way of replay.
         learner.replay.clear()
         good, learner.source = learner.good, 0
@@ -181,11 +189,11 @@ class Versions:
             return
         earlier = self._earlier(learner)
         if earlier is None:
-            self.restore(learner, None, reason)
+            self.restore(learner, None, reason, version=0)
             return
         learner.source = earlier.version
         self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
-        learner.tested_version = -1
+        learner.tested_version, learner.doubted = -1, True
 
     def _earlier(self, learner: Learner) -> Snapshot | None:
         """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""

@@ -172,7 +172,6 @@ class VirtualEngine:
             version=lambda adapter: learning.state.version if adapter == ADAPTER else 0,
             state=lambda _adapter: learning.state,
             shelf=SimpleNamespace(resident=lambda _adapter: True),
-            answered=lambda _adapter, _version, _tokens: None,
         )
         parts = SimpleNamespace(
             settings=self.settings,

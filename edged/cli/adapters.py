@@ -110,8 +110,9 @@ def mend(client: Client, name: str, as_json: bool) -> None:
         raise DaemonError(f"{name} has learned nothing yet: the untrained adapter answers as the base model")
     while True:
         data = client.get(_path(name))
-        tested = next((item for item in data["versions"] if item["version"] == version), {"tested_at": None})
-        if tested["tested_at"] != before.get(version):
+        since = [item for item in reversed(data["versions"]) if item["version"] >= version]
+        tested = next((item for item in since if item["tested_at"] != before.get(item["version"])), None)
+        if tested is not None:
             break
         if time.monotonic() > end:
             within = f"within {_LONGEST_TEST_S:.0f} s"
@@ -120,12 +121,12 @@ def mend(client: Client, name: str, as_json: bool) -> None:
     if as_json:
         return print_json(data)
     if not tested["problem"]:
-        return click.echo(f"version {version} of {name} passes its test: nothing is to be mended")
+        return click.echo(f"version {tested['version']} of {name} passes its test: nothing is to be mended")
     again = next((item["restored"] for item in data["versions"] if item["reason"].startswith("guard")), 0)
     served = f"version {again}" if again else "the untrained adapter"
     return click.echo(
-        f"version {version} of {name} was broken ({tested['problem']}): {served} is served again, and tested in its "
-        "turn; what broken versions had learned is learned again"
+        f"version {tested['version']} of {name} was broken ({tested['problem']}): {served} is served again, and tested "
+        "in its turn; what broken versions had learned is learned again"
     )
 
 

@@ -272,9 +272,6 @@ class Serving:
         self._following.leave(sequence)
         self._stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
-        adapter, asked = sequence.request.adapter, sequence.request.sampling
-        if adapter and sequence.version and reason in ("stop", "length") and not asked.logit_bias:
-            self._parts.trainer.answered(adapter, sequence.version, sequence.tokens[sequence.prompt_tokens :])
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.decoding:

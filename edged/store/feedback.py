@@ -325,8 +325,8 @@ def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
 def foreign_since(db: Database, adapter: str, version: int) -> list[int]:
     """Ids of the pairs that are not the user's own direct signals, and that versions after `version` learned."""
     rows = db.execute(
-        """SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
-               AND state IN ('queued', 'trained', 'learnt') ORDER BY id""",
+        f"""SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
+               AND id NOT IN ({TRUSTED}) AND state IN ('queued', 'trained', 'learnt') ORDER BY id""",
         [adapter, version],
     )
     return [pair_id for (pair_id,) in rows.fetchall()]

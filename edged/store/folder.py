@@ -39,10 +39,11 @@ def sync(path: Path) -> None:
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none."""
     size = 0
-    for file in folder.rglob("*"):
-        # Versions come and go meanwhile.
-        with contextlib.suppress(OSError):
-            size += file.stat().st_size if file.is_file() else 0
+    # Versions come and go meanwhile: `os.walk` passes over folders that are gone, `Path.rglob` raises.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(parent, name)).st_size
     return size
 
 

@@ -84,7 +84,7 @@ def test_half_of_eight_make_a_burst_whoever_came_first() -> None:
 def test_a_burst_of_the_users_own_signals_alone_is_told_apart() -> None:
     own = (pair(direct=True), Verdict(True))
     assert suspicion().burst([own] * 4).direct
-    assert not suspicion().burst([own, own, own, (pair(), Verdict(True))]).direct, "mixed ones are held"
+    assert not suspicion().burst([own, own, own, (pair(), Verdict(True))]).direct, "of mixed ones the others are held"
     assert suspicion().judge(pair(direct=True), 50.0) == Verdict(True), "and none of them is left out by itself"
 
 

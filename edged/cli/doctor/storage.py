@@ -231,8 +231,11 @@ def language(it: Examination) -> Iterator[Finding]:
     with closing(_open_to_read(path)) as connection:
         rows = connection.execute(
             """SELECT adapter, version, avg(kl_nats) FROM alignment_metrics AS m
-               WHERE split = 'held_out' AND version = (
-                   SELECT max(version) FROM alignment_metrics WHERE adapter = m.adapter AND split = 'held_out')
+               WHERE split = 'held_out' AND version = (SELECT max(version) FROM adapter_versions AS v
+                   WHERE adapter = m.adapter AND EXISTS (SELECT 1 FROM alignment_metrics
+                       WHERE adapter = v.adapter AND version = v.version AND split = 'held_out'))
+               AND NOT EXISTS (SELECT 1 FROM adapter_versions AS later
+                   WHERE adapter = m.adapter AND later.version > m.version AND reason LIKE 'guard%')
                GROUP BY adapter HAVING avg(kl_nats) > ? ORDER BY 3 DESC""",
             [guard.max_kl_nats],
         ).fetchall()
