@@ -91,7 +91,9 @@ def of_turn(learner: Learner, member: Member) -> None:
     for outcome in member.outcomes:
         pair = outcome.pair
         if learner.turn is not None and pair.direct and not pair.epochs_done:
-            learner.turn.take(pair.pair_id, outcome.loss, len(pair.chosen) - len(pair.rejected))
+            learner.turn.take(
+                pair.pair_id, outcome.loss, outcome.verdict.contrary, len(pair.chosen) - len(pair.rejected)
+            )
 
 
 def of_test(learner: Learner, test: HeldOutTest) -> tuple[list[PairScored], list[Record]]:

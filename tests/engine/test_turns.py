@@ -59,8 +59,8 @@ def test_a_change_is_recognised_when_what_was_learned_from_some_pairs_tells_othe
     turn = Turn(since=3)
     for number, loss in enumerate([3.0] * 8 + [2.5, 2.5, 2.5, 2.5, 1.0, 1.0]):
         assert turn.verdict == ""
-        turn.take(number, loss, 7)
-    turn.take(14, 1.0, 7)
+        turn.take(number, loss, loss > 2, 7)
+    turn.take(14, 1.0, False, 7)
     assert turn.verdict == "change"
     assert turn.told == "preferences have changed since version 3: 15 pairs, for answers 7 tokens longer"
 
@@ -69,5 +69,23 @@ def test_pairs_that_teach_nothing_are_confusion_in_the_end() -> None:
     turn = Turn(since=3)
     for number in range(64):
         assert turn.verdict == ""
-        turn.take(number, 2.0 + number % 2, 0)
+        turn.take(number, 2.0 + number % 2, number % 2 == 0, 0)
     assert turn.verdict == "confusion"
+
+
+def test_direct_signals_that_contradict_each_other_are_taken_back_to_before_them_and_held(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **SETTINGS) as (engine, client):
+        engine.test_with([TokenPair(-1, "", (3, 4), (5, 6), (7, 8))])
+        before, odd = taste(80), taste(80, first_id=1001)
+        confused = [pair if number % 2 else flipped([pair])[0] for number, pair in enumerate(odd)]
+        for pair in [*before, *confused]:
+            engine.submit_pairs([replace(pair, direct=True)])
+            client.wait(lambda pair=pair: any(r.pair_id == pair.pair_id for r in client.of(PairRetired)))
+            client.wait(lambda: not engine.queue()["finetune"])
+    (back,) = [v for v in client.of(VersionPublished) if "contradict what was learned before" in v.reason]
+    held = {r.pair_id: r.state for r in client.of(PairRetired)}
+    first = min(pair_id for pair_id, state in held.items() if state == "quarantined")
+    learned = next(r.version for r in client.of(PairRetired) if r.pair_id == first)
+    assert back.restored is not None
+    assert 0 < back.restored <= learned, "nothing of what is held is in the weights"
+    assert sum(state == "quarantined" for state in held.values()) == 64
