@@ -256,7 +256,9 @@ class Trainer:
                 self._versions.take_back(learner, f"guard: {member.error}")
             return
         if member.turned and learner.turn is None:
-            self.records += self._versions.begin_turn(learner)
+            self._versions.keep_before_turn(learner)
+            for pair in learner.begin_turn():
+                self._retire(pair, "skipped", member.version, 0, "kept as a test until the preferences changed")
         outcomes.of_turn(learner, member)
         ended = outcomes.of_step(learner, member, state.version, self._align.epochs)
         self.records += ended

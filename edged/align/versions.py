@@ -15,8 +15,7 @@ from edged.align.copies import Copies
 from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
 from edged.align.learner import Learner
 from edged.align.member import Member
-from edged.align.outcomes import retired
-from edged.align.pair import PairRetired, VersionPublished
+from edged.align.pair import VersionPublished
 from edged.align.shelf import Shelf
 from edged.config import GuardSettings
 
@@ -149,15 +148,12 @@ class Versions:
             learner.best, learner.foreign, learner.own = score, 0, 0
         return ""
 
-    def begin_turn(self, learner: Learner) -> list[PairRetired]:
-        """Preferences seem to change: the version before is kept on disk, to be gone back to; held-out pairs of before
-        no longer count."""
+    def keep_before_turn(self, learner: Learner) -> None:
+        """Preferences seem to change: the version before is kept on disk, to be gone back to."""
         if learner.good is not None:
             self._shelf.keep(learner.good)
         learner.undo = learner.good.version if learner.good is not None else self.current(learner.name)
         self._shelf.files.spare(learner.name, learner.undo)
-        reason = "kept as a test until the preferences changed"
-        return [retired(pair, "skipped", learner.undo, 0, reason) for pair in learner.begin_turn()]
 
     def suspect(self, learner: Learner, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
