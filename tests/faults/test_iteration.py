@@ -34,8 +34,9 @@ def test_a_failure_after_answers_ended_does_not_follow_the_engine(tmp_path: Path
     prompts = [random_ids(30, seed) for seed in range(3)]
     with running_engine(tmp_path) as (engine, client):
         raised = once_something_ended(engine)
-        engine.submit(request("short", random_ids(9, 7), 2))
+        # The long one first: the short one might end before it comes.
         engine.submit(request("long", random_ids(9, 8), 200))
+        engine.submit(request("short", random_ids(9, 7), 2))
         client.wait(lambda: len(client.finished) == 2)
         assert raised
         assert client.finished["short"].reason == "length"
