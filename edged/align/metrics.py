@@ -112,22 +112,7 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
             _row(db, f"SELECT {_COUNTS} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name)
         ),
         **_row(db, f"SELECT {recent} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name),
-        **_row(
-            db,
-            """SELECT avg(win) AS held_out_win_rate, avg(logp_difference) AS held_out_clpd,
-                   avg(reward_correct) AS held_out_reward_accuracy, avg(kl_nats) AS held_out_kl_nats,
-                   max(version) AS held_out_version
-               FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' AND version = (
-                   SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
-            name,
-        ),
-        **_row(
-            db,
-            """SELECT max(version), neutral_nll / neutral_base_nll - 1.0 AS neutral_nll_change
-               FROM adapter_versions WHERE adapter = :adapter AND neutral_nll IS NOT NULL""",
-            name,
-            "neutral_nll_change",
-        ),
+        **latest_test(db, adapter),
         **_row(
             db,
             f"""SELECT avg(completion_tokens) AS answer_tokens_recent, avg(repetition) AS answer_repetition_recent
@@ -145,6 +130,25 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
             name,
         ),
     }
+
+
+def latest_test(db: Database, adapter: str) -> dict[str, Any]:
+    """The means of the held-out pairs at the latest test, and the change of neutral text's NLL; None: untested.
+
+    Keys: those of `summary` that begin with `held_out_`, and neutral_nll_change.
+    """
+    return _row(
+        db,
+        """SELECT avg(win) AS held_out_win_rate, avg(logp_difference) AS held_out_clpd,
+               avg(reward_correct) AS held_out_reward_accuracy, avg(kl_nats) AS held_out_kl_nats,
+               max(version) AS held_out_version,
+               (SELECT neutral_nll / neutral_base_nll - 1.0 FROM adapter_versions
+                WHERE adapter = :adapter AND neutral_nll IS NOT NULL
+                ORDER BY version DESC LIMIT 1) AS neutral_nll_change
+           FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' AND version = (
+               SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
+        {"adapter": adapter},
+    )
 
 
 def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]:
@@ -191,6 +195,5 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
     return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
 
 
-def _row(db: Database, sql: str, parameters: dict[str, str], *keys: str) -> dict[str, Any]:
-    row = next(iter(db.query(sql, parameters)))
-    return {key: row[key] for key in keys or row}
+def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
+    return next(iter(db.query(sql, parameters)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sqlite_utils import Database
 
-from edged.align.metrics import RECENT_PAIRS
+from edged.align.metrics import RECENT_PAIRS, latest_test
 
 OTHER = "other"
 """Under this name the rest is summed; a user of that name is part of it."""
@@ -68,18 +68,9 @@ def _reading(db: Database, name: str) -> AdapterReading:
                ORDER BY version DESC, id DESC LIMIT ?)""",
         [name, RECENT_PAIRS],
     ).fetchone()
-    (kl_nats,) = db.execute(
-        """SELECT avg(kl_nats) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out' AND version = (
-               SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
-        {"adapter": name},
-    ).fetchone()
-    tested = db.execute(
-        """SELECT neutral_nll / neutral_base_nll - 1.0 FROM adapter_versions
-           WHERE adapter = ? AND neutral_nll IS NOT NULL ORDER BY version DESC LIMIT 1""",
-        [name],
-    ).fetchone()
     win_rate, clpd, accuracy = means
-    return AdapterReading(name, pending, win_rate, clpd, accuracy, kl_nats, tested[0] if tested else None)
+    test = latest_test(db, name)
+    return AdapterReading(name, pending, win_rate, clpd, accuracy, test["held_out_kl_nats"], test["neutral_nll_change"])
 
 
 def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, float | None, float | None]:
