@@ -15,30 +15,30 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal
-from edged.align.pair import Record, VersionPublished
-from edged.align.told import Told
-from edged.api.admission import Admission
-from edged.api.feed import Feed
-from edged.api.forgetting import finish_forgetting
-from edged.api.hub import Hub
-from edged.api.limits import Limits
+from edged.align.log_events import LogEvents
+from edged.api.admission import TenantQueue
+from edged.api.erasure import finish_forgetting
+from edged.api.event_router import EventRouter
+from edged.api.event_streams import Feed
+from edged.api.feedback_intake import FeedbackIntake
+from edged.api.limits import UserLimits
 from edged.api.probe import VersionAnswers
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
-from edged.api.teacher import Teacher
-from edged.config import Settings
 from edged.engine.engine import Engine
-from edged.engine.text import Codec
 from edged.governors.governors import Governors
 from edged.models.source import find_model
-from edged.reload import Reloaded, Reloader, adopted
+from edged.reload import Reloader, ReloadResult, adopted
+from edged.settings.load import Settings
 from edged.store import Store
-from edged.store.bases import refuse_other_base
-from edged.store.folder import ADAPTERS_FOLDER
-from edged.store.footprint import Footprint
-from edged.store.upkeep import Upkeep
+from edged.store.base_models import refuse_other_base
+from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.maintenance import Maintenance
+from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
+from edged.text.tokenizer import Tokenizer
 
 log = logging.getLogger("edged")
 
@@ -47,13 +47,13 @@ def assemble(
     settings: Settings,
     store: Store,
     folder: Path,
-    hub: Hub,
+    event_router: EventRouter,
     lifecycle: Lifecycle,
-    reload: Callable[[], Awaitable[Reloaded]],
+    reload: Callable[[], Awaitable[ReloadResult]],
 ) -> tuple[Services, Journal]:
     """Build what takes time: download, tokenizer, model, cache. Nothing is started.
 
-    `folder` has the adapters, `reload` reads the settings again. Raises ModelMissing, CodecError, ModelRefused and
+    `folder` has the adapters, `reload` reads the settings again. Raises ModelMissing, TokenizerError, ModelRefused and
     OtherBase.
     """
     model_dir, name = find_model(settings.model)
@@ -63,9 +63,9 @@ def assemble(
     settings = settings.model_copy(update={"model": settings.model.model_copy(update=found)})
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
-    codec = Codec.load(model_dir, settings.model.trust_remote_code)
+    codec = Tokenizer.load(model_dir, settings.model.trust_remote_code)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
-    told = Told()
+    told = LogEvents()
 
     def take(records: list[Record]) -> Future[None] | None:
         recorded = journal.append(records)
@@ -73,13 +73,13 @@ def assemble(
         feed.tell(records)
         for record in records:
             if isinstance(record, VersionPublished) and record.taken_back:
-                teacher.learn_again(record.adapter, recorded)
+                feedback_intake.learn_again(record.adapter, recorded)
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
         answers.tell(records)
         return recorded
 
-    engine = Engine.build(settings, model_dir, hub.deliver, take, folder)
+    engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)
     facts = engine.status()["model"]
     if settings.store.new_base == "refuse":
         store.read(partial(refuse_other_base, data_dir=folder, fingerprint=facts["fingerprint"], name=name))
@@ -88,9 +88,9 @@ def assemble(
         engine.hold_back(forgotten)
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
-    feed = Feed(hub.loop, engine.iterations, lambda: report(lifecycle, services))
-    answers = VersionAnswers(store, codec, engine, hub)
-    teacher = Teacher(store, codec, engine, settings, feed.tell_outcomes)
+    feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
+    answers = VersionAnswers(store, codec, engine, event_router)
+    feedback_intake = FeedbackIntake(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(settings.governor, engine.use, engine.limit)
     monitor.subscribe(governors.hear)
@@ -102,19 +102,19 @@ def assemble(
         engine=engine,
         store=store,
         codec=codec,
-        hub=hub,
+        event_router=event_router,
         feed=feed,
-        teacher=teacher,
+        feedback_intake=feedback_intake,
         monitor=monitor,
-        admission=Admission.for_engine(settings.serving),
-        limits=Limits(settings.limits),
-        footprint=Footprint(settings.limits.stored_mb * 2**20),
+        admission=TenantQueue.for_engine(settings.serving),
+        limits=UserLimits(settings.limits),
+        footprint=UserQuota(settings.limits.stored_mb * 2**20),
         governors=governors,
-        upkeep=Upkeep(store, settings.store),
+        upkeep=Maintenance(store, settings.store),
         started_at_s=time.time(),
         reload=reload,
     )
-    if resumed := teacher.resume(facts["fingerprint"]):
+    if resumed := feedback_intake.resume(facts["fingerprint"]):
         log.info("%d pairs were queued and go on", resumed)
     return services, journal
 
@@ -133,7 +133,7 @@ def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> Non
         lambda settings: services.limits.configure(settings.limits),
         lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
         lambda settings: services.governors.configure(settings.governor),
-        services.teacher.configure,
+        services.feedback_intake.configure,
         lambda settings: services.upkeep.configure(settings.store),
     ):
         reloader.on_change(apply)

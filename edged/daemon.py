@@ -23,27 +23,27 @@ from aiohttp import web
 from transformers.utils import logging as transformers_logging
 
 import edged
-from edged import logs
 from edged.align.journal import Journal
 from edged.api.access import Access, AccessError
 from edged.api.app import make_app
 from edged.api.connections import Site
-from edged.api.hub import Hub
+from edged.api.event_router import EventRouter
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
-from edged.config import ConfigError, Settings
-from edged.engine.model import ModelRefused
-from edged.engine.process import allow_files
-from edged.engine.text import CodecError
+from edged.engine.model.served_model import ModelRefused
 from edged.models.source import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
-from edged.reload import Reloaded, Reloader
-from edged.service_manager import ServiceManager
+from edged.reload import Reloader, ReloadResult
+from edged.runtime import logs
+from edged.runtime.process import allow_files
+from edged.runtime.systemd import ServiceManager
+from edged.settings.load import ConfigError, Settings
 from edged.store import Store, StoreError
-from edged.store.bases import OtherBase
-from edged.store.folder import DATABASE_FILE, clear_leftovers, data_folder
+from edged.store.base_models import OtherBase
+from edged.store.data_dir import DATABASE_FILE, clear_leftovers, data_folder
+from edged.text.tokenizer import TokenizerError
 
 T = TypeVar("T")
 log = logging.getLogger("edged")
@@ -70,7 +70,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     try:
         try:
             return asyncio.run(Daemon(settings, os.environ, load).run())
-        except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, OtherBase, CodecError) as error:
+        except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, OtherBase, TokenizerError) as error:
             refused = str(error)
         # A refusal may wait for minutes: not with a model in memory, which the error's traceback refers to.
         gc.collect()
@@ -137,9 +137,11 @@ class Daemon:
             for item in listeners.sockets:
                 await Site(runner, item, self._settings.limits).start()
             self._tell_start(listeners, folder)
-            hub = Hub(asyncio.get_running_loop())
+            event_router = EventRouter(asyncio.get_running_loop())
             loading = f"loading {self._settings.model.path}"
-            services = await self._unless_stopped(loading, lambda: self._load(store, hub, folder), "edged-loader")
+            services = await self._unless_stopped(
+                loading, lambda: self._load(store, event_router, folder), "edged-loader"
+            )
             if services is None:
                 # Nothing has been acknowledged that is not on disk.
                 listeners.close()
@@ -158,9 +160,9 @@ class Daemon:
             await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
 
-    def _load(self, store: Store, hub: Hub, folder: Path) -> Services:
-        """Build the parts. Raises ModelMissing, CodecError, ModelRefused or OtherBase."""
-        services, self._journal = assemble(self._settings, store, folder, hub, self._lifecycle, self._reload)
+    def _load(self, store: Store, event_router: EventRouter, folder: Path) -> Services:
+        """Build the parts. Raises ModelMissing, TokenizerError, ModelRefused or OtherBase."""
+        services, self._journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
         connect(services, self._lifecycle, self._reloader)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
@@ -198,7 +200,7 @@ class Daemon:
         # Governors hold the engine back to its end; a reading may take long, and nobody is to wait for it.
         await _in_thread(services.monitor.stop, "edged-stopper")
         await runner.cleanup()
-        services.teacher.close()
+        services.feedback_intake.close()
         await _in_thread(services.upkeep.stop, "edged-stopper")
         if self._journal is not None:
             self._journal.flush()
@@ -242,7 +244,7 @@ class Daemon:
             with contextlib.suppress(ConfigError):
                 await self._reload()
 
-    async def _reload(self) -> Reloaded:
+    async def _reload(self) -> ReloadResult:
         """Read the settings again. Raises ConfigError, and nothing has changed then."""
         assert self._lifecycle.services is not None
         self._manager.reloading()

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from edged import logs
-from edged.api.refused import answer_refusals
 from edged.api.sockets import ListenError
-from edged.config import LogSettings
-from edged.service_manager import notify
+from edged.api.startup_errors import answer_refusals
+from edged.runtime import logs
+from edged.runtime.systemd import notify
+from edged.settings.load import LogSettings
 
 log = logging.getLogger("edged")
 

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edged import logs
-from edged.config import (
+from edged.runtime import logs
+from edged.settings.access import AccessSettings
+from edged.settings.load import (
     ConfigError,
     GovernorSettings,
     GuardSettings,
@@ -24,7 +25,6 @@ from edged.config import (
     Settings,
     StoreSettings,
 )
-from edged.config_access import AccessSettings
 
 log = logging.getLogger("edged")
 
@@ -69,7 +69,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ReloadResult:
     """What came of a reload."""
 
     applied: tuple[Change, ...]
@@ -91,7 +91,7 @@ class Reloaded:
         )
 
 
-def compare(old: Settings, new: Settings) -> Reloaded:
+def compare(old: Settings, new: Settings) -> ReloadResult:
     """How `new` differs from `old`; values of tokens are not shown."""
     changes: tuple[list[Change], list[Change]] = ([], [])
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
@@ -102,7 +102,7 @@ def compare(old: Settings, new: Settings) -> Reloaded:
                 shown = (_HIDDEN, _HIDDEN) if secret else (before[section][key], value)
                 can = key in RELOADABLE.get(section, ())
                 changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
-    return Reloaded(*map(tuple, changes))
+    return ReloadResult(*map(tuple, changes))
 
 
 def adopted(current: Settings, new: Settings) -> Settings:
@@ -132,7 +132,7 @@ class Reloader:
         """Have settings looked at before any is applied; `check` raises ConfigError for what a part cannot take."""
         self._checks.append(check)
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         """Apply what can change. Raises ConfigError, and nothing has changed then."""
         if self._load is None:
             raise ConfigError("this daemon was not started from a file or the environment: nothing can be read again")

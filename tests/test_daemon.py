@@ -16,10 +16,10 @@ import httpx2
 import openai
 import pytest
 
-from edged.config import ModelSettings, Settings
 from edged.daemon import run_daemon
 from edged.models.source import ModelMissing, find_model
-from edged.store.folder import data_folder
+from edged.settings.load import ModelSettings, Settings
+from edged.store.data_dir import data_folder
 from tests.api.live import LiveDaemon, running, started
 from tests.api.test_adapters import teach
 from tests.models import save_tiny

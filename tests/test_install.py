@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_FILE
-from edged.config import load_settings
+from edged.settings.load import load_settings
 from tests.cli.conftest import edged
 
 INSTALL = Path(__file__).parents[1] / "tools" / "install"

@@ -1,45 +1,144 @@
-"""The house of docs/architecture.md: imports point downwards only."""
+"""The layers of docs/architecture.md: imports point downwards; no folder is crowded, no class name stands twice."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOF = {"bench/soak": 6}
-"""The soak tries a whole daemon from outside."""
+MOST_FILES = 20
+ROOMY = ("edged/api", "edged/cli", "tests/api", "tests/cli")
+"""A file for each resource, a file for each command."""
+EXCEPTIONS = {
+    "edged/align/adapters/loader.py imports edged.align.trainer",
+    "edged/align/adapters/loader.py imports edged.engine.request",
+    "edged/align/adapters/writer.py imports edged.align.versions",
+    "edged/align/adapters/writer.py imports edged.engine.request",
+    "edged/engine/kv/offload.py imports edged.engine.model.memory_plan",
+    "edged/engine/lora/slots.py imports edged.engine.attention.packed_batch",
+    "edged/engine/sampling/penalties.py imports edged.engine.request",
+    "edged/engine/sampling/sampler.py imports edged.engine.request",
+}
+"""Imports that stand in the way; the list only gets shorter."""
 
 
-def floors() -> dict[str, int]:
-    """Floor of each room, as the document's table has it."""
-    table = (ROOT / "docs/architecture.md").read_text().split("## The house")[1].split("\n\n`edged/models/`")[0]
-    found = {}
-    for floor, rooms in re.findall(r"^\| (\d) \| (.+?) \|", table, re.MULTILINE):
-        for room in re.findall(r"`(?:edged/)?([a-z_]+)(?:\.py|/)`", rooms):
-            found[room] = int(floor)
-    return found
+def table() -> list[tuple[int, str, bool]]:
+    """Row, packages and whether they need torch, as the document's table has them."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (yes|no) \|$", text, re.MULTILINE)
+    return [(int(row), packages, torch == "yes") for row, packages, torch in rows]
 
 
-def imports(path: Path) -> set[str]:
-    """Rooms of edged that a file imports, also inside functions."""
-    names = set()
+def layers() -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The row of each package, and inside some packages the place of each part."""
+    rows: dict[str, int] = {}
+    inside: dict[str, dict[str, int]] = {}
+    for row, packages, _ in table():
+        for package, parts in re.findall(r"`(\w+)`(?: \((.+?)\))?", re.sub(r"\([^)]*\)", "", packages)):
+            assert not parts
+            rows[package] = row
+        for package, order in re.findall(r"`(\w+)` \((.+?)\)", packages):
+            places = [re.findall(r"`(\w+)`", step) for step in order.split(" < ")]
+            inside[package] = {part: place for place, parts in enumerate(places) for part in parts}
+    return rows, inside
+
+
+ROW, INSIDE = layers()
+REST = 99
+
+
+def own_layer(module: str) -> str:
+    """The part of edged that a module belongs to, such as "store" or "scheduler.cost"."""
+    _, package, *parts = module.split(".")
+    places = INSIDE.get(package)
+    if places is None:
+        return package
+    return f"{package}.{parts[0]}" if parts and parts[0] in places else f"{package}.rest"
+
+
+def below(lower: str, upper: str) -> bool:
+    """Whether what belongs to `upper` may import what belongs to `lower`."""
+    (one, _, part), (other, _, own) = lower.partition("."), upper.partition(".")
+    if one == other:
+        return INSIDE[one].get(part, REST) < INSIDE[one].get(own, REST)
+    return ROW[one] < ROW[other]
+
+
+def module_of(path: Path) -> str:
+    """The name by which a file is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in sorted((ROOT / "edged").rglob("*.py"))}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """What a file imports, also inside functions: modules, where they are edged's."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
         elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("edged.")}
+            yield from (alias.name for alias in node.names)
 
 
-def test_imports_point_downwards_only() -> None:
-    floor = floors()
-    assert len(floor) > 20
-    wrong = []
-    for path in sorted((ROOT / "edged").rglob("*.py")):
-        inside = path.relative_to(ROOT / "edged")
-        room = inside.parts[0].removesuffix(".py")
-        own = ROOF.get("/".join(inside.parts[:2]), floor.get(room))
-        if own is not None:
-            wrong += [f"{inside} imports {other}" for other in imports(path) if floor.get(other, 0) > own]
-    assert not wrong
+def test_every_package_has_a_row() -> None:
+    packages = {module.split(".")[1] for module in MODULES if module != "edged"}
+    assert packages == set(ROW)
+
+
+def test_a_package_imports_lower_ones_only() -> None:
+    wrong = set()
+    for module, path in MODULES.items():
+        if module == "edged":
+            continue
+        own = own_layer(module)
+        for name in imports(path):
+            if name in MODULES and name != "edged" and own_layer(name) != own and not below(own_layer(name), own):
+                wrong.add(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == EXCEPTIONS
+
+
+def test_what_is_installed_imports_nothing_that_is_not() -> None:
+    outside = ("benchmarks", "examples", "tests", "tools")
+    assert not [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in MODULES.values()
+        for name in imports(path)
+        if name.split(".")[0] in outside
+    ]
+
+
+def test_packages_without_torch_can_be_imported_without_it() -> None:
+    light = {package for _, packages, torch in table() if not torch for package in ROW if f"`{package}`" in packages}
+    names = [module for module in MODULES if module.count(".") and module.split(".")[1] in light]
+    names = [name for name in names if not name.endswith("__main__")]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{name} brings torch')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = [ROOT / name for name in ("edged", "benchmarks", "examples", "tests")]
+    folders += [path for folder in list(folders) for path in folder.rglob("*") if path.is_dir()]
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert not {name: count for name, count in counts.items() if count > MOST_FILES and name not in ROOMY}
+
+
+def test_a_class_name_stands_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in places.items() if len(files) > 1}

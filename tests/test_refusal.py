@@ -15,7 +15,7 @@ import pytest
 from edged.refusal import start_succeeded
 from tests.cli.conftest import edged
 from tests.models import save_tiny
-from tests.test_service_manager import Manager, ask, service
+from tests.runtime.test_systemd import Manager, ask, service
 
 COUNT = "refused-starts"
 

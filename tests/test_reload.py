@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from edged.align.pair import PairRetired, VersionPublished
-from edged.api.access import Access, token_hash
+from edged.align.feedback.pair import PairRetired, VersionPublished
+from edged.api.access import Access
 from edged.api.errors import ApiError
-from edged.config import Settings, load_settings
-from edged.config_access import AccessSettings, AccessToken
+from edged.api.tokens import token_hash
 from edged.reload import RELOADABLE, adopted, compare
+from edged.settings.access import AccessSettings, AccessToken
+from edged.settings.load import Settings, load_settings
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import edged
 from tests.engine.harness import random_ids, random_pairs, request, running_engine

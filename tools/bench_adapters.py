@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
@@ -25,12 +26,12 @@ prepare()
 
 import torch  # noqa: E402
 
-from edged.bench.adapters import ANSWER_TOKENS, BATCH, PROMPT_TOKENS, batch_cost, registered_cost  # noqa: E402
-from edged.bench.bounds import Machine, Sizes, decode, measure_machine, prefill  # noqa: E402
-from edged.bench.random_llama import SHAPES, write_random_llama  # noqa: E402
-from edged.config import AlignSettings  # noqa: E402
-from edged.engine.threads import apart  # noqa: E402
+from benchmarks.adapters import ANSWER_TOKENS, BATCH, PROMPT_TOKENS, batch_cost, registered_cost  # noqa: E402
+from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill  # noqa: E402
+from benchmarks.support.random_llama import SHAPES, write_random_llama  # noqa: E402
 from edged.models import demo_model_dir  # noqa: E402
+from edged.settings.load import AlignSettings  # noqa: E402
+from edged.tensors.cpu_threads import apart  # noqa: E402
 
 DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
 """What an engine chooses by itself."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
@@ -35,18 +35,18 @@ prepare()
 
 import torch  # noqa: E402
 
-import edged  # noqa: E402
-from edged.align.pair import TokenPair  # noqa: E402
-from edged.bench import alignment  # noqa: E402
-from edged.bench.alignment import Load, Logps, Notes  # noqa: E402
+from benchmarks import alignment  # noqa: E402
+from benchmarks.alignment import Load, Logps, Notes  # noqa: E402
+from benchmarks.sequential_dpo import Reference, recipe_of, side_of  # noqa: E402
+from benchmarks.support.interleave import open_sides  # noqa: E402
+from benchmarks.support.machine_limits import report_header  # noqa: E402
+from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, relabel  # noqa: E402
+from edged.align.feedback.pair import TokenPair  # noqa: E402
 from edged.bench.replay import ReplayPlan, load_pairs, replay  # noqa: E402
-from edged.bench.sequential import Reference, recipe_of, side_of  # noqa: E402
-from edged.bench.tastes import FIRST_ONLINE_LINE, TASTES, Taste, relabel  # noqa: E402
 from edged.bench.traces import read_trace  # noqa: E402
-from edged.bench.turns import open_sides  # noqa: E402
-from edged.config import Settings, load_settings  # noqa: E402
-from edged.engine.text import Codec  # noqa: E402
-from edged.scheduler.policies import POLICIES  # noqa: E402
+from edged.scheduler.policies.registry import POLICIES  # noqa: E402
+from edged.settings.load import Settings, load_settings  # noqa: E402
+from edged.text.tokenizer import Tokenizer  # noqa: E402
 
 OPPOSITE: tuple[Taste, Taste] = ("concise", "elaborate")
 FULL_LOAD = 0.9
@@ -62,7 +62,7 @@ class Bench:
     """What all runs share."""
 
     options: argparse.Namespace
-    codec: Codec
+    codec: Tokenizer
     online: list[TokenPair]
     earlier: list[TokenPair]
     reference: Reference
@@ -80,8 +80,8 @@ class Bench:
 def main() -> None:
     """Run the benchmark."""
     options = parsed()
-    load_before = os.getloadavg()[0]
-    codec = Codec.load(options.model)
+    header = report_header(options.device)
+    codec = Tokenizer.load(options.model)
     pairs, _ = load_pairs(options.pairs, options.format, codec, Settings().align.max_pair_tokens)
     online = [pair for pair in pairs if pair.pair_id >= options.first_line]
     earlier = [pair for pair in pairs if pair.pair_id < options.first_line]
@@ -97,10 +97,7 @@ def main() -> None:
         bench = Bench(options, codec, online, earlier, Reference(side), load)
         report = {
             "model": options.model.name,
-            "device": torch.cuda.get_device_name() if "cuda" in options.device else f"CPU, {os.cpu_count()} cores",
-            "versions": {"edged": edged.__version__, "torch": torch.__version__},
-            "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "load_average_before": load_before,
+            **header,
             "trace": load.trace.name,
             "requests_per_s": rate,
             "pairs_per_s": options.pairs_per_s,

@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from edged.bench.turns import Spread
-from edged.cli.client import Address, Client
-from edged.cli.quickstart.daemon import TemporaryDaemon
+import checkout  # noqa: F401
+from benchmarks.support.interleave import Spread
+from edged.client.client import Address, Client
+from examples.quickstart.daemon import TemporaryDaemon
 
 SETTLE_S = 3.0
 QUESTION = {"messages": [{"role": "user", "content": "How do I cook rice?"}], "max_tokens": 32}

@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
 import trl
 
-import edged
-from edged.align.formats import read_pairs
-from edged.bench.bounds import Machine, Sizes, dpo_step, measure_machine
-from edged.bench.dpo import EDGED, SIDES, TRL, Job, side_arguments
-from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
-from edged.bench.turns import Side, Spread, open_sides, paired_ratio, take_turns
+import checkout  # noqa: F401
+from benchmarks.dpo import EDGED, SIDES, TRL, Job, side_arguments
+from benchmarks.support.interleave import Side, Spread, open_sides, paired_ratio, take_turns
+from benchmarks.support.machine_limits import Machine, Sizes, dpo_step, measure_machine, report_header
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
+from edged.align.feedback.pair_formats import read_pairs
 
 LONGEST_PAIR_TOKENS = 1024
 
@@ -109,12 +106,12 @@ def choose_pairs(texts: list[dict], directory: Path, vocab: int, count: int, pro
 
 def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: Machine) -> dict:
     """TRL's sides prepare, edged gets the very tokens and reference log-probabilities; then steps in turns."""
-    load_before = os.getloadavg()[0]
-    peers = [(name, "edged.bench.dpo", side_arguments(name, job)) for name in peer_names]
+    header = report_header(job.device)
+    peers = [(name, "benchmarks.dpo", side_arguments(name, job)) for name in peer_names]
     with open_sides(peers) as running:
         prepared = [side.ask({})["pairs"] for side in running]
         tokens.write_text(json.dumps(prepared[0]))
-        with Side(EDGED, "edged.bench.dpo", side_arguments(EDGED, replace(job, pairs=str(tokens)))) as ours:
+        with Side(EDGED, "benchmarks.dpo", side_arguments(EDGED, replace(job, pairs=str(tokens)))) as ours:
 
             def show(number: int, name: str, answer: dict) -> None:
                 label = f"step {number}" if number else "warm-up"
@@ -130,16 +127,9 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: 
     prompt_tokens = sum(len(pair["prompt_ids"]) for pair in used)
     answer_tokens = sum(len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in used)
     return {
-        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        **header,
         "dtype": job.dtype,
-        "versions": {
-            "edged": edged.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": trl.__version__,
-        },
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
+        "versions": {**header["versions"], "trl": trl.__version__},
         "steps": steps,
         "pairs_per_step": job.pairs_per_step,
         "mean_prompt_tokens": prompt_tokens / len(used),

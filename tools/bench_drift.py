@@ -13,32 +13,31 @@ held; honest pairs that are all imported are not. Default settings; pairs come o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
 prepare()
 
-import torch  # noqa: E402
 
-import edged  # noqa: E402
-from edged.bench.drift import BEFORE, STREAMS, by_window, follow  # noqa: E402
-from edged.bench.language import stream  # noqa: E402
+from benchmarks.drift import BEFORE, STREAMS, by_window, follow  # noqa: E402
+from benchmarks.language import Bench, stream  # noqa: E402
+from benchmarks.sequential_dpo import Reference, recipe_of, side_of  # noqa: E402
+from benchmarks.support.interleave import open_sides  # noqa: E402
+from benchmarks.support.machine_limits import report_header  # noqa: E402
+from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.sequential import Reference, recipe_of, side_of  # noqa: E402
-from edged.bench.tastes import FIRST_ONLINE_LINE, TASTES  # noqa: E402
-from edged.bench.turns import open_sides  # noqa: E402
-from edged.config import load_settings  # noqa: E402
-from edged.engine.text import Codec  # noqa: E402
+from edged.settings.load import load_settings  # noqa: E402
+from edged.text.tokenizer import Tokenizer  # noqa: E402
 
 PAIRS = 270
 
@@ -47,31 +46,30 @@ def main() -> None:
     """Run the benchmark."""
     options = parsed()
     settings = load_settings(None, environ={}, overrides={"feedback.pairs_per_hour": 0})
-    codec = Codec.load(options.model)
+    codec = Tokenizer.load(options.model)
     pairs, _ = load_pairs(options.pairs, "hh", codec, settings.align.max_pair_tokens)
     online = [pair for pair in pairs if pair.pair_id >= FIRST_ONLINE_LINE]
     report: dict[str, Any] = {
         "model": options.model.name,
         "taste": options.taste,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **report_header(),
         "align": settings.align.model_dump(),
         "runs": [],
     }
     with open_sides([side_of(recipe_of(str(options.model), settings.align))]) as (side,):
-        loop = Reference(side)
-        for seed in range(options.seeds):
-            own = stream(online, options.taste, f"{options.taste}-{seed}", codec.decode, seed)[: options.count]
-            for name in options.streams:
-                said = STREAMS[name]([replace(pair, direct=True) for pair in own])
-                rows = loop.learn(said, seed)
-                plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in rows])
-                run = {"stream": name, "seed": seed, "loop": plain, **follow(options.model, settings, said)}
+        bench = Bench(options.model, settings, Reference(side))
+        try:
+            for seed, name in itertools.product(range(options.seeds), options.streams):
+                own = stream(online, options.taste, f"{options.taste}-{seed}", bench.codec.decode, seed)
+                said = STREAMS[name]([replace(pair, direct=True) for pair in own[: options.count]])
+                plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in bench.reference.learn(said, seed)])
+                run = {"stream": name, "seed": seed, "loop": plain, **follow(bench, said)}
                 report["runs"].append(run)
                 print(json.dumps(run), flush=True)
                 if options.output:
                     options.output.write_text(json.dumps(report, indent=1) + "\n")
+        finally:
+            bench.close()
     print("\n" + table(report["runs"]))
 
 

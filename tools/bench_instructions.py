@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from edged.bench.callgrind import Counter, missing_program
-from edged.bench.instructions import REPEATS, TASKS, pieces
+import checkout  # noqa: F401
+from benchmarks.instructions import REPEATS, TASKS, pieces
+from benchmarks.support.callgrind import Counter, missing_program
 
 COMMITTED = Path(__file__).resolve().parent.parent / "docs" / "results" / "instructions.json"
 MOVED_SHARE = 0.02
@@ -49,7 +50,7 @@ def main() -> None:
 
 def measure() -> dict[str, Any]:
     """Instructions per call, and what they depend on."""
-    with Counter("edged.bench.instructions") as counter:
+    with Counter("benchmarks.instructions") as counter:
         counts = {name: round(counter.count(name) / REPEATS) for name in pieces()}
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     return {

@@ -10,22 +10,21 @@ the begin of one batch to that of the next. Outside the forward are planning, pa
 delivery. On CUDA the forward is the device's time from its first kernel to its last.
 
 Then the shares: what greedy decodes and a prompt of 2,048 tokens must read and compute (weights, keys and values; see
-edged/bench/bounds.py) over the time that they took, of what a large copy and a large product reach here.
+benchmarks/support/machine_limits.py) over the time that they took, of what a large copy and a large product reach here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
@@ -33,11 +32,19 @@ prepare()
 
 import torch  # noqa: E402
 
-import edged  # noqa: E402
-from edged.bench.bounds import Machine, Sizes, Work, copy_bytes_per_s, decode, measure_machine, prefill  # noqa: E402
-from edged.bench.iteration import ANSWER_TOKENS, BATCHES, PREFILL_TOKENS, PROMPT_TOKENS, measure  # noqa: E402
-from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama  # noqa: E402
-from edged.engine.threads import apart  # noqa: E402
+from benchmarks.iteration import ANSWER_TOKENS, BATCHES, PREFILL_TOKENS, PROMPT_TOKENS, measure  # noqa: E402
+from benchmarks.support.machine_limits import (  # noqa: E402
+    Machine,
+    Sizes,
+    Work,
+    copy_bytes_per_s,
+    decode,
+    measure_machine,
+    prefill,
+    report_header,
+)
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama  # noqa: E402
+from edged.tensors.cpu_threads import apart  # noqa: E402
 
 
 def main() -> None:
@@ -61,7 +68,7 @@ def main() -> None:
 
 def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
     """Measure at these numbers of answers, and set beside what the device can do."""
-    load_before, dtype = os.getloadavg()[0], device_dtype(device)
+    header, dtype = report_header(device), device_dtype(device)
     machine = apart(lambda: measure_machine(torch.device(device), dtype))
     copy = apart(lambda: copy_bytes_per_s(torch.device(device)))
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
@@ -79,11 +86,8 @@ def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
     works[f"prompt of {PREFILL_TOKENS}"] = (prefill(sizes, PREFILL_TOKENS), found["prefill_s"])
     return {
         "model": size,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        **header,
         "dtype": dtype,
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
         "machine": {**machine.as_json(), "copy_bytes_per_s": copy},
         "prompt_tokens": PROMPT_TOKENS,
         **found,

@@ -18,32 +18,29 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
 prepare()
 
-import torch  # noqa: E402
 
-import edged  # noqa: E402
+from benchmarks.language import Bench, Exam, stream  # noqa: E402
+from benchmarks.sequential_dpo import Recipe, Reference, side_of  # noqa: E402
+from benchmarks.support.interleave import open_sides  # noqa: E402
+from benchmarks.support.machine_limits import report_header  # noqa: E402
+from benchmarks.support.preference_streams import DEMO_TASTES, FIRST_ONLINE_LINE, TASTES  # noqa: E402
+from edged.align.feedback.pair import TokenPair  # noqa: E402
 from edged.align.metrics import RECENT_PAIRS  # noqa: E402
-from edged.align.pair import TokenPair  # noqa: E402
-from edged.bench.language import Bench, Exam, stream  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.sequential import Recipe, Reference, side_of  # noqa: E402
-from edged.bench.tastes import DEMO_TASTES, FIRST_ONLINE_LINE, TASTES  # noqa: E402
-from edged.bench.turns import open_sides  # noqa: E402
-from edged.config import Settings, load_settings  # noqa: E402
 from edged.models import demo_model_dir  # noqa: E402
+from edged.settings.load import Settings, load_settings  # noqa: E402
 
 UNSEEN_PAIRS = 100
 SCORED_PAIRS = 64
@@ -62,25 +59,23 @@ def main() -> None:
     model = demo_model_dir() if options.pairs is None else options.model
     report: dict[str, Any] = {
         "model": options.model.name,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **report_header(),
         "one_by_one": options.one_by_one,
         "guard": options.guard,
         "runs": [],
     }
     with open_sides([side_of(Recipe(str(model)))]) as (side,), tempfile.TemporaryDirectory() as folder:
-        bench = Bench(model, settings_of("", options.guard), Reference(side), options.answer_tokens)
+        bench = Bench(model, settings_of("", options.guard), Reference(side))
         try:
             learnable, exam = material(options, bench)
             for taste, seed, text in itertools.product(options.tastes, range(options.seeds), options.set or [""]):
                 settings = settings_of(text, options.guard)
                 bench.engine.configure(settings).result()
                 own = learnable[: max(options.counts) * 3]
-                run = Run(bench, exam, stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed), taste, seed)
-                for each in run.measures(options.counts, options.one_by_one, Path(folder)):
-                    print(json.dumps({"set": text, **each}, ensure_ascii=False), flush=True)
-                    report["runs"].append({"set": text, "align": settings.align.model_dump(), **each})
+                pairs = stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed)
+                for each in measures(bench, exam, pairs, taste, options, Path(folder) / "weights.safetensors"):
+                    print(json.dumps({"set": text, "seed": seed, **each}, ensure_ascii=False), flush=True)
+                    report["runs"].append({"set": text, "seed": seed, "align": settings.align.model_dump(), **each})
                 if options.output:
                     options.output.write_text(json.dumps(report, indent=1) + "\n")
         finally:
@@ -88,30 +83,17 @@ def main() -> None:
     print("\n" + table(report["runs"]))
 
 
-@dataclass
-class Run:
-    """One taste's pairs in one order."""
-
-    bench: Bench
-    exam: Exam
-    pairs: Sequence[TokenPair]
-    taste: Any
-    seed: int
-
-    def measures(self, counts: Sequence[int], one_by_one: bool, folder: Path) -> Iterator[dict[str, Any]]:
-        """The measures after each count of pairs that the engine learned."""
-        adapter, done, scores = self.pairs[0].adapter, 0, []
-        for count in sorted({min(count, len(self.pairs)) for count in counts}):
-            scores += self.bench.learn(self.pairs[done:count], one_by_one)
-            done, last = count, scores[-RECENT_PAIRS:]
-            yield {
-                "taste": self.taste,
-                "seed": self.seed,
-                "pairs": count,
-                "accuracy": sum(score.reward_margin > 0 for score in last) / len(last),
-                **self.bench.measure(self.exam, adapter, folder / "weights.safetensors", self.taste),
-            }
-        self.bench.engine.forget(adapter).result()
+def measures(
+    bench: Bench, exam: Exam, pairs: Sequence[TokenPair], taste: Any, options: argparse.Namespace, weights: Path
+) -> Iterator[dict[str, Any]]:
+    """The measures after each count of pairs that the engine learned."""
+    adapter, done, scores = pairs[0].adapter, 0, []
+    for count in sorted({min(count, len(pairs)) for count in options.counts}):
+        scores += bench.learn(pairs[done:count], options.one_by_one)
+        done, last = count, scores[-RECENT_PAIRS:]
+        accuracy = sum(score.reward_margin > 0 for score in last) / len(last)
+        yield {"taste": taste, "pairs": count, "accuracy": accuracy, **bench.measure(exam, adapter, weights, taste)}
+    bench.engine.forget(adapter).result()
 
 
 def material(options: argparse.Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
@@ -119,7 +101,7 @@ def material(options: argparse.Namespace, bench: Bench) -> tuple[list[TokenPair]
     if options.pairs is None:
         learnable, unseen = bench.own_pairs(max(options.counts) * 2, 1), bench.own_pairs(UNSEEN_PAIRS, 2, fresh=True)
     else:
-        pairs, _ = load_pairs(options.pairs, options.format, bench.codec, Settings().align.max_pair_tokens)
+        pairs, _ = load_pairs(options.pairs, "hh", bench.codec, Settings().align.max_pair_tokens)
         unseen = pairs[-UNSEEN_PAIRS:]
         # Those that the base model was not trained on come first.
         learnable = sorted(pairs[:-UNSEEN_PAIRS], key=lambda pair: pair.pair_id < FIRST_ONLINE_LINE)
@@ -163,15 +145,13 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help='a model\'s directory, or "demo"')
-    parser.add_argument("--pairs", type=Path, default=None, help="preference pairs: a (gzipped) JSONL file")
-    parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the file (default hh)")
+    parser.add_argument("--pairs", type=Path, default=None, help="HH-RLHF dialogues: a (gzipped) JSONL file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,...", help="of [align]; repeatable")
     parser.add_argument("--tastes", default="", help="by comma (default all that the pairs' model knows)")
     parser.add_argument("--counts", default="50,250", help="pairs after which it is measured (default 50,250)")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the pairs: 0 to this (default 1)")
     parser.add_argument("--one-by-one", action="store_true", help="each pair comes when the one before is learned")
     parser.add_argument("--guard", action="store_true", help="with guard and quarantine as by default")
-    parser.add_argument("--answer-tokens", type=int, default=120, help="most tokens of an answer (default 120)")
     parser.add_argument("--quick", action="store_true", help="few prompts: a smoke test")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON report here")
     options = parser.parse_args()

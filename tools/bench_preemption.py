@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
@@ -34,15 +33,14 @@ prepare()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-import edged  # noqa: E402
-from edged.align.formats import read_pairs  # noqa: E402
-from edged.bench.bounds import Machine, Sizes, measure_machine, unit  # noqa: E402
-from edged.bench.preemption import Wait, measure  # noqa: E402
-from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer  # noqa: E402
+from benchmarks.preemption import Wait, measure  # noqa: E402
+from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit  # noqa: E402
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer  # noqa: E402
+from edged.align.feedback.pair_formats import read_pairs  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.config import Settings  # noqa: E402
-from edged.engine.text import Codec  # noqa: E402
-from edged.engine.threads import apart  # noqa: E402
+from edged.settings.load import Settings  # noqa: E402
+from edged.tensors.cpu_threads import apart  # noqa: E402
+from edged.text.tokenizer import Tokenizer  # noqa: E402
 
 PERCENTILES = (50, 95, 99, 100)
 CHAT_TEMPLATE = (
@@ -87,7 +85,7 @@ def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
 
 def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure and summarise."""
-    load_before = os.getloadavg()[0]
+    header = report_header(options.device)
     settings = Settings.model_validate(
         {
             "model": {"device": options.device},
@@ -95,7 +93,7 @@ def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
             "store": {"save_every_s": 3600.0},
         }
     )
-    pairs, _ = load_pairs(options.pairs, options.format, Codec.load(model), settings.align.max_pair_tokens)
+    pairs, _ = load_pairs(options.pairs, options.format, Tokenizer.load(model), settings.align.max_pair_tokens)
     shared = [replace(pair, adapter=f"user{number % options.adapters}") for number, pair in enumerate(pairs)]
     requests = options.requests or (20 if options.quick else 200)
     gap_s = options.gap_s or (0.1 if options.quick else 0.5)
@@ -104,10 +102,7 @@ def run(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     floors = Floors(Sizes.of(model, dtype, settings.align.rank), machine)
     waits, learnt = measure(model, settings, shared, requests, gap_s, options.seed)
     return {
-        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
+        **header,
         "requests": requests,
         "mean_gap_s": gap_s,
         "adapters": options.adapters,

@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +31,13 @@ from typing import Any
 
 import torch
 
-import edged
-from edged.bench.bounds import Machine, Sizes, measure_machine
-from edged.bench.prefix import ALONE, SHARING, SIDES, Job, side_arguments
-from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.sharing import Bound, bound, scaled, whole_conversations
-from edged.bench.traces import Trace, TraceError, TraceRow, read_trace
-from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
+import checkout  # noqa: F401
+from benchmarks.prefix import ALONE, SHARING, SIDES, Job, side_arguments
+from benchmarks.prefix_bounds import Bound, bound, scaled, whole_conversations
+from benchmarks.support.interleave import Spread, open_sides, paired_ratio, take_turns
+from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
+from edged.bench.traces import RequestTrace, TraceError, TraceRow, read_trace
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
@@ -79,7 +77,7 @@ def main() -> None:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def run(trace: Trace, options: argparse.Namespace) -> dict[str, Any]:
+def run(trace: RequestTrace, options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, printed and returned."""
     size = "4m" if options.quick else "135m"
     dtype = device_dtype(options.device)
@@ -159,10 +157,10 @@ def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str
 
 def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, rounds: int) -> dict[str, Any]:
     """One round of the first workload to warm up, then `rounds` of each, the two sides in turns."""
-    load_before = os.getloadavg()[0]
+    header = report_header(job.device)
     names = [next(iter(workloads)), *(name for _ in range(rounds) for name in workloads)]
     questions = [{"workload": name, "seed": seed} for seed, name in enumerate(names)]
-    sides = [(name, "edged.bench.prefix", side_arguments(name, job)) for name in SIDES]
+    sides = [(name, "benchmarks.prefix", side_arguments(name, job)) for name in SIDES]
     with open_sides(sides) as running:
 
         def show(number: int, name: str, answer: dict[str, Any]) -> None:
@@ -177,11 +175,8 @@ def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, 
             "context_tokens": job.context_tokens,
             "memory_mb": job.memory_mb,
         },
-        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        **header,
         "dtype": job.dtype,
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
         "rounds": rounds,
         "workloads": {
             name: {

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
-from edged.engine.process import prepare, restart_in_huge_pages
+import checkout  # noqa: F401
+from edged.runtime.process import prepare, restart_in_huge_pages
 
 if __name__ == "__main__":
     restart_in_huge_pages()
@@ -25,8 +24,7 @@ prepare()
 
 import torch  # noqa: E402
 
-import edged  # noqa: E402
-from edged.bench.pruning import (  # noqa: E402
+from benchmarks.pruning import (  # noqa: E402
     Budget,
     PrunedDecoding,
     long_cases,
@@ -34,10 +32,11 @@ from edged.bench.pruning import (  # noqa: E402
     measure_tbt,
     settings_for,
 )
+from benchmarks.support.interleave import Spread  # noqa: E402
+from benchmarks.support.machine_limits import report_header  # noqa: E402
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.turns import Spread  # noqa: E402
-from edged.engine.text import Codec  # noqa: E402
-from edged.engine.threads import apart  # noqa: E402
+from edged.tensors.cpu_threads import apart  # noqa: E402
+from edged.text.tokenizer import Tokenizer  # noqa: E402
 
 
 def main() -> None:
@@ -69,20 +68,17 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure and summarise."""
-    load_before = os.getloadavg()[0]
+    header = report_header(options.device)
     budgets: list[Budget] = [None, *(int(part) for part in options.tokens.split(","))]
     settings = settings_for(options.device, options.memory_mb, options.recent)
     driver = apart(lambda: PrunedDecoding(options.model, settings))
     context = options.context or driver.parts.max_context_tokens
-    lines, _ = load_pairs(options.pairs, options.format, Codec.load(options.model), context)
+    lines, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), context)
     pairs = [pair for pair in lines if options.first <= pair.pair_id - 1 <= options.last]
     cases = long_cases(pairs, [pair for pair in lines if pair.pair_id - 1 < options.first], context)
     report: dict[str, Any] = {
         "model": options.model.name,
-        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
-        "versions": {"edged": edged.__version__, "torch": torch.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
+        **header,
         "arguments": arguments(options),
         "context_tokens": context,
         "recent_tokens": options.recent,

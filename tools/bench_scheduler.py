@@ -18,8 +18,9 @@ import time
 import tracemalloc
 from typing import Any
 
-from edged.bench.mixes import MIXES, Mix, all_mixes
-from edged.scheduler.policies import POLICIES
+import checkout  # noqa: F401
+from benchmarks.scheduler_loads import MIXES, Mix, all_mixes
+from edged.scheduler.policies.registry import POLICIES
 
 _WARM_ROUNDS = 20
 

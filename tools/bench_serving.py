@@ -19,21 +19,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
 
-import edged
-from edged.bench.bounds import Machine, Sizes, decode, measure_machine, prefill
-from edged.bench.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.serving import ADAPTED, EDGED, LLAMA_CPP, PEERS, Job, side_arguments
-from edged.bench.turns import Spread, open_sides, paired_ratio, take_turns
+import checkout  # noqa: F401
+from benchmarks.serving import ADAPTED, EDGED, LLAMA_CPP, PEERS, Job, side_arguments
+from benchmarks.support.interleave import Spread, open_sides, paired_ratio, take_turns
+from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill, report_header
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 
 ADAPTER_RANK = 16
 
@@ -74,7 +71,7 @@ def main() -> None:
             output_tokens=options.output_tokens or (8 if options.quick else 64),
         )
         if LLAMA_CPP in sides:
-            from edged.bench.gguf_file import write_gguf
+            from benchmarks.support.gguf_file import write_gguf
 
             write_gguf(Path(job.model), Path(job.gguf), job.gguf_half)
         machine = measure_machine(torch.device(job.device), job.dtype)
@@ -99,9 +96,9 @@ def choose_peers(wanted: str | None, requests: int) -> list[str]:
 
 def measure(job: Job, rounds: int, sides: list[str]) -> dict:
     """One round to warm up, then `rounds` that count; greedy answers of all sides are compared with edged's."""
-    load_before = os.getloadavg()[0]
+    header = report_header(job.device)
     peers = [name for name in sides if name in PEERS]
-    with open_sides([(name, "edged.bench.serving", side_arguments(name, job)) for name in sides]) as running:
+    with open_sides([(name, "benchmarks.serving", side_arguments(name, job)) for name in sides]) as running:
         questions = [{"seed": seed} for seed in range(rounds + 1)]
 
         def show(number: int, name: str, answer: dict) -> None:
@@ -112,11 +109,8 @@ def measure(job: Job, rounds: int, sides: list[str]) -> dict:
     rates = {name: [answer["output_tokens_per_s"] for answer in found] for name, found in answers.items()}
     report = {
         "job": {"requests": job.requests, "prompt_tokens": job.prompt_tokens, "output_tokens": job.output_tokens},
-        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
+        **header,
         "dtype": job.dtype,
-        "versions": {"edged": edged.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average_before": load_before,
         "rounds": rounds,
         "seconds": {name: [answer["seconds"] for answer in found] for name, found in answers.items()},
         "output_tokens_per_s": rates,

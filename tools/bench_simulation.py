@@ -24,14 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edged.engine.process import prepare
+from edged.runtime.process import prepare
 
 prepare()
 
 from edged.bench.replay import load_pairs  # noqa: E402
-from edged.bench.simulation import SimulationPlan, simulate  # noqa: E402
-from edged.config import Settings, load_settings  # noqa: E402
-from edged.engine.text import Codec  # noqa: E402
+from edged.settings.load import Settings, load_settings  # noqa: E402
+from edged.simulator.simulation import SimulationPlan, simulate  # noqa: E402
+from edged.text.tokenizer import Tokenizer  # noqa: E402
 
 FIGURES = (
     ("output tokens/s", ("throughput", "output_tokens_per_s")),
@@ -142,7 +142,7 @@ def simulated(
 
 def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
     """Tokens of the file's pairs."""
-    pairs, _ = load_pairs(options.pairs, options.format, Codec.load(options.model), settings.align.max_pair_tokens)
+    pairs, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), settings.align.max_pair_tokens)
     for pair in pairs:
         yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
 

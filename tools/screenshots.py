@@ -22,8 +22,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
-from edged.cli.quickstart.daemon import TemporaryDaemon
-from edged.cli.quickstart.people import Crowd
+import checkout  # noqa: F401
+from examples.quickstart.daemon import TemporaryDaemon
+from examples.quickstart.people import Crowd
 
 USER = "ada"
 QUESTIONS = ("How do I boil potatoes?", "What should I wear for a walk to the lake?")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train the embedded demo model on dialogues that `edged.models.dialogues` writes, and save it as package data.
+"""Train the embedded demo model on dialogues that `examples.demo_model.dialogues` writes, and save it as package data.
 
 Run from a checkout: `python tools/train_demo_model.py`. A Llama of 1.7 M parameters with a byte-level BPE tokenizer is
 trained from scratch on the CPU, in under ten minutes on two cores. Seeds, thread count and data are fixed, so
@@ -44,7 +44,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from edged.models.dialogues import Dialogue, dialogues, formality, is_short, prompts, uses_metric  # noqa: E402
+from examples.demo_model.dialogues import Dialogue, dialogues, formality, is_short, prompts, uses_metric  # noqa: E402
 
 PAD, BOS, EOS = "<|pad|>", "<|start|>", "<|end|>"
 SPECIALS = [PAD, BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>"]

@@ -9,8 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from edged.align.pair import PairScored
-from edged.config import GuardSettings
+from edged.align.feedback.pair import PairScored
+from edged.settings.load import GuardSettings
 
 _CHANCE = 0.05
 """Most probability of a loss of accuracy by chance alone at which a version is taken back."""

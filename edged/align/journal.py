@@ -17,7 +17,8 @@ from operator import itemgetter
 
 from sqlite_utils import Database
 
-from edged.align.pair import (
+from edged.align.feedback.outliers import OutlierHistory
+from edged.align.feedback.pair import (
     IterationSample,
     PairRetired,
     PairScored,
@@ -27,7 +28,6 @@ from edged.align.pair import (
     VersionSaved,
     VersionTested,
 )
-from edged.align.suspicion import Past
 from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
 from edged.store.feedback import PairRow
 
@@ -129,7 +129,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
         case PairScored():
             adapters.insert_metric(
                 db,
-                adapters.Metric(
+                adapters.PairScore(
                     created_at,
                     record.adapter,
                     record.version,
@@ -207,15 +207,15 @@ def load_open_pairs(db: Database, ref_model: str, replay: int = feedback.REPLAY_
     return feedback.open_pairs(db, ref_model, replay)
 
 
-def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, Past]:
+def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, OutlierHistory]:
     """What a restart remembers of each adapter's latest pairs and steps; alarms last `alarm_s` from their burst."""
     names = db.execute("SELECT DISTINCT adapter FROM pairs").fetchall()
     return {name: _past(db, name, alarm_s, now) for (name,) in names}
 
 
-def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> Past:
+def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> OutlierHistory:
     losses, norms, contrary = quarantine.usual(db, adapter)
     begun = quarantine.burst_since(db, adapter)
     # A clock that went backwards makes no alarm longer than it was.
     gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
-    return Past(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter), contrary)
+    return OutlierHistory(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter), contrary)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edged.align.pair import TokenPair
-from edged.align.tokens import PairCodec
+from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair_tokens import PairCodec
 
 _RUN = 4
 _NEUTRAL = (

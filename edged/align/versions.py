@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from edged.align.adapter import AdapterError, AdapterState, Snapshot
-from edged.align.copies import Copies
+from edged.align.adapters.adapter import AdapterError, AdapterState, Snapshot
+from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.dpo.adapter_step import AdapterStep
+from edged.align.feedback.pair import VersionPublished
 from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
-from edged.align.learner import Learner
-from edged.align.member import Member
-from edged.align.pair import VersionPublished
-from edged.align.shelf import Shelf
-from edged.config import GuardSettings
+from edged.align.pair_queues import AdapterQueue
+from edged.settings.load import GuardSettings
+from edged.tensors.host_copy import HostCopies
 
 _CALM_TESTS = 32
 """Tests passed in a row after which a reduced step size is doubled."""
@@ -36,19 +36,19 @@ class UnknownVersion(KeyError):
 class Versions:
     """The current version of each adapter on a shelf, and the ways to another one."""
 
-    def __init__(self, shelf: Shelf, announce: Callable[[AdapterState, VersionPublished], None]) -> None:
+    def __init__(self, adapter_cache: AdapterCache, announce: Callable[[AdapterState, VersionPublished], None]) -> None:
         """`announce` is told of every version that takes the place of another."""
-        self._shelf, self._announce = shelf, announce
-        self.bring: Callable[[Copies], object] = Copies.on_host
+        self._adapter_cache, self._announce = adapter_cache, announce
+        self.bring: Callable[[HostCopies], object] = HostCopies.on_host
         """Has a good version's copies brought to the host."""
 
     def current(self, adapter: str | None) -> int:
         """The adapter's current version; 0 when it has not learnt, or is not there at all."""
-        return self._shelf.versions.get(adapter or "", 0)
+        return self._adapter_cache.versions.get(adapter or "", 0)
 
     def demand(self, adapter: str) -> None:
         """Raises UnknownAdapter when there is no such one."""
-        if adapter not in self._shelf.versions:
+        if adapter not in self._adapter_cache.versions:
             raise UnknownAdapter(adapter)
 
     def weights(self, adapter: str, version: int) -> Weights | None:
@@ -56,9 +56,9 @@ class Versions:
         if not version:
             return None
         try:
-            return self._shelf.files.load(adapter, version).weights
+            return self._adapter_cache.files.load(adapter, version).weights
         except AdapterError as error:
-            there = self._shelf.files.versions(adapter)
+            there = self._adapter_cache.files.versions(adapter)
             known = f"on disk {'is' if len(there) == 1 else 'are'} {', '.join(map(str, there))}" if there else "none is"
             problem = f" that can be read ({error})" if version in there else " on disk"
             raise UnknownVersion(
@@ -68,17 +68,17 @@ class Versions:
 
     def publish(
         self,
-        learner: Learner,
+        learner: AdapterQueue,
         parent: int,
         reason: str,
-        member: Member | None = None,
+        member: AdapterStep | None = None,
         seconds: float = 0.0,
         restored: int | None = None,
     ) -> None:
         """The adapter's state is a version from here on, which follows `parent`: that of a step of `seconds`, if any,
         in which the adapter was `member`, or the one `restored`."""
-        state = self._shelf.get(learner.name)
-        self._shelf.versions[learner.name] = state.version
+        state = self._adapter_cache.get(learner.name)
+        self._adapter_cache.versions[learner.name] = state.version
         record = VersionPublished(
             adapter=learner.name,
             version=state.version,
@@ -95,7 +95,7 @@ class Versions:
 
     def restore(
         self,
-        learner: Learner,
+        learner: AdapterQueue,
         weights: Weights | None,
         reason: str,
         moments: Weights | None = None,
@@ -107,21 +107,21 @@ class Versions:
         """
         parent = self.current(learner.name)
         if weights is None:
-            state = self._shelf.reset(learner.name)
+            state = self._adapter_cache.reset(learner.name)
             state.version = state.newest_number = max(parent, state.newest_number) + 1
         else:
-            state = self._shelf.get(learner.name)
+            state = self._adapter_cache.get(learner.name)
             state.restore(weights, max(parent, state.newest_number) + 1)
             if moments:
                 state.restore_optimizer(moments)
         # Until it is on disk a power cut would bring back what it takes the place of.
-        self._shelf.hurry(learner.name)
+        self._adapter_cache.hurry(learner.name)
         learner.tested_version = state.version
         self.publish(learner, parent, reason, restored=version)
 
     # -- which must go -----------------------------------------------------------------------------------------------
 
-    def judge(self, learner: Learner, score: TestScore, guard: GuardSettings) -> str:
+    def judge(self, learner: AdapterQueue, score: TestScore, guard: GuardSettings) -> str:
         """Take the present version back, or keep it as one to go back to, as its test came out; why it is taken back.
 
         A loss of accuracy is held against it only where most of what it learned was not the user's own word.
@@ -140,30 +140,30 @@ class Versions:
             learner.step_scale, learner.calm_tests = min(1.0, 2 * learner.step_scale), 0
         learner.caution = caution(score, guard)
         learner.suspicion.lenient = learner.caution < 1
-        learner.good = self._shelf.get(learner.name).copied()
+        learner.good = self._adapter_cache.get(learner.name).copied()
         for copies in (learner.good.weights, learner.good.optimizer):
             self.bring(copies)
-        self._shelf.files.spare(learner.name, score.version, learner.undo)
+        self._adapter_cache.files.spare(learner.name, score.version, learner.undo)
         if learner.fully_tested == score.version and score.better_than(learner.best, guard):
             learner.best, learner.foreign, learner.own = score, 0, 0
         return ""
 
-    def keep_before_turn(self, learner: Learner) -> None:
+    def keep_before_turn(self, learner: AdapterQueue) -> None:
         """Preferences seem to change: the version before is kept on disk, to be gone back to."""
         if learner.good is not None:
-            self._shelf.keep(learner.good)
+            self._adapter_cache.keep(learner.good)
         learner.undo = learner.good.version if learner.good is not None else self.current(learner.name)
-        self._shelf.files.spare(learner.name, learner.undo)
+        self._adapter_cache.files.spare(learner.name, learner.undo)
 
-    def suspect(self, learner: Learner, version: int) -> bool:
+    def suspect(self, learner: AdapterQueue, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
         weights are not finite either, or it did so before."""
         if version != self.current(learner.name):
             return False
         again, learner.suspected = learner.suspected == version, version
-        return again or not self._shelf.get(learner.name).finite
+        return again or not self._adapter_cache.get(learner.name).finite
 
-    def take_back(self, learner: Learner, reason: str) -> None:
+    def take_back(self, learner: AdapterQueue, reason: str) -> None:
         """Publish the newest good version's weights in the place of the present one's, which is not served again.
 
         Where none was found good, the newest on disk before it, which is tested then; else the untrained ones.
@@ -191,12 +191,12 @@ class Versions:
         self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
         learner.tested_version, learner.doubted = -1, True
 
-    def _earlier(self, learner: Learner) -> Snapshot | None:
+    def _earlier(self, learner: AdapterQueue) -> Snapshot | None:
         """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""
-        for version in reversed(self._shelf.files.versions(learner.name)):
+        for version in reversed(self._adapter_cache.files.versions(learner.name)):
             if version < self.current(learner.name) and version not in learner.withdrawn:
                 with contextlib.suppress(AdapterError):
-                    found = self._shelf.files.load(learner.name, version)
+                    found = self._adapter_cache.files.load(learner.name, version)
                     if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):
                         return found
         return None

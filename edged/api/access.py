@@ -19,7 +19,7 @@ from aiohttp import web
 from edged.api.errors import ApiError
 from edged.api.peers import Accounts, Peer, gid_of, loopback_uid, uid_of, unix_peer
 from edged.api.tokens import token_hash
-from edged.config_access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
+from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"

@@ -14,19 +14,18 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
-from edged.align.importing import CONFIG, WEIGHTS
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS
 from edged.align.versions import UnknownAdapter, UnknownVersion
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request, not_found
-from edged.api.forgetting import forget_user
-from edged.api.schemas import RollbackRequest, parse_json, validate
+from edged.api.erasure import forget_user
+from edged.api.errors import ApiError, bad_request, begun, not_found
+from edged.api.requests import RollbackRequest, parse_json, validate
 from edged.api.services import Services, services_of
-from edged.api.streams import begun
-from edged.config import USER_NAME
+from edged.settings.load import USER_NAME
+from edged.store.archive import archive
 from edged.store.completions import last_answers
-from edged.store.folder import folder_bytes
-from edged.store.tar import archive
+from edged.store.data_dir import folder_bytes
 
 _SERIES_PAIRS = 500
 _MOST_SERIES_PAIRS = 100_000
@@ -36,7 +35,7 @@ async def list_adapters(request: web.Request) -> web.Response:
     """Metrics of every adapter that the caller may speak for."""
     services, caller = services_of(request), caller_of(request)
     found = await asyncio.to_thread(_listed, services, caller)
-    return web.json_response({"adapters": found}, dumps=wire.dumps)
+    return web.json_response({"adapters": found}, dumps=openai_format.dumps)
 
 
 def _listed(services: Services, caller: Caller) -> list[dict[str, Any]]:
@@ -68,7 +67,7 @@ async def get_adapter(request: web.Request) -> web.Response:
     found = await asyncio.to_thread(services.store.read, read)
     if found is None:
         raise _unknown(name)
-    return web.json_response(_current(services, found), dumps=wire.dumps)
+    return web.json_response(_current(services, found), dumps=openai_format.dumps)
 
 
 async def rollback(request: web.Request) -> web.Response:
@@ -81,7 +80,7 @@ async def rollback(request: web.Request) -> web.Response:
         raise _unknown(name) from None
     except UnknownVersion as error:
         raise not_found(str(error.args[0]), "version", "unknown_version") from None
-    return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=wire.dumps)
+    return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=openai_format.dumps)
 
 
 async def mend(request: web.Request) -> web.Response:
@@ -91,7 +90,7 @@ async def mend(request: web.Request) -> web.Response:
     if version is None:
         raise _unknown(name)
     services.engine.examine(name)
-    return web.json_response({"adapter": name, "version": version}, status=202, dumps=wire.dumps)
+    return web.json_response({"adapter": name, "version": version}, status=202, dumps=openai_format.dumps)
 
 
 async def export(request: web.Request) -> web.StreamResponse:
@@ -136,7 +135,7 @@ async def forget(request: web.Request) -> web.Response:
     done = await asyncio.shield(forgetting)
     if done is None:
         raise _unknown(name)
-    return web.json_response({"adapter": name, "forgotten": True, **done}, dumps=wire.dumps)
+    return web.json_response({"adapter": name, "forgotten": True, **done}, dumps=openai_format.dumps)
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edged.config import ServingSettings
 from edged.engine.request import EngineBusy
+from edged.settings.load import ServingSettings
 
 _ENDS = 64
 """Latest ends from which the rate is told."""
@@ -37,7 +37,7 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
-class Admission:
+class TenantQueue:
     """Used on the event loop alone: `enter` before a request's choices are submitted, `leave` when they are over."""
 
     def __init__(self, at_once: int, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,14 +53,14 @@ class Admission:
         self._ends: deque[tuple[float, int]] = deque(maxlen=_ENDS)
 
     @classmethod
-    def for_engine(cls, serving: ServingSettings) -> Admission:
+    def for_engine(cls, serving: ServingSettings) -> TenantQueue:
         """The engine gets what it can run and as much again to choose from; the rest of `max_queue` waits here."""
         chosen_from = min(serving.max_sequences, serving.max_queue)
         return cls(serving.max_sequences + chosen_from, serving.max_queue - chosen_from)
 
     def configure(self, serving: ServingSettings) -> None:
         """Go by another `max_queue` from the next request on."""
-        other = Admission.for_engine(serving)
+        other = TenantQueue.for_engine(serving)
         self._at_once, self._most_waiting = other._at_once, other._most_waiting
 
     async def enter(self, tenant: str, choices: int) -> None:

@@ -16,7 +16,6 @@ from aiohttp.typedefs import Middleware
 from edged.api import (
     adapters,
     completions,
-    data,
     events,
     feedback,
     importing,
@@ -28,6 +27,7 @@ from edged.api import (
     quarantine,
     settings_route,
     status,
+    storage,
     trace,
 )
 from edged.api.access import CALLER, Access, forbidden, is_loopback, over_tcp
@@ -35,10 +35,10 @@ from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
 from edged.api.request_log import add_request_id, request_lines
 from edged.api.services import LIFECYCLE, Lifecycle
-from edged.api.turns import Turn
-from edged.config import AccessSettings, ApiSettings, LimitSettings
-from edged.config_access import Role
+from edged.api.single_flight import SingleFlight
 from edged.observe.observer import Observer
+from edged.settings.access import Role
+from edged.settings.load import AccessSettings, ApiSettings, LimitSettings
 
 # A request's caller has a plain name, which aiohttp would rather have as an object.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
@@ -91,7 +91,7 @@ def make_app(
     middlewares = [request_lines, errors_as_json, *checks, body_check]
     app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
-    app[importing.TURN], app[data.TURN] = Turn("import"), Turn("backup")
+    app[importing.TURN], app[storage.TURN] = SingleFlight("import"), SingleFlight("backup")
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
@@ -114,10 +114,10 @@ def make_app(
             web.get("/v1/quarantine", quarantine.list_quarantined),
             web.post("/v1/quarantine", quarantine.decide_all),
             web.post("/v1/quarantine/{pair}", quarantine.decide),
-            web.get("/v1/backup", data.backup),
-            web.get("/v1/store", data.store_report),
-            web.post("/v1/store/prune", data.prune),
-            web.post("/v1/store/vacuum", data.vacuum),
+            web.get("/v1/backup", storage.backup),
+            web.get("/v1/store", storage.store_report),
+            web.post("/v1/store/prune", storage.prune),
+            web.post("/v1/store/vacuum", storage.vacuum),
             web.get("/v1/status", status.status),
             web.get("/v1/settings", settings_route.get_settings),
             web.post("/v1/reload", settings_route.reload),

@@ -13,13 +13,13 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
-from edged.api.schemas import ChatRequest, CompletionRequest, parse_json, validate
+from edged.api.requests import ChatRequest, CompletionRequest, parse_json, validate
 from edged.api.services import Services, services_of
 from edged.engine.request import Sampling
 
@@ -161,7 +161,7 @@ async def _answer(
     note(request, completion=ask.completion_id, user=ask.user, adapter=ask.adapter, prompt_tokens=len(ask.prompt_ids))
     most_tokens = len(ask.prompt_ids) + ask.choices * ask.sampling.max_tokens
     limits.begin(ask.tenant, ask.choices, most_tokens)
-    headers = wire.rate_headers(limits.remaining(ask.tenant))
+    headers = openai_format.rate_headers(limits.remaining(ask.tenant))
     try:
         await generation.start()
         if body.stream:
@@ -177,7 +177,7 @@ async def _answer(
     finally:
         limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
         note(request, **generation.facts())
-    return web.json_response(wire.full(generation, services.codec), headers=headers, dumps=wire.dumps)
+    return web.json_response(openai_format.full(generation, services.codec), headers=headers, dumps=openai_format.dumps)
 
 
 async def _stream(
@@ -186,19 +186,19 @@ async def _stream(
     """The answer in server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
-    extra: wire.Json = {"usage": None} if with_usage else {}
+    extra: openai_format.Json = {"usage": None} if with_usage else {}
     try:
         async for touched in generation.updates():
             if all(answer.finish for answer in generation.answers):
                 # Whoever reads the last chunk may give feedback on it at once.
                 await generation.store()
-            chunks = [wire.chunk(generation, answer, services.codec) for answer in touched]
-            data = b"".join(wire.server_event({**item, **extra}) for item in chunks if item)
+            chunks = [openai_format.chunk(generation, answer, services.codec) for answer in touched]
+            data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks if item)
             if data:
                 await response.write(data)
         if with_usage:
-            await response.write(wire.server_event(wire.usage_chunk(generation)))
-        await response.write(wire.STREAM_END)
+            await response.write(openai_format.server_event(openai_format.usage_chunk(generation)))
+        await response.write(openai_format.STREAM_END)
     except ConnectionResetError:
         generation.abandon()
     except Exception as error:
@@ -209,8 +209,8 @@ async def _stream(
     return response
 
 
-async def _last_words(response: web.StreamResponse, body: wire.Json) -> None:
+async def _last_words(response: web.StreamResponse, body: openai_format.Json) -> None:
     try:
-        await response.write(wire.server_event(body))
+        await response.write(openai_format.server_event(body))
     except ConnectionResetError:
         log.debug("a client left before it could be told of an error")

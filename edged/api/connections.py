@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from edged.api.errors import ApiError
 from edged.api.sockets import BACKLOG
-from edged.config import LimitSettings
+from edged.settings.load import LimitSettings
 
 log = logging.getLogger("edged.api")
 

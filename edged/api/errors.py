@@ -1,26 +1,28 @@
 """What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-Owns that shape and which exception becomes which status. Must not know routes.
+Owns that shape, which exception becomes which status, and how an answer of many pieces ends when it has begun and
+cannot go on. Must not know routes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from edged.align.signals import FeedbackError
+from edged.align.feedback.signals import FeedbackError
 from edged.api.admission import QueueFull
 from edged.api.limits import LimitReached
-from edged.config import ConfigError
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
-from edged.engine.text import CodecError
+from edged.settings.load import ConfigError
 from edged.store import StoreError
-from edged.store.footprint import StorageFull
+from edged.store.user_quota import StorageFull
+from edged.text.tokenizer import TokenizerError
 
 log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -119,7 +121,7 @@ def as_api_error(error: Exception) -> ApiError:
         case FeedbackError():
             status = 404 if error.kind == "unknown_completion" else 400
             return ApiError(status, str(error), code=error.kind)
-        case CodecError():
+        case TokenizerError():
             return bad_request(str(error), code="bad_text")
         case StorageFull():
             return ApiError(403, str(error), code="storage_full", kind="permission_error")
@@ -166,3 +168,20 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         answer = request[ERROR] = _not_routed(request, error) or as_api_error(error)
         allowed = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
         return answer.response(allowed)
+
+
+@contextlib.contextmanager
+def begun(request: web.Request, what: str) -> Iterator[None]:
+    """While the pieces of `what` (such as "an export") are sent: no error leaves, for the status is sent already.
+
+    That a client left is told; anything else is logged with its traceback, and closes the connection.
+    """
+    try:
+        yield
+    except ConnectionResetError:
+        log.info("a client left in the middle of %s", what)
+    except Exception:
+        # Only its missing end can tell the client.
+        log.exception("%s broke off", what)
+        if request.transport is not None:
+            request.transport.close()

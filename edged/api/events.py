@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from aiohttp import web
 
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
-from edged.api.feed import EVENTS, MOST_BACKLOG, Event, Feed, Reader
+from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, Feed, Reader
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
 
@@ -82,7 +82,7 @@ async def _next(reader: Reader, caller: Caller) -> bytes:
 def _encoded(event: Event) -> bytes:
     """An event's bytes: the same for all its readers, who take it at about the same time."""
     head = f"id: {event.id}\n" if event.id else ""
-    return f"{head}event: {event.name}\ndata: {wire.dumps(event.data)}\n\n".encode()
+    return f"{head}event: {event.name}\ndata: {openai_format.dumps(event.data)}\n\n".encode()
 
 
 def _cut(request: web.Request) -> None:

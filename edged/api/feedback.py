@@ -13,20 +13,19 @@ from datetime import UTC, datetime
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.align.formats import export_pair
-from edged.align.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
-from edged.api import wire
+from edged.align.feedback.pair_formats import export_pair
+from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
-from edged.api.errors import bad_request
+from edged.api.errors import bad_request, begun
 from edged.api.models import check_tokens
-from edged.api.schemas import PairRequest, SignalRequest, parse_feedback, parse_json
+from edged.api.requests import PairRequest, SignalRequest, parse_feedback, parse_json
 from edged.api.services import Services, services_of
-from edged.api.streams import begun
-from edged.config import USER_NAME, FeedbackSettings
+from edged.settings.load import USER_NAME, FeedbackSettings
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
-from edged.store.footprint import Footprint
+from edged.store.user_quota import UserQuota
 
 _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
@@ -52,7 +51,7 @@ async def post_feedback(request: web.Request) -> web.Response:
         "reason": result.reason or None,
         "duplicate": result.duplicate,
     }
-    return web.json_response(answer, dumps=wire.dumps)
+    return web.json_response(answer, dumps=openai_format.dumps)
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
@@ -90,7 +89,7 @@ def _since(text: str) -> str:
 
 
 def _record(
-    db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: Footprint, settings: FeedbackSettings
+    db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: UserQuota, settings: FeedbackSettings
 ) -> FeedbackResult:
     """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
@@ -116,9 +115,9 @@ def _record(
 def _learn(services: Services, written: Future[FeedbackResult]) -> None:
     """Once it is on disk: have new pairs learned. Runs on the store's thread."""
     if not written.cancelled() and not written.exception() and not written.result().duplicate:
-        services.teacher.learn_soon(written.result().pair_ids)
+        services.feedback_intake.learn_soon(written.result().pair_ids)
 
 
 def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
     pairs = services.store.read(lambda db: get_pairs(db, pair_ids))
-    return "".join(wire.dumps(export_pair(pair)) + "\n" for pair in pairs).encode()
+    return "".join(openai_format.dumps(export_pair(pair)) + "\n" for pair in pairs).encode()

@@ -17,17 +17,17 @@ from typing import Any, Literal
 
 from sqlite_utils import Database
 
+from edged.align.feedback.signals import note_next_turn
 from edged.align.language import repetition
-from edged.align.signals import note_next_turn
 from edged.api.errors import ApiError, unavailable
 from edged.api.limits import LimitReached
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
-from edged.engine.text import Codec, Detokenizer, StopMatcher
 from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
-from edged.store.footprint import StorageFull
+from edged.store.user_quota import StorageFull
+from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
 
@@ -72,10 +72,10 @@ class _PendingLogprob:
     """Characters of the answer when this token was in."""
 
 
-class Answer:
+class ChoiceText:
     """One choice's text as it grows; `take_text` and `take_logprobs` give out what is new and certain."""
 
-    def __init__(self, index: int, request_id: str, codec: Codec, ask: Ask) -> None:
+    def __init__(self, index: int, request_id: str, codec: Tokenizer, ask: Ask) -> None:
         self.index, self.request_id = index, request_id
         self.token_ids: list[int] = []
         self.text = ""
@@ -173,10 +173,10 @@ class Generation:
     def __init__(self, services: Services, ask: Ask) -> None:
         self.ask, self._services = ask, services
         self.answers = [
-            Answer(index, f"{ask.completion_id}-{index}", services.codec, ask) for index in range(ask.choices)
+            ChoiceText(index, f"{ask.completion_id}-{index}", services.codec, ask) for index in range(ask.choices)
         ]
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._unfinished: dict[str, Answer] = {}
+        self._unfinished: dict[str, ChoiceText] = {}
         self._written: Future[tuple[int, ...]] | None = None
         self._signalled = False
         """Whether the record led to a signal about the answer before."""
@@ -195,7 +195,7 @@ class Generation:
         await self._services.admission.enter(self.ask.tenant, self.ask.choices)
         ids = [answer.request_id for answer in self.answers]
         self._unfinished = {answer.request_id: answer for answer in self.answers}
-        self._services.hub.expect(ids, self._queue)
+        self._services.event_router.expect(ids, self._queue)
         for index, request_id in enumerate(ids):
             request = Request(
                 request_id=request_id,
@@ -217,10 +217,10 @@ class Generation:
         """Tokens of the prompt and of all answers until now."""
         return len(self.ask.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 
-    async def updates(self) -> AsyncIterator[list[Answer]]:
+    async def updates(self) -> AsyncIterator[list[ChoiceText]]:
         """Choices that something happened to, until all have ended. Raises ApiError when the engine gave one up."""
         while self._unfinished:
-            touched: dict[int, Answer] = {}
+            touched: dict[int, ChoiceText] = {}
             for event in await _take_all(self._queue):
                 answer = self._unfinished.get(event.request_id)
                 if answer is None:
@@ -269,7 +269,7 @@ class Generation:
         """Queue the record; what follows from it is learned even if nobody waits for this any more."""
         taught = self._may_teach()
         self._written = self._services.store.write(lambda db: self._record(db, taught))
-        self._written.add_done_callback(self._services.teacher.learn_from)
+        self._written.add_done_callback(self._services.feedback_intake.learn_from)
         if taught:
             loop = asyncio.get_running_loop()
             self._written.add_done_callback(lambda _: _tell(loop, self._settle_feedback))
@@ -291,7 +291,7 @@ class Generation:
         if not self._signalled:
             self._services.limits.no_feedback(self.ask.tenant)
 
-    def _apply(self, event: Event, answer: Answer) -> None:
+    def _apply(self, event: Event, answer: ChoiceText) -> None:
         if isinstance(event, TokenEvent):
             stopped = answer.stopped
             answer.push(event)
@@ -307,7 +307,7 @@ class Generation:
             raise unavailable("the daemon stopped before the answer was complete", "cancelled")
 
     def _cancel(self) -> None:
-        self._services.hub.drop(self._unfinished)
+        self._services.event_router.drop(self._unfinished)
         for request_id in self._unfinished:
             self._services.engine.cancel(request_id)
         if self._unfinished:

@@ -14,17 +14,17 @@ from pathlib import Path, PurePosixPath
 import torch
 from aiohttp import web
 
-from edged.align.adapter import LoraSpec
-from edged.align.importing import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
-from edged.api import wire
+from edged.align.adapters.adapter import LoraSpec
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
+from edged.api import openai_format
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.services import Services, services_of
-from edged.api.turns import Turn
-from edged.config import USER_NAME
-from edged.store.folder import SCRATCH
+from edged.api.single_flight import SingleFlight
+from edged.settings.load import USER_NAME
+from edged.store.data_dir import SCRATCH
 
-TURN = web.AppKey("importing", Turn)
+TURN = web.AppKey("importing", SingleFlight)
 _TAR_OVERHEAD = 1 << 20
 _MOST_MEMBERS = 256
 _SLOWEST = 256 << 10
@@ -57,7 +57,7 @@ async def import_adapter(request: web.Request) -> web.Response:
     finally:
         turn.end()
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
-    return web.json_response({"adapter": name, "version": version, "reason": reason}, dumps=wire.dumps)
+    return web.json_response({"adapter": name, "version": version, "reason": reason}, dumps=openai_format.dumps)
 
 
 async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edged.config import LimitSettings
+from edged.settings.load import LimitSettings
 
 _MINUTE_S = 60.0
 _MOST_USERS = 10_000
@@ -65,7 +65,7 @@ class Remaining:
     reset_s: float
 
 
-class Limits:
+class UserLimits:
     """Counts of all users. `begin` a request, `end` it in any case; `feedback` counts one signal or pair."""
 
     def __init__(self, settings: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 import edged
-from edged.align.recent import recent_adapters
+from edged.align.metrics import recent_adapters
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.api.status import engine_status, look_at_store
 from edged.observe import readings

@@ -10,11 +10,11 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found
 from edged.api.services import Services, services_of
-from edged.config import USER_NAME
+from edged.settings.load import USER_NAME
 
 
 def split_model(services: Services, model: str | None) -> tuple[str, str | None]:
@@ -53,7 +53,7 @@ async def list_models(request: web.Request) -> web.Response:
     adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))
     names = [services.model, *(f"{services.model}:{name}" for name in adapters)]
     body = {"object": "list", "data": [_model(services, name) for name in names]}
-    return web.json_response(body, dumps=wire.dumps)
+    return web.json_response(body, dumps=openai_format.dumps)
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -64,7 +64,7 @@ async def get_model(request: web.Request) -> web.Response:
     caller_of(request).demand_user(adapter)
     if adapter is not None and adapter not in services.engine.adapters():
         raise _unknown(services, name)
-    return web.json_response(_model(services, name), dumps=wire.dumps)
+    return web.json_response(_model(services, name), dumps=openai_format.dumps)
 
 
 def _model(services: Services, name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`GET /openapi.json`: the OpenAPI 3.1 document, made from the application's routes and the models of their bodies.
 
-Owns how routes and models become that document. Must not know what a route does: `edged.api.operations` has the table.
+Owns how routes and models become that document. Must not know what a route does: `edged.api.routes` has the table.
 
 `python -m edged.api.openapi` prints it; `docs/openapi.json` is a copy of that.
 """
@@ -15,9 +15,9 @@ from aiohttp import web
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 import edged
-from edged.api import answers
+from edged.api import responses as answers
 from edged.api.errors import meaning_of
-from edged.api.operations import EVENTS, JSON, OPERATIONS, Operation
+from edged.api.routes import EVENTS, JSON, OPERATIONS, Operation
 
 _ANY_ROUTE = (400, 401, 403, 429, 500, 503)
 """What every route may answer: a wrong query, a caller that may not, too many requests, a failure, not now."""
@@ -131,6 +131,6 @@ def _dumps(value: Any) -> str:
 if __name__ == "__main__":
     from edged.api.app import make_app
     from edged.api.services import Lifecycle
-    from edged.config import ApiSettings
+    from edged.settings.load import ApiSettings
 
     print(_dumps(document(make_app(ApiSettings(), Lifecycle()))))

@@ -7,16 +7,16 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from edged.align.pair import Record, VersionTested
-from edged.align.tokens import UnusablePrompt, tokenize_pair
-from edged.api.hub import Hub
+from edged.align.feedback.pair import Record, VersionTested
+from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
+from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishEvent, Request, RequestRefused, Sampling
-from edged.engine.text import Codec, CodecError
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
 from edged.store.adapters import set_version_answer
 from edged.store.feedback import first_pair
+from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 _TOKENS, _PROMPT_TOKENS = 48, 512
@@ -25,8 +25,8 @@ _TOKENS, _PROMPT_TOKENS = 48, 512
 class VersionAnswers:
     """Asks one version at a time, as a request of the batch class; versions that come meanwhile are left out."""
 
-    def __init__(self, store: Store, codec: Codec, engine: Engine, hub: Hub) -> None:
-        self._store, self._codec, self._engine, self._hub = store, codec, engine, hub
+    def __init__(self, store: Store, codec: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
+        self._store, self._codec, self._engine, self._event_router = store, codec, engine, event_router
         self._asking: asyncio.Task[None] | None = None
 
     def tell(self, records: Sequence[Record]) -> None:
@@ -34,11 +34,11 @@ class VersionAnswers:
         for record in records:
             if isinstance(record, VersionTested) and record.version and not record.problem:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._hub.loop.call_soon_threadsafe(self._start, record.adapter, record.version)
+                    self._event_router.loop.call_soon_threadsafe(self._start, record.adapter, record.version)
 
     def _start(self, adapter: str, version: int) -> None:
         if self._asking is None or self._asking.done():
-            self._asking = self._hub.loop.create_task(self._ask(adapter, version))
+            self._asking = self._event_router.loop.create_task(self._ask(adapter, version))
 
     async def _ask(self, adapter: str, version: int) -> None:
         queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -49,17 +49,17 @@ class VersionAnswers:
                 return
             prompt = (await asyncio.to_thread(tokenize_pair, self._codec, row, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
-            self._hub.expect([request_id], queue)
+            self._event_router.expect([request_id], queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
-        except (EngineBusy, EngineStopping, RequestRefused, CodecError, UnusablePrompt, StoreError) as error:
-            self._hub.drop([request_id])
+        except (EngineBusy, EngineStopping, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
+            self._event_router.drop([request_id])
             log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
             return
         ids: list[int] = []
         while not isinstance(event := await queue.get(), FinishEvent):
             if event.version != version:
                 self._engine.cancel(request_id)
-                return self._hub.drop([request_id])
+                return self._event_router.drop([request_id])
             ids.append(event.token_id)
         answer = self._codec.decode([token for token in ids if token not in self._codec.eos_ids])
         self._store.write(lambda db: set_version_answer(db, adapter, version, answer))

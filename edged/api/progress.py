@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import not_found
 from edged.api.services import Services, services_of
@@ -28,10 +28,10 @@ async def get_feedback_progress(request: web.Request) -> web.Response:
             "id",
             "unknown_feedback",
         )
-    return web.json_response(body, dumps=wire.dumps)
+    return web.json_response(body, dumps=openai_format.dumps)
 
 
-def _progress(services: Services, caller: Caller, feedback_id: str) -> wire.Json | None:
+def _progress(services: Services, caller: Caller, feedback_id: str) -> openai_format.Json | None:
     """The answer's body; None for a feedback that is not there, or is none of the caller's."""
 
     def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
@@ -58,7 +58,7 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> wire.Json
     }
 
 
-def _told(row: dict[str, Any], waits_for: str | None) -> wire.Json:
+def _told(row: dict[str, Any], waits_for: str | None) -> openai_format.Json:
     """One pair as the answer shows it, with a sentence that says the same."""
     name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
     after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"

@@ -12,13 +12,13 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.align.pair import PairRetired, PairState
-from edged.api import wire
+from edged.align.feedback.pair import PairRetired, PairState
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, not_found
-from edged.api.schemas import QuarantineRequest, UserQuarantineRequest, parse_json, validate
+from edged.api.requests import QuarantineRequest, UserQuarantineRequest, parse_json, validate
 from edged.api.services import Services, services_of
-from edged.config import USER_NAME
+from edged.settings.load import USER_NAME
 from edged.store import quarantine, utc_now, utc_text
 
 _MOST = 500
@@ -40,7 +40,7 @@ async def list_quarantined(request: web.Request) -> web.Response:
         return {"pairs": found, "count": quarantine.count_quarantined(db, user)}
 
     body = await asyncio.to_thread(services.store.read, read)
-    return web.json_response(body, dumps=wire.dumps)
+    return web.json_response(body, dumps=openai_format.dumps)
 
 
 async def decide(request: web.Request) -> web.Response:
@@ -59,7 +59,7 @@ async def decide(request: web.Request) -> web.Response:
             409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
         )
     answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
-    return web.json_response(answer, dumps=wire.dumps)
+    return web.json_response(answer, dumps=openai_format.dumps)
 
 
 async def decide_all(request: web.Request) -> web.Response:
@@ -69,7 +69,7 @@ async def decide_all(request: web.Request) -> web.Response:
     decision = _decision(caller_of(request), body.user, body.action)
     decided, left = await _decide(services_of(request), body.user, decision)
     answer = {"user": body.user, "decision": decision, "pair_ids": decided, "left": left}
-    return web.json_response(answer, dumps=wire.dumps)
+    return web.json_response(answer, dumps=openai_format.dumps)
 
 
 async def _decide(
@@ -87,7 +87,7 @@ async def _decide(
     if decided and not left:
         services.engine.calm(adapter)
     if decision == "released":
-        services.teacher.learn_soon(decided)
+        services.feedback_intake.learn_soon(decided)
     return decided, left
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from aiohttp import web
 
-from edged import logs
 from edged.api.access import CALLER
 from edged.api.errors import ERROR, ApiError, Handler
 from edged.api.services import LIFECYCLE
+from edged.runtime import logs
 
 log = logging.getLogger("edged.api")
 

@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from edged.api.admission import Admission
+from edged.api.admission import TenantQueue
 from edged.api.errors import ApiError, unavailable
-from edged.api.feed import Feed
-from edged.api.hub import Hub
-from edged.api.limits import Limits
-from edged.api.teacher import Teacher
-from edged.config import Settings
+from edged.api.event_router import EventRouter
+from edged.api.event_streams import Feed
+from edged.api.feedback_intake import FeedbackIntake
+from edged.api.limits import UserLimits
 from edged.engine.engine import Engine
-from edged.engine.text import Codec
 from edged.governors.governors import Governors
-from edged.reload import Reloaded, adopted
+from edged.reload import ReloadResult, adopted
+from edged.settings.load import Settings
 from edged.store import Store
-from edged.store.footprint import Footprint
-from edged.store.upkeep import Upkeep
+from edged.store.maintenance import Maintenance
+from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
+from edged.text.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining"]
 
@@ -41,19 +41,19 @@ class Services:
     vocab_size: int
     engine: Engine
     store: Store
-    codec: Codec
-    hub: Hub
+    codec: Tokenizer
+    event_router: EventRouter
     feed: Feed
-    teacher: Teacher
+    feedback_intake: FeedbackIntake
     monitor: DeviceMonitor
-    admission: Admission
-    limits: Limits
-    footprint: Footprint
+    admission: TenantQueue
+    limits: UserLimits
+    footprint: UserQuota
     governors: Governors
-    upkeep: Upkeep
+    upkeep: Maintenance
     started_at_s: float
     """Unix time."""
-    reload: Callable[[], Awaitable[Reloaded]]
+    reload: Callable[[], Awaitable[ReloadResult]]
     """Reads the settings again; raises ConfigError."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.services import services_of
-from edged.config_text import without_secrets
+from edged.settings.toml import without_secrets
 
 
 async def get_settings(request: web.Request) -> web.Response:
@@ -17,10 +17,10 @@ async def get_settings(request: web.Request) -> web.Response:
     services = services_of(request)
     settings = without_secrets(services.settings).model_dump(mode="json")
     settings["store"]["data_dir"] = str(services.store.path.parent.absolute())
-    return web.json_response(settings, dumps=wire.dumps)
+    return web.json_response(settings, dumps=openai_format.dumps)
 
 
 async def reload(request: web.Request) -> web.Response:
     """Read the settings again: what was applied, and what needs a restart. 400 leaves everything as it was."""
     result = await services_of(request).reload()
-    return web.json_response(result.report(), dumps=wire.dumps)
+    return web.json_response(result.report(), dumps=openai_format.dumps)

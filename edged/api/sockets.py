@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edged.api.addresses import MOST_PATH_BYTES, socket_paths, too_long
-from edged.config import ApiSettings
+from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
+from edged.settings.load import ApiSettings
 
 log = logging.getLogger("edged.api")
 

@@ -11,7 +11,7 @@ import time
 from aiohttp import web
 
 import edged
-from edged.api import wire
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
 from edged.store import Store, StoreError
@@ -21,10 +21,10 @@ from edged.store.quarantine import count_quarantined
 async def status(request: web.Request) -> web.Response:
     """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
-    return web.json_response(visible(body, caller_of(request)), dumps=wire.dumps)
+    return web.json_response(visible(body, caller_of(request)), dumps=openai_format.dumps)
 
 
-def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
+def report(lifecycle: Lifecycle, services: Services) -> openai_format.Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
     engine = engine_status(services)
     quarantined, problem = look_at_store(services.store)
@@ -36,14 +36,14 @@ def report(lifecycle: Lifecycle, services: Services) -> wire.Json:
         "degraded": engine["degraded"] + ([problem] if problem else []),
         "quarantine": {"pairs": quarantined},
         "forgetting": dict(services.forgetting_stages),
-        "open_requests": services.hub.open_requests,
+        "open_requests": services.event_router.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report(),
         "store": services.upkeep.report(),
     }
 
 
-def engine_status(services: Services) -> wire.Json:
+def engine_status(services: Services) -> openai_format.Json:
     """The engine's status, of all requests: also of those that wait to be let in, or never were."""
     status = services.engine.status()
     return {**status, "queue": queue(services), "outcomes": {**status["outcomes"], "refused": refused(services)}}
@@ -68,7 +68,7 @@ def look_at_store(store: Store) -> tuple[int | None, str]:
         return None, store.problem or str(error)
 
 
-def visible(body: wire.Json, caller: Caller) -> wire.Json:
+def visible(body: openai_format.Json, caller: Caller) -> openai_format.Json:
     """A status as a caller may see it: who that is, and no adapter's name that it may not hear of."""
     learning, sees = body["finetune"], caller.speaks_for
     named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}

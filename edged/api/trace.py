@@ -15,9 +15,8 @@ from itertools import islice
 from aiohttp import web
 
 import edged
-from edged.api.errors import bad_request
+from edged.api.errors import bad_request, begun
 from edged.api.services import services_of
-from edged.api.streams import begun
 from edged.observe.trace import Event, Tracer
 
 MOST_SECONDS = 600.0

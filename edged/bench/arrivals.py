@@ -7,16 +7,19 @@ Must not know the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from edged.align.pair import TokenPair
-from edged.engine.engine import Engine
+from edged.align.feedback.pair import TokenPair
+
+if TYPE_CHECKING:
+    from edged.engine.engine import Engine
 
 _MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
 Weights = tuple[int, dict[str, torch.Tensor]]
@@ -62,8 +65,6 @@ class Arrivals:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
         from transformers import AutoModelForCausalLM
 
-        from edged.bench.sequential import answer_logp
-
         base = (
             AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, dtype=torch.float32)
             .to(device)
@@ -95,3 +96,17 @@ class Arrivals:
                 }
             )
         return rows
+
+
+def answer_logp(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """log p(answer | prompt) in nats by one whole forward of a model of transformers or PEFT."""
+    targets = torch.tensor(answer, device=model.device)[:, None]
+    return answer_logps(model, prompt, answer).gather(1, targets).sum()
+
+
+def answer_logps(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities [answer tokens, vocabulary] of every token at each place of the answer, in nats."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
+    log_probabilities: torch.Tensor = logits.log_softmax(-1)
+    return log_probabilities

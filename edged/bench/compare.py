@@ -134,7 +134,7 @@ def compare(
     manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
     _write(folder / MANIFEST, manifest)
     missing = [run for run in runs if not is_done(folder / run.file)]
-    clock = _Clock(len(runs), len(missing), jobs, workload.seconds)
+    clock = _Remaining(len(runs), len(missing), jobs, workload.seconds)
     # A measured run has the machine to itself; simulated ones share its cores.
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda run: _do(workload, run, folder, clock, progress), missing))
@@ -146,7 +146,7 @@ def is_done(path: Path) -> bool:
     return path.is_file() and "report" in read_object(path)
 
 
-class _Clock:
+class _Remaining:
     """How far a comparison is; used by several threads."""
 
     def __init__(self, runs: int, missing: int, jobs: int, seconds: float) -> None:
@@ -167,7 +167,7 @@ class _Clock:
         return f"{self._runs - left} of {self._runs} runs, about {max(1, round(left * each_s / 60))} min left"
 
 
-def _do(workload: Workload, run: Run, folder: Path, clock: _Clock, progress: Progress) -> None:
+def _do(workload: Workload, run: Run, folder: Path, clock: _Remaining, progress: Progress) -> None:
     command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
     record: dict[str, Any] = {"run": asdict(run), "command": ["edged", *command]}
     name = run.file.removesuffix(".json")

@@ -1,6 +1,6 @@
 """Whether a model fits a box: what the engine's own arithmetic says for a configuration, before anything is loaded.
 
-Owns the report. Must not know where the figures come from: `edged.engine.budget` computes them.
+Owns the report. Must not know where the figures come from: `edged.engine.model.memory_model` computes them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from edged.config import Settings
-from edged.engine.budget import BaseShape, needs
-from edged.engine.loading import ModelRefused, pick_dtype
-from edged.engine.lora import NoSuchLinears
-from edged.engine.quantized import CannotQuantize, form_of_checkpoint, form_of_setting, method_of
+from edged.engine.lora.linear import NoSuchLinears
+from edged.engine.model.loading import ModelRefused, pick_dtype
+from edged.engine.model.memory_model import BaseShape, needs
+from edged.engine.model.quantization import CannotQuantize, form_of_checkpoint, form_of_setting, method_of
+from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
 """Kept for the operating system, Python and its libraries, and the context of CUDA: taken to be so, not computed."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from edged.align.feedback.pair import PairRetired, PairScored, Record, StepSkipped
 from edged.align.metrics import RECENT_PAIRS
-from edged.align.pair import PairRetired, PairScored, Record, StepSkipped
 from edged.engine.request import Event, FinishEvent, TokenEvent
 
 SLO_FACTOR = 5.0
@@ -24,7 +24,7 @@ SLO_FACTOR = 5.0
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplayedAnswer:
     """One request of the replay; times are seconds of the monotonic clock."""
 
     due_s: float
@@ -48,11 +48,11 @@ class SentPair:
     """When the first version that was trained on it was published."""
 
 
-class Recorder:
+class ReplayRecorder:
     """Takes the engine's events and records; the other methods may be called from any thread meanwhile."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, ReplayedAnswer] = {}
         self.scores: list[PairScored] = []
         self.scored_s: list[float] = []
         """When each of `scores` came."""
@@ -65,7 +65,7 @@ class Recorder:
     def expect(self, request_id: str, due_s: float, prompt_tokens: int) -> None:
         """A request is about to be submitted."""
         with self._changed:
-            self.answers[request_id] = Answer(due_s, prompt_tokens)
+            self.answers[request_id] = ReplayedAnswer(due_s, prompt_tokens)
             self._open += 1
 
     def refuse(self, request_id: str) -> None:
@@ -123,7 +123,7 @@ class Recorder:
                 self._changed.wait(min(left, 0.5))
         return not self._open
 
-    def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[Answer]:
+    def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[ReplayedAnswer]:
         """Wait until every request is answered to its full length.
 
         `problem` tells why the engine no longer runs. RuntimeError with it, when time is up, or when a request ended
@@ -146,7 +146,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {"mean": float(np.mean(seconds) * 1e3), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
 
 
-def request_counts(answers: Sequence[Answer]) -> dict[str, int]:
+def request_counts(answers: Sequence[ReplayedAnswer]) -> dict[str, int]:
     """How the requests ended."""
     reasons = Counter(answer.finish.reason if answer.finish else "refused" for answer in answers)
     return {
@@ -158,7 +158,7 @@ def request_counts(answers: Sequence[Answer]) -> dict[str, int]:
     }
 
 
-def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -> dict[str, Any]:
+def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: float) -> dict[str, Any]:
     """Latencies of the requests that were answered; throughput within the `seconds` from `start_s`."""
     ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
@@ -177,7 +177,7 @@ def serving_figures(answers: Sequence[Answer], start_s: float, seconds: float) -
     }
 
 
-def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Sequence[ReplayedAnswer]) -> dict[str, Any]:
     """What was found of the prompts between two looks at the trie's counts."""
     prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
     return {
@@ -188,7 +188,7 @@ def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Seque
     }
 
 
-def prefix_shares(answers: Sequence[Answer]) -> list[int]:
+def prefix_shares(answers: Sequence[ReplayedAnswer]) -> list[int]:
     """Requests by the share of their prompt that was there already: from 0 to below 0.1, ..., from 0.9 to 1."""
     ends = [answer.finish for answer in answers if answer.finish and answer.finish.prompt_tokens]
     tenths = Counter(min(9, 10 * end.cached_tokens // end.prompt_tokens) for end in ends)
@@ -231,7 +231,7 @@ def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
 
 
 def slo_figures(
-    answers: Sequence[Answer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
+    answers: Sequence[ReplayedAnswer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
 ) -> dict[str, Any]:
     """First tokens in time; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
     return {
@@ -243,7 +243,7 @@ def slo_figures(
     }
 
 
-def attainment(answers: Sequence[Answer], target_s: Callable[[int], float]) -> float | None:
+def attainment(answers: Sequence[ReplayedAnswer], target_s: Callable[[int], float]) -> float | None:
     """Share of all requests, answered or not, whose first token came within the target of their prompt length."""
     if not answers:
         return None

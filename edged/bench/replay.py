@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from edged.align.formats import Format, read_pairs
-from edged.align.pair import TokenPair
-from edged.align.tokens import tokenize_pair
+from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair_formats import Format, read_pairs
+from edged.align.feedback.pair_tokens import tokenize_pair
 from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import (
-    Recorder,
+    ReplayRecorder,
     alignment_figures,
     iteration_figures,
     learning_latency,
@@ -33,12 +33,12 @@ from edged.bench.recorder import (
     slo_figures,
 )
 from edged.bench.timeline import Timeline
-from edged.bench.traces import Arrival, Trace, burst_of, length_scale, load_figures, read_trace, scale_trace
-from edged.config import Settings
+from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, load_figures, read_trace, scale_trace
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Request, Sampling
-from edged.engine.text import Codec
+from edged.settings.load import Settings
 from edged.store.feedback import PairRow, Side
+from edged.text.tokenizer import Tokenizer
 
 ADAPTER = "replay"
 """The user whose requests are replayed and whose preferences are learnt meanwhile."""
@@ -79,13 +79,13 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     """Run the plan and report; units are in the keys' names.
 
     Raises ReplayError, and what reading the trace, the pairs or the model raises: TraceError, OSError, ModelRefused,
-    CodecError.
+    TokenizerError.
     """
     load_before = os.getloadavg()[0]
     trace = read_trace(plan.trace, plan.seed)
-    codec = Codec.load(plan.model_dir)
+    codec = Tokenizer.load(plan.model_dir)
     pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     engine = Engine.build(plan.settings, plan.model_dir, recorder.deliver, recorder.journal, None)
     # As in the daemon: what lives for ever is not looked at by every garbage collection.
     gc.collect()
@@ -106,7 +106,7 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     }
 
 
-def load_pairs(path: Path, format: Format, codec: Codec, max_tokens: int) -> tuple[list[TokenPair], int]:
+def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) -> tuple[list[TokenPair], int]:
     """The file's pairs in tokens, and the number of lines that are none. Raises ReplayError when there are no pairs."""
     pairs: list[TokenPair] = []
     bad_lines = 0
@@ -137,7 +137,9 @@ def load_pairs(path: Path, format: Format, codec: Codec, max_tokens: int) -> tup
 class _Player:
     """One replay against a running engine."""
 
-    def __init__(self, plan: ReplayPlan, engine: Engine, recorder: Recorder, codec: Codec, progress: Progress) -> None:
+    def __init__(
+        self, plan: ReplayPlan, engine: Engine, recorder: ReplayRecorder, codec: Tokenizer, progress: Progress
+    ) -> None:
         self._plan, self._engine, self._recorder, self._progress = plan, engine, recorder, progress
         self._token_ids = range(max(codec.eos_ids) + 1, codec.vocab_size)
         if len(self._token_ids) < 2:
@@ -147,7 +149,7 @@ class _Player:
         self.arrivals = Arrivals(engine, ADAPTER) if plan.score_arrivals else None
         self._next_line_s = _LINE_EVERY_S
 
-    def play(self, trace: Trace, pairs: list[TokenPair]) -> dict[str, Any]:
+    def play(self, trace: RequestTrace, pairs: list[TokenPair]) -> dict[str, Any]:
         """Measure the machine, send the load, report."""
         plan, context = self._plan, self._engine.max_context_tokens
         # Policies that learn late or never are spared nothing: the adapter is applied from the start.
@@ -207,7 +209,7 @@ class _Player:
 
     # -- the machine -------------------------------------------------------------------------------------------------
 
-    def _measure_forward(self, trace: Trace, context: int) -> Callable[[float], float]:
+    def _measure_forward(self, trace: RequestTrace, context: int) -> Callable[[float], float]:
         """Seconds from submission to first token of a prompt alone on the engine, by its length in tokens."""
         scale = length_scale(trace, context)
         lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], _PROBED_PERCENTILES)
@@ -228,7 +230,7 @@ class _Player:
             raise ReplayError(f"a prompt of {tokens} tokens got no token: {self._recorder.answers[request_id].finish}")
         return ttft_s
 
-    def _measure_capacity(self, trace: Trace, context: int) -> float:
+    def _measure_capacity(self, trace: RequestTrace, context: int) -> float:
         """Requests per second of a burst that fills the batch: requests from all over the trace, with other tokens."""
         requests = min(len(trace.rows), self._plan.settings.serving.max_sequences)
         self._progress(f"measuring a burst of {requests} requests")

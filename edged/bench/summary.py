@@ -19,7 +19,7 @@ BASELINES = ("adainf", "fcfs")
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ReportFigure:
     """A figure of a report: where it is, and how a table names it."""
 
     path: str
@@ -39,19 +39,19 @@ class Metric:
         return None
 
 
-TTFT = Metric("ttft_ms.p50", "TTFT p50 ms")
-TBT = Metric("tbt_ms.p50", "TBT p50 ms", 2)
-ATTAINMENT = Metric("slo.ttft_within_factor_share", "SLO attainment", 3)
-THROUGHPUT = Metric("throughput.output_tokens_per_s", "output tokens/s")
-PAIRS = Metric("finetune.pairs_trained", "pairs trained", 0)
-LEARNING = Metric("finetune.latency_ms.p50", "learnt after p50 ms", 0)
-CLPD = Metric("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd_nats")
-WIN_RATE = Metric("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
+TTFT = ReportFigure("ttft_ms.p50", "TTFT p50 ms")
+TBT = ReportFigure("tbt_ms.p50", "TBT p50 ms", 2)
+ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "SLO attainment", 3)
+THROUGHPUT = ReportFigure("throughput.output_tokens_per_s", "output tokens/s")
+PAIRS = ReportFigure("finetune.pairs_trained", "pairs trained", 0)
+LEARNING = ReportFigure("finetune.latency_ms.p50", "learnt after p50 ms", 0)
+CLPD = ReportFigure("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd_nats")
+WIN_RATE = ReportFigure("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
 METRICS = (
     TTFT,
-    Metric("ttft_ms.p95", "TTFT p95 ms"),
+    ReportFigure("ttft_ms.p95", "TTFT p95 ms"),
     TBT,
-    Metric("tbt_ms.p95", "TBT p95 ms", 2),
+    ReportFigure("tbt_ms.p95", "TBT p95 ms", 2),
     ATTAINMENT,
     THROUGHPUT,
     PAIRS,
@@ -121,11 +121,11 @@ class Runs:
         chosen = [done for done in self.done if all(getattr(done.run, key) == value for key, value in fields.items())]
         return sorted(chosen, key=lambda done: done.run.seed)
 
-    def middle(self, metric: Metric, **fields: Any) -> Middle | None:
+    def middle(self, metric: ReportFigure, **fields: Any) -> Middle | None:
         """A figure over the seeds of one point."""
         return Middle.of([metric.of(done.report) for done in self.at(**fields)])
 
-    def ratio(self, metric: Metric, policy: str, baseline: str, **fields: Any) -> Middle | None:
+    def ratio(self, metric: ReportFigure, policy: str, baseline: str, **fields: Any) -> Middle | None:
         """A figure over that of a baseline's run of the same seed, which ran at about the same time."""
         theirs = {done.run.seed: metric.of(done.report) for done in self.at(policy=baseline, **fields)}
         ratios = []

@@ -45,7 +45,7 @@ class TraceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RequestTrace:
     """Requests in order of arrival, the first at 0 s. `block_tokens` is 0 where the trace knows no shared prefixes."""
 
     name: str
@@ -67,7 +67,7 @@ class Arrival:
     output_tokens: int
 
 
-def read_trace(source: str, seed: int = 0) -> Trace:
+def read_trace(source: str, seed: int = 0) -> RequestTrace:
     """A trace from a file: Azure's CSV, Mooncake's JSONL; or "poisson" (prompts of 128-384 tokens, outputs of 32-96).
 
     Raises TraceError.
@@ -89,17 +89,17 @@ def read_trace(source: str, seed: int = 0) -> Trace:
         raise TraceError(f'trace "{source}" has {len(rows)} requests: at least two are needed to tell a rate')
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
-    return Trace(path.stem, tuple(replace(row, at_s=row.at_s - start) for row in rows), block_tokens)
+    return RequestTrace(path.stem, tuple(replace(row, at_s=row.at_s - start) for row in rows), block_tokens)
 
 
-def length_scale(trace: Trace, context_tokens: int) -> float:
+def length_scale(trace: RequestTrace, context_tokens: int) -> float:
     """The factor, at most 1, that makes 95 % of the trace's requests fit `context_tokens`."""
     totals = [row.prompt_tokens + row.output_tokens for row in trace.rows]
     return min(1.0, context_tokens / float(np.percentile(totals, _FITTING_PERCENT)))
 
 
 def scale_trace(
-    trace: Trace,
+    trace: RequestTrace,
     *,
     rate_per_s: float,
     seconds: float,
@@ -128,7 +128,7 @@ def scale_trace(
     return [replace(arrival, at_s=arrival.at_s * stretch) for arrival in load]
 
 
-def burst_of(trace: Trace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
+def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
     """`requests` from all over the trace within a second, with other tokens than a load of the same seed."""
     rows = random.Random(seed).sample(trace.rows, requests)
     return scale_trace(
@@ -141,7 +141,7 @@ def burst_of(trace: Trace, requests: int, *, context_tokens: int, token_ids: ran
     )
 
 
-def load_figures(trace: Trace, load: Sequence[Arrival], context_tokens: int) -> dict[str, Any]:
+def load_figures(trace: RequestTrace, load: Sequence[Arrival], context_tokens: int) -> dict[str, Any]:
     """What a report tells of a trace and of the load that it became."""
     return {
         "trace": trace.name,
@@ -199,7 +199,7 @@ class _PromptMaker:
         return tuple(ids[:tokens])
 
 
-def _poisson(generator: random.Random) -> Trace:
+def _poisson(generator: random.Random) -> RequestTrace:
     """Independent arrivals, one a second; lengths uniform within half of their means."""
     rows, at_s = [], 0.0
     for _ in range(_POISSON_ROWS):
@@ -207,7 +207,7 @@ def _poisson(generator: random.Random) -> Trace:
         output = generator.randint(_POISSON_OUTPUT_TOKENS // 2, _POISSON_OUTPUT_TOKENS * 3 // 2)
         rows.append(TraceRow(at_s, prompt, output))
         at_s += generator.expovariate(1.0)
-    return Trace(POISSON, tuple(rows))
+    return RequestTrace(POISSON, tuple(rows))
 
 
 def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:

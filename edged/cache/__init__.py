@@ -1,8 +1,8 @@
 """The paged K/V cache's bookkeeping: pool, prefix trie, spill, prompts that wait, pruning. Must not know torch."""
 
-from edged.cache.pending import Pending
-from edged.cache.pool import OutOfPages, PagePool
-from edged.cache.spill import Spill
-from edged.cache.trie import Key, PrefixTrie, TrieStats
+from edged.cache.inflight_prefixes import InflightPrefixes
+from edged.cache.offload import Spill
+from edged.cache.page_pool import OutOfPages, PagePool
+from edged.cache.prefix_trie import Key, PrefixTrie, TrieStats
 
-__all__ = ["Key", "OutOfPages", "PagePool", "Pending", "PrefixTrie", "Spill", "TrieStats"]
+__all__ = ["InflightPrefixes", "Key", "OutOfPages", "PagePool", "PrefixTrie", "Spill", "TrieStats"]

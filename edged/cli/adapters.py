@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import fetch_metrics, plot, table, verdict
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, moment, number, print_json, short, size
+from edged.client.client import Client, DaemonError
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")

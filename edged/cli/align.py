@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.client import Client, DaemonError, NotRunning
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.settings import means_installed, served_settings, settings_of
+from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
     from edged.rebuild.rebuild import Comparison, Rebuild
@@ -96,12 +96,12 @@ def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, An
     if config is None and not means_installed(None):
         settings = served_settings(client, flags) or settings
     _quieten()  # before the imports, some of which remark
-    from edged.engine.model import ModelRefused
-    from edged.engine.text import CodecError
+    from edged.engine.model.served_model import ModelRefused
     from edged.models.source import ModelMissing, find_model
     from edged.rebuild.stored import RebuildError
     from edged.rebuild.training import check_trl
-    from edged.store.folder import data_folder
+    from edged.store.data_dir import data_folder
+    from edged.text.tokenizer import TokenizerError
 
     try:
         check_trl()
@@ -109,7 +109,7 @@ def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, An
         from edged.rebuild.rebuild import Rebuild
 
         return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
-    except (RebuildError, ModelMissing, ModelRefused, CodecError) as error:
+    except (RebuildError, ModelMissing, ModelRefused, TokenizerError) as error:
         raise DaemonError(str(error)) from None
 
 

@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.options import json_option, user_option, with_client
 from edged.cli.output import print_json
 from edged.cli.session import Options, Session
+from edged.client.client import Client, DaemonError
 
 
 @click.command()

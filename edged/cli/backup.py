@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import Client, DaemonError, NotRunning
 from edged.cli.options import json_option, with_client
 from edged.cli.output import number, print_json, show_progress, size
 from edged.cli.settings import settings_of
+from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
     from edged.store.restore import Contents
@@ -95,10 +95,10 @@ def restore(file: Path, data_dir: Path, force: bool, as_json: bool) -> None:
 def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
     """The command that serves a restored folder with its own settings and model, and why it could not yet, or ""."""
     from edged.cli.doctor.model import find
-    from edged.config import ConfigError, load_settings
     from edged.models.source import name_of
+    from edged.settings.load import ConfigError, load_settings
     from edged.store.backup import CONFIG_FILE
-    from edged.store.bases import base_name
+    from edged.store.base_models import base_name
 
     config = data_dir / CONFIG_FILE
     command = f"edged serve --config {shlex.quote(str(config))} --data-dir {shlex.quote(str(data_dir))}"
@@ -130,9 +130,9 @@ def _chunks(
             stopped = str(error)
     else:
         stopped = ""
-    from edged.config_text import to_toml, without_secrets
+    from edged.settings.toml import to_toml, without_secrets
     from edged.store.backup import BackupError, staged, stream, total_bytes
-    from edged.store.folder import DATABASE_FILE, data_folder
+    from edged.store.data_dir import DATABASE_FILE, data_folder
     from edged.store.lock import FolderLock, FolderTaken
 
     settings = settings_of(config)

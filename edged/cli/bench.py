@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.compare import compare
 from edged.cli.options import (
     json_option,
@@ -21,6 +20,7 @@ from edged.cli.options import (
 from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.report import report as draw_report
 from edged.cli.simulate import simulate
+from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,7 +70,7 @@ def replay(
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
     A share of the requests, --retrain-rate, comes with a preference pair.
     """
-    from edged.engine.process import prepare
+    from edged.runtime.process import prepare
 
     prepare()
     from transformers.utils import logging as transformers_logging
@@ -78,10 +78,10 @@ def replay(
     from edged.bench.replay import ReplayError, ReplayPlan
     from edged.bench.replay import replay as run
     from edged.bench.traces import TraceError
-    from edged.config import ConfigError, load_settings
-    from edged.engine.model import ModelRefused
-    from edged.engine.text import CodecError
+    from edged.engine.model.served_model import ModelRefused
     from edged.models.source import ModelMissing, find_model
+    from edged.settings.load import ConfigError, load_settings
+    from edged.text.tokenizer import TokenizerError
 
     transformers_logging.disable_progress_bar()
     try:
@@ -99,7 +99,7 @@ def replay(
             score_arrivals=score_arrivals,
         )
         report = run(plan, show_progress)
-    except (ConfigError, ModelMissing, ModelRefused, CodecError, TraceError, ReplayError, OSError) as error:
+    except (ConfigError, ModelMissing, ModelRefused, TokenizerError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
         print_json(report)
@@ -140,15 +140,15 @@ def memory(
 
     Nothing is loaded or downloaded. Exits with 1 when it does not fit.
     """
-    from edged.engine.process import prepare
+    from edged.runtime.process import prepare
 
     prepare()
     import torch
 
     from edged.bench.memory import plan_memory
-    from edged.config import ConfigError, load_settings
-    from edged.engine.loading import ModelRefused
-    from edged.engine.memory import total_bytes
+    from edged.engine.model.loading import ModelRefused
+    from edged.engine.model.memory_plan import total_bytes
+    from edged.settings.load import ConfigError, load_settings
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
     try:
@@ -169,7 +169,7 @@ _PARTS = {
     "weights": "weights",
     "weight_copies": "copies of weights for the CPU's products",
     "lora_slots": "LoRA slots ({active_adapters} adapters of rank {rank} at once)",
-    "adapters": "adapters in memory ({loaded_adapters}: fp32 masters, AdamW)",
+    "adapters": "adapters in memory ({loaded_adapters}: now, and to go back to)",
     "step": "open DPO steps",
     "kept_graph": "its kept graph",
     "iteration": "an iteration's activations and logits",

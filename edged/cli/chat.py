@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.metrics import held
 from edged.cli.options import user_option, with_client
 from edged.cli.session import Options, Session
+from edged.client.client import Client, DaemonError
 
 HELP = """\
 /up, /down     the last answer was good, or not

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, percent, print_json, show_progress
+from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,7 +100,7 @@ def compare(
     from edged.bench.compare import Axes, CompareError, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
-    from edged.config import ConfigError, load_settings
+    from edged.settings.load import ConfigError, load_settings
 
     if bool(pairs) == bool(device):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")

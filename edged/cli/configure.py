@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import print_json
 from edged.cli.settings import settings_of
+from edged.client.client import DaemonError
 
 HEAD = """\
 # edged's settings, each with its default. What is left out keeps its default; environment variables
@@ -31,8 +31,8 @@ def show(path: Path | None, as_json: bool) -> None:
 
     Without --config they are the installed daemon's; where none is installed, what `edged serve` would use.
     """
-    from edged.config import Settings
-    from edged.config_text import to_toml
+    from edged.settings.load import Settings
+    from edged.settings.toml import to_toml
 
     settings = settings_of(path)
     if settings.api.token:
@@ -50,8 +50,8 @@ def show(path: Path | None, as_json: bool) -> None:
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(output: Path, force: bool) -> None:
     """Write an annotated file with every setting at its default."""
-    from edged.config import Settings
-    from edged.config_text import to_toml
+    from edged.settings.load import Settings
+    from edged.settings.toml import to_toml
 
     text = HEAD + to_toml(Settings())
     if str(output) == "-":

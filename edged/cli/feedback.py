@@ -17,12 +17,12 @@ from urllib.parse import urlencode
 
 import click
 
-from edged.cli.client import Client, DaemonError, Refused
 from edged.cli.options import json_option, with_client
 from edged.cli.output import print_json, show_progress
+from edged.client.client import Client, DaemonError, Refused
 
 if TYPE_CHECKING:
-    from edged.align.formats import Format
+    from edged.align.feedback.pair_formats import Format
 
 MOST_SHOWN = 20
 """Bad lines that are listed one by one; --json lists all."""
@@ -39,7 +39,7 @@ OUTCOMES = {
 
 
 @dataclass
-class Imported:
+class ImportedLines:
     """What became of a file's lines: `bad` has (line number, what is wrong).
 
     `done` lines with something on them were dealt with; `stopped` says what ended it before the file's end, at `line`.
@@ -87,7 +87,7 @@ def import_(
     number and left out; the others are kept. Exit code 1 says that there were such lines, or that it had to stop early.
     Ctrl-C while the pairs are learned ends the command alone.
     """
-    from edged.align.formats import count_lines, read_pairs
+    from edged.align.feedback.pair_formats import count_lines, read_pairs
 
     if not user and format_ != "edged":
         raise DaemonError(f"lines of format {format_} name no user: give --user NAME")
@@ -124,12 +124,12 @@ def import_(
 
 def send(
     client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[], None]
-) -> Imported:
+) -> ImportedLines:
     """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
 
     What ends it early is told in `stopped`.
     """
-    result = Imported()
+    result = ImportedLines()
     try:
         for result.line, pair in rows:
             _send(client, user, pair, result)
@@ -181,7 +181,7 @@ def _outcomes(states: dict[str, int], why: str | None) -> str:
     return f"{line}; the others wait for this: {why}" if why else line
 
 
-def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Imported) -> None:
+def _send(client: Client, user: str, pair: dict[str, Any] | str, result: ImportedLines) -> None:
     """Post one line's pair and count what became of it. Raises DaemonError when the next ones would fare no better."""
     if isinstance(pair, str):
         result.bad.append((result.line, pair))
@@ -242,7 +242,7 @@ def _converted(
     rows: Iterator[dict[str, Any]], format_: str, texts: bool, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     """The pairs in that format; why others have none is counted."""
-    from edged.align.formats import FormatError, to_hh, to_trl
+    from edged.align.feedback.pair_formats import FormatError, to_hh, to_trl
 
     for pair in rows:
         if format_ == "jsonl":
@@ -282,7 +282,7 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _report(result: Imported, user: str) -> None:
+def _report(result: ImportedLines, user: str) -> None:
     for number, error in result.bad[:MOST_SHOWN]:
         click.echo(f"line {number}: {error}", err=True)
     if len(result.bad) > MOST_SHOWN:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from edged import __version__
-from edged.cli.client import DaemonError
+from edged.client.client import DaemonError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("edged.cli.serve", "serve"),

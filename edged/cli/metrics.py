@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.options import interval_option, json_option, with_client
 from edged.cli.output import number, percent, show
 from edged.cli.plot import line_plot
+from edged.client.client import Client, DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

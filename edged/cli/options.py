@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from edged.cli.client import Client, find_address
+from edged.client.client import Client, find_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _LOADING_S = 600.0

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, number, print_json
 from edged.cli.settings import settings_of
+from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,15 +37,15 @@ def profile(
     few minutes for a model of some hundred million weights on a CPU; nothing else should run meanwhile.
     """
     settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
-    from edged.engine.process import prepare
+    from edged.runtime.process import prepare
 
     prepare(settings.model.keep_freed_memory)
     from transformers.utils import logging as transformers_logging
 
-    from edged.bench.device_profile import ProfilingFailed, profile_device
-    from edged.engine.model import ModelRefused
+    from edged.engine.model.served_model import ModelRefused
     from edged.models.source import ModelMissing, find_model
-    from edged.store.folder import data_folder
+    from edged.profiler.profile import ProfilingFailed, profile_device
+    from edged.store.data_dir import data_folder
 
     transformers_logging.disable_progress_bar()
     try:
@@ -90,7 +90,7 @@ def screen(profile: dict[str, Any], path: str) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from edged.scheduler.cost import FORWARD_PRICES
+    from edged.scheduler.cost.model import FORWARD_PRICES
 
     subject, prices = profile["subject"], profile["prices"]
     kind = f", {subject['quantization']}" if subject["quantization"] else ""

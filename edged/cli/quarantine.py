@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.options import json_option, with_client
 from edged.cli.output import make_console, moment, number, print_json, short
+from edged.client.client import Client, DaemonError
 
 
 @click.group()

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from edged.cli.client import Client
 from edged.cli.options import json_option, with_client
 from edged.cli.output import print_json
+from edged.client.client import Client
 
 
 @click.command()

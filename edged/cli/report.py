@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from edged.cli.client import DaemonError
+from edged.client.client import DaemonError
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -39,9 +39,9 @@ def serve(
     Flags win over environment variables (EDGED_SECTION__KEY), and these over the file. `edged reload`, or SIGHUP where
     no terminal is, reads them again.
     """
-    from edged import logs
-    from edged.config import ConfigError, LogSettings, Settings, load_settings
     from edged.refusal import refuse_start
+    from edged.runtime import logs
+    from edged.settings.load import ConfigError, LogSettings, Settings, load_settings
 
     flags = {
         "model.path": model,
@@ -59,7 +59,7 @@ def serve(
         code = refuse_start(str(error), LogSettings(), os.environ)
         logs.take_down()
         raise SystemExit(code) from None
-    from edged.engine.process import prepare, restart_in_huge_pages
+    from edged.runtime.process import prepare, restart_in_huge_pages
 
     if settings.model.huge_pages and not settings.model.device.startswith("cuda") and _is_program():
         restart_in_huge_pages()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edged.cli.client import Client, DaemonError
+from edged.client.client import Client, DaemonError
 
 CHAT = "/v1/chat/completions"
 
@@ -26,7 +26,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoredAnswer:
     """An answer as the daemon stored it. `cut` says that it ended at the token limit."""
 
     completion_id: str
@@ -42,8 +42,8 @@ class Session:
         self.client = client
         self.options = options
         self.messages: list[dict[str, str]] = []
-        self.answer: Answer | None = None
-        self.open_candidates: list[Answer] = []
+        self.answer: StoredAnswer | None = None
+        self.open_candidates: list[StoredAnswer] = []
         self.clear()
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ class Session:
         except BaseException:
             self._take_back()
             raise
-        self._settle(Answer(completion_id, 0, "".join(pieces), reason == "length"))
+        self._settle(StoredAnswer(completion_id, 0, "".join(pieces), reason == "length"))
 
     def candidates(self, count: int) -> dict[str, Any]:
         """Ask for `count` answers to the last question: the daemon's response object.
@@ -90,7 +90,9 @@ class Session:
             self._take_back()
             raise
         self.open_candidates = [
-            Answer(response["id"], item["index"], item["message"]["content"] or "", item["finish_reason"] == "length")
+            StoredAnswer(
+                response["id"], item["index"], item["message"]["content"] or "", item["finish_reason"] == "length"
+            )
             for item in response["choices"]
         ]
         return response
@@ -121,13 +123,13 @@ class Session:
         if self.options.user:
             self._feedback(answer, "regenerate")
 
-    def last_answer(self) -> Answer:
+    def last_answer(self) -> StoredAnswer:
         """The answer that feedback is about. Raises DaemonError when there is none."""
         if self.answer is None:
             raise DaemonError("there is no answer yet to give feedback on")
         return self.answer
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, answer: StoredAnswer) -> None:
         self.messages = [*self._question(), {"role": "assistant", "content": answer.text}]
         self.answer = answer
         self.open_candidates = []
@@ -141,7 +143,7 @@ class Session:
         """The conversation up to the last question."""
         return self.messages if self.answer is None else self.messages[:-1]
 
-    def _feedback(self, answer: Answer, signal: str, text: str | None = None) -> dict[str, Any]:
+    def _feedback(self, answer: StoredAnswer, signal: str, text: str | None = None) -> dict[str, Any]:
         if not self.options.user:
             raise DaemonError("feedback teaches one user's adapter: start with --user NAME")
         body: dict[str, Any] = {"completion_id": answer.completion_id, "choice": answer.choice, "signal": signal}

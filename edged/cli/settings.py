@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edged.cli.client import Client, DaemonError
+from edged.client.client import Client, DaemonError
 
 if TYPE_CHECKING:
-    from edged.config import Settings
+    from edged.settings.load import Settings
 
 INSTALLED_FILE = Path("/etc/edged/edged.toml")
 """What `tools/install` writes and `edged.service` reads."""
@@ -48,7 +48,7 @@ def settings_file(named: Path | None) -> Path | None:
 
 def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
     """The settings of the daemon that is meant, with its data folder. Raises DaemonError."""
-    from edged.config import ConfigError, load_settings
+    from edged.settings.load import ConfigError, load_settings
 
     file = settings_file(named)
     try:
@@ -62,7 +62,7 @@ def served_settings(client: Client, overrides: dict[str, Any] | None = None) -> 
     """The settings that the daemon which answers has in use, under `overrides`; None where it tells this user none."""
     from pydantic import ValidationError
 
-    from edged.config import Settings
+    from edged.settings.load import Settings
 
     try:
         values = client.get("/v1/settings")

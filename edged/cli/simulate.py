@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import (
     json_option,
     policy_option,
@@ -16,6 +15,7 @@ from edged.cli.options import (
     seed_option,
     trace_option,
 )
+from edged.client.client import DaemonError
 
 
 class Lengths(click.ParamType):
@@ -68,17 +68,17 @@ def simulate(
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
     lengths and no contents, so nothing is said about alignment.
     """
-    from edged.engine.process import prepare
+    from edged.runtime.process import prepare
 
     prepare()
-    from edged.bench.device import DeviceError
-    from edged.bench.simulation import SimulationPlan
-    from edged.bench.simulation import simulate as run
     from edged.bench.traces import TraceError
     from edged.cli.bench import screen
     from edged.cli.output import make_console, print_json, show_progress
-    from edged.config import ConfigError, load_settings
-    from edged.engine.model import ModelRefused
+    from edged.engine.model.served_model import ModelRefused
+    from edged.settings.load import ConfigError, load_settings
+    from edged.simulator.device_file import DeviceError
+    from edged.simulator.simulation import SimulationPlan
+    from edged.simulator.simulation import simulate as run
 
     try:
         overrides = {"scheduler.policy": policy, "model.quantize": quantize}

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import Client
 from edged.cli.options import interval_option, json_option, with_client
 from edged.cli.output import duration, number, percent, show
 from edged.cli.plot import sparkline
 from edged.cli.store import describe
+from edged.client.client import Client
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

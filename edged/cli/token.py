@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
 from edged.cli.settings import settings_of
+from edged.client.client import DaemonError
 
 _BYTES = 32
 """256 random bits: nobody guesses them, with or without their hash."""
@@ -38,8 +38,8 @@ def new(name: str, roles: str, users: str, as_json: bool) -> None:
     The settings keep its hash alone: whoever reads them cannot use it.
     """
     from edged.api.tokens import token_hash
-    from edged.config import ConfigError, load_settings
-    from edged.config_text import to_toml_value
+    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.toml import to_toml_value
 
     secret = f"edged_{secrets.token_urlsafe(_BYTES)}"
     entry: dict[str, Any] = {"name": name, "sha256": token_hash(secret), "roles": _listed(roles)}

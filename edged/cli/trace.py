@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from edged.cli.client import Client, DaemonError
 from edged.cli.options import json_option, with_client
 from edged.cli.output import number, print_json, show_progress
+from edged.client.client import Client, DaemonError
 
 _TOLD_EVERY = 20_000
 """Lines between two reports of progress."""

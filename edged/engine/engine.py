@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from edged.align.adapter import AdapterFiles
-from edged.align.pair import Record, TokenPair
-from edged.align.suspicion import Past
-from edged.config import Settings
-from edged.engine.inbox import STOPPING, Inbox
-from edged.engine.iterations import Iteration
-from edged.engine.loop import Loop
-from edged.engine.parts import EngineParts, build_parts_apart
+from edged.align.adapters.adapter import AdapterFiles
+from edged.align.feedback.outliers import OutlierHistory
+from edged.align.feedback.pair import Record, TokenPair
+from edged.engine.build import EngineParts, build_parts_apart
+from edged.engine.command_queue import STOPPING, CommandQueue
+from edged.engine.loop import EngineLoop
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
-from edged.governors.limits import Limits, Use
+from edged.engine.stats.iterations import Iteration
+from edged.governors.limits import EngineLimits, Use
+from edged.settings.load import Settings
 
 log = logging.getLogger("edged.engine")
 T = TypeVar("T")
@@ -43,9 +43,13 @@ class Engine:
     ) -> None:
         self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self._parts = parts
-        self._inbox = Inbox()
-        self._loop = Loop(parts, self._inbox, deliver, journal)
-        self._serving, self._learning, self._limiter = self._loop.serving, self._loop.learning, self._loop.limiter
+        self._command_queue = CommandQueue()
+        self._loop = EngineLoop(parts, self._command_queue, deliver, journal)
+        self._serving, self._learning, self._resource_limits = (
+            self._loop.serving,
+            self._loop.learning,
+            self._loop.resource_limits,
+        )
         self._requests_waiting = 0
         """Requests in the inbox."""
         self._counting = threading.Lock()
@@ -81,7 +85,7 @@ class Engine:
 
     def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish running ones within `drain_s`, cancel the rest, save adapters."""
-        self._inbox.stop(time.monotonic() + drain_s)
+        self._command_queue.stop(time.monotonic() + drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -92,7 +96,7 @@ class Engine:
 
         Raises EngineBusy or RequestRefused.
         """
-        if self.error or self._inbox.stopping:
+        if self.error or self._command_queue.stopping:
             raise EngineStopping(self.error or STOPPING)
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
@@ -117,12 +121,12 @@ class Engine:
                 log.exception("request %s could not be queued", request.request_id)
                 self._serving.cancel(request.request_id, "error", time.monotonic(), str(error))
 
-        self._inbox.post(take)
+        self._command_queue.post(take)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
         with contextlib.suppress(EngineStopping):
-            self._inbox.post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
+            self._command_queue.post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +135,7 @@ class Engine:
         if pairs:
             # An engine that has ended learns nothing more; the pairs stay queued in the store.
             with contextlib.suppress(EngineStopping):
-                self._inbox.post(lambda: self._learning.submit(pairs))
+                self._command_queue.post(lambda: self._learning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
@@ -166,12 +170,12 @@ class Engine:
             else:
                 begun.add_done_callback(lambda _: _follow(answer, begun, value))
 
-        self._inbox.post(run)
+        self._command_queue.post(run)
         return answer
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
-        return self._inbox.ask(lambda: self._learning.introduce(adapter))
+        return self._command_queue.ask(lambda: self._learning.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
@@ -198,27 +202,27 @@ class Engine:
         """Whether files of this adapter, which was forgotten, could not be removed."""
         return adapter in self.adapter_files.left
 
-    def recall(self, pasts: dict[str, Past]) -> None:
+    def recall(self, pasts: dict[str, OutlierHistory]) -> None:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
-        self._inbox.post(lambda: self._learning.recall(pasts))
+        self._command_queue.post(lambda: self._learning.recall(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:
         """Test every version with this neutral text, too: see `edged.align.language`."""
-        self._inbox.post(lambda: self._learning.test_with(neutral))
+        self._command_queue.post(lambda: self._learning.test_with(neutral))
 
     def examine(self, adapter: str) -> None:
         """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
         with contextlib.suppress(EngineStopping):
-            self._inbox.post(lambda: self._learning.examine(adapter))
+            self._command_queue.post(lambda: self._learning.examine(adapter))
 
     def calm(self, adapter: str) -> None:
         """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
         with contextlib.suppress(EngineStopping):
-            self._inbox.post(lambda: self._learning.calm(adapter))
+            self._command_queue.post(lambda: self._learning.calm(adapter))
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
-        self._inbox.post(lambda: self._learning.pause(paused))
+        self._command_queue.post(lambda: self._learning.pause(paused))
 
     # -- settings and limits -----------------------------------------------------------------------------------------
 
@@ -229,23 +233,23 @@ class Engine:
             self._loop.configure(settings)
             self.settings = settings
 
-        return self._inbox.ask(configure)
+        return self._command_queue.ask(configure)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: EngineLimits) -> None:
         """Keep to these limits from the next iteration on, as far as requests at hand allow."""
         with contextlib.suppress(EngineStopping):
-            self._inbox.post(lambda: self._limiter.take(limits))
+            self._command_queue.post(lambda: self._resource_limits.take(limits))
 
     def use(self) -> Use:
         """What governors see."""
-        return self._limiter.use()
+        return self._resource_limits.use()
 
     # -- what there is to see ----------------------------------------------------------------------------------------
 
     @property
     def adapter_files(self) -> AdapterFiles:
         """Where the adapters' versions are."""
-        return self._parts.trainer.shelf.files
+        return self._parts.trainer.adapter_cache.files
 
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""
@@ -255,10 +259,10 @@ class Engine:
         """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
 
         def copy() -> tuple[int, dict[str, torch.Tensor]]:
-            state = self._parts.trainer.shelf.peek(adapter)
+            state = self._parts.trainer.adapter_cache.peek(adapter)
             return (state.version, state.tensors()) if state is not None else (0, {})
 
-        return self._inbox.ask(copy)
+        return self._command_queue.ask(copy)
 
     def status(self) -> dict[str, Any]:
         """What `GET /v1/status` shows of the engine."""

@@ -12,21 +12,20 @@ from concurrent.futures import Future
 
 import torch
 
-from edged import logs
-from edged.align.memory import out_of_memory
-from edged.align.pair import IterationSample, Record
-from edged.config import Settings
-from edged.engine.inbox import STOPPING, Inbox
-from edged.engine.learning import Learning
-from edged.engine.limiter import Limiter
-from edged.engine.parts import EngineParts
+from edged.align.feedback.pair import IterationSample, Record
+from edged.engine.build import EngineParts
+from edged.engine.command_queue import STOPPING, CommandQueue
+from edged.engine.finetuning import FinetuneJobs, FinetuneSteps
+from edged.engine.heartbeat import Heartbeat
+from edged.engine.oom_recovery import OomRecovery
 from edged.engine.request import Event
-from edged.engine.rest import Rest
-from edged.engine.scarcity import Scarcity
-from edged.engine.serving import Serving
-from edged.engine.steps import Steps
-from edged.scheduler.foresight import Foresight
-from edged.scheduler.task import Kind, Plan, Resources, Result
+from edged.engine.resource_limits import ResourceLimits
+from edged.engine.sequences import SequenceTable
+from edged.runtime import logs
+from edged.scheduler.lookahead import LookaheadPlan
+from edged.scheduler.task import IterationResult, Kind, Plan, Resources
+from edged.settings.load import Settings
+from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
@@ -35,41 +34,41 @@ _CALIBRATED_AFTER = 50
 """Iterations after which the cost model is believed about what this device can do at all."""
 
 
-class Loop:
+class EngineLoop:
     """Serving and learning by turns. Used by the engine thread alone, but for `error`, `degraded` and `rest`."""
 
     def __init__(
         self,
         parts: EngineParts,
-        inbox: Inbox,
+        command_queue: CommandQueue,
         deliver: Callable[[list[Event]], None],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         """`deliver` and `journal` take what an iteration brought, and must not block."""
-        self._parts, self._inbox, self._deliver, self._journal = parts, inbox, deliver, journal
-        self._scheduler, self._executor, self._stats = parts.scheduler, parts.executor, parts.stats
+        self._parts, self._command_queue, self._deliver, self._journal = parts, command_queue, deliver, journal
+        self._scheduler, self._runner, self._stats = parts.scheduler, parts.runner, parts.stats
         self._plan_ahead = parts.settings.scheduler.plan_ahead
-        self._foresight: Foresight | None = None
+        self._foresight: LookaheadPlan | None = None
         self._foreseeing_s = 0.0
         """What the plan that comes has cost already."""
-        self.serving = Serving(parts)
-        self._steps = Steps(parts)
-        self.learning = Learning(
-            parts, self._steps, self.serving.on_publish, self.serving.on_fetched, inbox.post, journal
+        self.serving = SequenceTable(parts)
+        self._steps = FinetuneSteps(parts)
+        self.learning = FinetuneJobs(
+            parts, self._steps, self.serving.on_publish, self.serving.on_fetched, command_queue.post, journal
         )
         self.serving.on_missing(self.learning.fetcher.fetch)
-        self.limiter = Limiter(parts, self.serving, self.learning, self._steps)
-        self._scarcity = Scarcity(parts, self.serving, self._steps)
+        self.resource_limits = ResourceLimits(parts, self.serving, self.learning, self._steps)
+        self._oom_recovery = OomRecovery(parts, self.serving, self._steps)
         self._failures = 0
         self._sampled_at_s = 0.0
         self.error: str | None = None
         """Why the thread ended, where nobody stopped it."""
-        self.rest = Rest()
+        self.rest = Heartbeat()
 
     @property
     def degraded(self) -> list[str]:
         """A sentence for everything that is not as it should be."""
-        return [problem for problem in (self._scheduler.degraded, self._scarcity.problem) if problem]
+        return [problem for problem in (self._scheduler.degraded, self._oom_recovery.problem) if problem]
 
     def configure(self, settings: Settings) -> None:
         """Go on under other settings."""
@@ -86,8 +85,8 @@ class Loop:
         try:
             while not self._done():
                 self.rest.sign()
-                self._inbox.take()
-                if self.limiter.settle():
+                self._command_queue.take()
+                if self.resource_limits.settle():
                     # A plan that was made ahead counted on other pages.
                     self._foresight = None
                 self.learning.feed(time.monotonic(), self.serving.refused)
@@ -101,20 +100,20 @@ class Loop:
                 self._flush()
                 if not busy:
                     self._wait(min(plan.resume_s, self._steps.resumes_s))
-                elif self._scarcity.pause_s:
-                    self._wait(time.monotonic() + self._scarcity.pause_s)
+                elif self._oom_recovery.pause_s:
+                    self._wait(time.monotonic() + self._oom_recovery.pause_s)
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
             self.serving.fail_all(self.error, time.monotonic())
         finally:
-            self._inbox.close(self.error or STOPPING)
-            self._inbox.take()
+            self._command_queue.close(self.error or STOPPING)
+            self._command_queue.take()
             if self.error:
                 self.serving.fail_all(self.error, time.monotonic())
             else:
                 self.serving.cancel_all(time.monotonic())
-            for last in (self._flush, self.learning.close, self._flush, self._executor.close):
+            for last in (self._flush, self.learning.close, self._flush, self._runner.close):
                 try:
                     last()
                 except Exception:
@@ -138,27 +137,27 @@ class Loop:
             for task in plan.preempt:
                 self._preempt(task.task_id, started)
             self.serving.admit(plan, started)
-            work = self._executor.run(
+            work = self._runner.run(
                 plan,
                 self.serving.running,
                 self._steps.jobs,
-                interrupted=lambda: not self._inbox.empty,
+                interrupted=lambda: not self._command_queue.empty,
                 meanwhile=lambda: self._foresee(plan, started),
             )
             ran, now = True, time.monotonic()
             outcomes = self.serving.after(work, now) + self._steps.after(plan, work)
-            result = Result(outcomes, work.forward_s, work.units)
+            result = IterationResult(outcomes, work.forward_s, work.units)
             self._account(plan, result, started, now - started)
             self._scheduler.complete(result, now)
             self.learning.close_finished(now)
             while self.serving.suspects:
                 self.learning.suspect(*self.serving.suspects.pop())
-            self._scarcity.calm()
+            self._oom_recovery.calm()
             self._stats.totals.optimizer_steps, self._stats.totals.pairs_trained = self.learning.progress()
             self._failures = 0
         except Exception as error:
             if not ran and out_of_memory(error):
-                self._scarcity.relieve(plan, error, time.monotonic())
+                self._oom_recovery.relieve(plan, error, time.monotonic())
                 return
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
@@ -192,7 +191,7 @@ class Loop:
             self.serving.preempt(task_id, now)
             self._stats.totals.preemptions += 1
 
-    def _account(self, plan: Plan, result: Result, started_s: float, elapsed_s: float) -> None:
+    def _account(self, plan: Plan, result: IterationResult, started_s: float, elapsed_s: float) -> None:
         stats = self._stats
         iteration = stats.iterations.add(
             plan,
@@ -201,7 +200,7 @@ class Loop:
             elapsed_s=elapsed_s,
             decision_s=stats.decision_ms[-1] * 1e-3,
             spent_s=stats.busy.add(self._parts.cost, result, elapsed_s),
-            free_pages=self._executor.pool.free_pages,
+            free_pages=self._runner.pool.free_pages,
             waiting=self.serving.waiting,
         )
         stats.totals.iterations += 1
@@ -209,9 +208,9 @@ class Loop:
             for problem in self._scheduler.targets.impossible():
                 log.warning("%s", problem)
         stats.totals.plans_foreseen += plan.foreseen
-        if self._executor.pruner is not None:
-            stats.totals.prunings = self._executor.pruner.prunings
-            stats.totals.pruned_pages = self._executor.pruner.pages_returned
+        if self._runner.pruner is not None:
+            stats.totals.prunings = self._runner.pruner.prunings
+            stats.totals.pruned_pages = self._runner.pruner.pages_returned
         stats.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
         stats.iteration_ms.append(elapsed_s * 1e3)
         now = time.monotonic()
@@ -228,23 +227,23 @@ class Loop:
         if events:
             self._deliver(events)
         self.learning.flush(time.monotonic())
-        if self._parts.trainer.shelf.crowded:
+        if self._parts.trainer.adapter_cache.crowded:
             self._parts.trainer.tidy(self.serving.adapters | self.learning.wanted)
 
     def _resources(self) -> Resources:
         """What the next bin may use."""
-        return self._scarcity.limited(self.limiter.resources())
+        return self._oom_recovery.limited(self.resource_limits.resources())
 
     def _wait(self, resume_s: float) -> None:
         """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
         wait_s = self.rest.wait_s((self.learning.next_due_s(), resume_s))
-        if not self.limiter.unsettled:
-            self._inbox.wait(wait_s, self.rest)
+        if not self.resource_limits.unsettled:
+            self._command_queue.wait(wait_s, self.rest)
 
     def _done(self) -> bool:
-        if not self._inbox.stopping:
+        if not self._command_queue.stopping:
             return False
-        if time.monotonic() >= self._inbox.deadline_s:
+        if time.monotonic() >= self._command_queue.deadline_s:
             self.serving.cancel_all(time.monotonic())
             return True
-        return self._inbox.empty and not self.serving.busy
+        return self._command_queue.empty and not self.serving.busy

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edged.cache import Key
-from edged.engine.batch import NO_SLOT
-from edged.engine.compacted import Compacted
-from edged.engine.penalties import TokenCounts, is_penalized
+from edged.engine.attention.packed_batch import NO_SLOT
+from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.request import FinishEvent, FinishReason, Request
-from edged.engine.sampling import Row
-from edged.engine.watch import Watch
+from edged.engine.sampling.penalties import TokenCounts, is_penalized
+from edged.engine.sampling.sampler import SamplingRow
 from edged.scheduler.task import Task
 
 NOT_SHARED = -1
@@ -36,9 +36,9 @@ class Sequence:
     """`pages` as an array; entries past their number are meaningless."""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    compacted: Compacted | None = None
+    compacted: PrunedLayout | None = None
     """Where the K/V of its first pages lie, once it was pruned."""
-    watch: Watch | None = None
+    watch: AttentionStats | None = None
     """What is known of its heads and rows, if it may be pruned before long."""
     counts: TokenCounts | None = None
     """Of its tokens, where penalties need them."""
@@ -98,17 +98,17 @@ class Sequence:
         self.pages = [moved.get(page, page) for page in self.pages]
         self.table[: len(self.pages)] = self.pages
 
-    def compact(self, pages: list[int], old: int, compacted: Compacted) -> None:
+    def compact(self, pages: list[int], old: int, compacted: PrunedLayout) -> None:
         """Its first `old` pages were compacted into `pages`."""
         self.pages = pages + self.pages[old:]
         self.table[: len(self.pages)] = self.pages
         self.compacted = compacted
 
-    def row(self, end_ids: frozenset[int]) -> Row:
+    def row(self, end_ids: frozenset[int]) -> SamplingRow:
         """How its next token is to be drawn."""
         s = self.request.sampling
         early = self.generated < s.min_tokens
-        return Row(
+        return SamplingRow(
             sampling=s,
             seed=self.seed,
             step=self.generated,

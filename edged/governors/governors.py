@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edged import logs
-from edged.config import GovernorSettings
-from edged.governors.limits import Limits, Use
+from edged.governors.limits import EngineLimits, Use
 from edged.governors.memory import STEPS, MemoryGovernor
 from edged.governors.power import PowerGovernor
+from edged.runtime import logs
+from edged.settings.load import GovernorSettings
 from edged.telemetry.energy import EnergyMeter
 from edged.telemetry.reading import Reading
 
@@ -32,14 +32,14 @@ class Governors:
         self,
         settings: GovernorSettings,
         use: Callable[[], Use],
-        limit: Callable[[Limits], None],
+        limit: Callable[[EngineLimits], None],
         minute: Callable[[], int] | None = None,
     ) -> None:
         """`limit` is told of limits that changed; `minute` is the minute of the local day, the clock's where None."""
         self._settings, self._use, self._limit = settings, use, limit
         self._minute = minute or _local_minute
         self._memory, self._power, self._energy = MemoryGovernor(settings), PowerGovernor(settings), EnergyMeter()
-        self._limits = Limits()
+        self._limits = EngineLimits()
         self._throttled = False
         self._report: dict[str, Any] = {"enabled": settings.enabled}
 
@@ -73,8 +73,8 @@ class Governors:
         """Hold nothing, and remember nothing of what was held: who is switched on again begins anew."""
         self._memory, self._power = MemoryGovernor(self._settings), PowerGovernor(self._settings)
         self._throttled = False
-        if self._limits != Limits():
-            self._limits = Limits()
+        if self._limits != EngineLimits():
+            self._limits = EngineLimits()
             self._limit(self._limits)
 
     def _tell(self, step: int, share: float, use: Use) -> None:
@@ -117,7 +117,7 @@ class Governors:
             else:
                 logs.event(log, logging.INFO, "throttled", "the device is not throttled any more", reasons=[])
 
-    def _reported(self, reading: Reading, use: Use, limits: Limits) -> dict[str, Any]:
+    def _reported(self, reading: Reading, use: Use, limits: EngineLimits) -> dict[str, Any]:
         memory, power = self._memory, self._power
         return {
             "enabled": self._settings.enabled,

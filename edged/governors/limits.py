@@ -38,7 +38,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engine may do; as made here: everything."""
 
     pages: int | None = None

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 
-from edged.config import GovernorSettings
-from edged.governors.limits import Limits, Use
+from edged.governors.limits import EngineLimits, Use
+from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
 
 STEPS = ("none", "caches", "pruning", "fine-tuning", "admission")
@@ -38,7 +38,7 @@ class MemoryGovernor:
         self._settings = settings
         self.step = 0
         """Index in STEPS."""
-        self.limits = Limits()
+        self.limits = EngineLimits()
         self.reason = ""
         self._pages: int | None = None
         self._sequences: int | None = None
@@ -57,7 +57,7 @@ class MemoryGovernor:
             return self._settings.memory_reserve_mb << 20
         return int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
 
-    def update(self, reading: Reading, use: Use, now: float) -> Limits:
+    def update(self, reading: Reading, use: Use, now: float) -> EngineLimits:
         """The limits after a reading."""
         reserve = self.reserve_bytes(reading.memory_total_bytes)
         margin = int(min(_MOST_MARGIN, max(_LEAST_MARGIN, _MARGIN_SHARE * reserve)))
@@ -78,7 +78,7 @@ class MemoryGovernor:
         elif now - max(self._calm_since_s, self._changed_s) >= self._calm_s:
             self._ease(use, now)
         self._pages = self._budget(spare, margin, pressed, use)
-        self.limits = Limits(
+        self.limits = EngineLimits(
             pages=self._pages,
             prune=self.step >= PRUNING and use.prunes,
             finetune_share=0.0 if self.step >= FINETUNING else 1.0,

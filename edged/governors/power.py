@@ -6,8 +6,8 @@ held back: it is what the box is for, and the hardware slows it down by itself w
 
 from __future__ import annotations
 
-from edged.config import GovernorSettings, minutes_of
-from edged.governors.ladder import Ladder
+from edged.governors.hysteresis import Hysteresis
+from edged.settings.load import GovernorSettings, minutes_of
 from edged.telemetry.reading import Reading
 
 LEVELS = (1.0, 0.5, 0.25, 0.0)
@@ -30,7 +30,7 @@ class PowerGovernor:
     def __init__(self, settings: GovernorSettings) -> None:
         self._settings = settings
         self._quiet = minutes_of(settings.quiet_hours)
-        self._heat, self._clocks, self._mode = (Ladder(LEVELS, _HOLD_S) for _ in range(3))
+        self._heat, self._clocks, self._mode = (Hysteresis(LEVELS, _HOLD_S) for _ in range(3))
         self._highest_clock_hz = 0.0
         self.share = 1.0
         """Of the time, for fine-tuning."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edged import logs
-from edged.config import ModelSettings
 from edged.models import demo_model_dir
+from edged.runtime import logs
+from edged.settings.load import ModelSettings
 
 
 class ModelMissing(RuntimeError):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edged.engine.busy import MIXES
 from edged.engine.engine import Engine
-from edged.engine.iterations import Iteration
-from edged.engine.waits import Wait, Waits
+from edged.engine.stats.counters import MIXES
+from edged.engine.stats.iterations import Iteration
+from edged.engine.stats.latency import LatencyRing, Wait
 from edged.observe.catalogue import Buckets, Samples
 from edged.scheduler.task import Kind, ServiceClass
 
@@ -57,7 +57,7 @@ class _Target:
         self._histograms = {service: Histogram(bounds) for service in ServiceClass}
         self._results: Counter[tuple[ServiceClass, bool]] = Counter()
 
-    def drain(self, waits: Waits) -> int:
+    def drain(self, waits: LatencyRing) -> int:
         """Take in what is new; returns how many were lost."""
         fresh: list[Wait] = waits.since(self._seen)
         if not fresh:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edged.align.recent import OTHER, AdapterReading
-from edged.engine.process import heap_bytes
+from edged.align.metrics import OTHER, AdapterReading
 from edged.observe.catalogue import Samples
+from edged.runtime.process import heap_bytes
 
 _STAGES = ("waiting", "prefill", "decode")
 _TOTALS = (

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from edged.engine.iterations import Iteration, Member
-from edged.engine.stats import Label
+from edged.engine.stats.counters import Label
+from edged.engine.stats.iterations import Iteration, IterationShare
 from edged.observe.observer import mix_of
 from edged.scheduler.task import Kind
 
@@ -71,7 +71,7 @@ class Tracer:
         yield from _counters(record)
 
     def _member(
-        self, record: Iteration, member: Member, forward: tuple[float, float], units: list[float], mine: range
+        self, record: Iteration, member: IterationShare, forward: tuple[float, float], units: list[float], mine: range
     ) -> Iterator[Event]:
         process = FINETUNING if member.kind is Kind.FINETUNE else REQUESTS
         request, adapter = self._labels.get(member.task_id, ("", ""))

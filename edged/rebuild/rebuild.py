@@ -14,21 +14,21 @@ from typing import Any
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from edged.align.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
-from edged.align.pair import TokenPair
-from edged.config import Settings
-from edged.engine.loading import load_pretrained
-from edged.engine.lora import NoSuchLinears, target_linears
-from edged.engine.model import fingerprint
-from edged.engine.parts import lora_spec
-from edged.engine.text import Codec
-from edged.engine.threads import CpuThreads
+from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
+from edged.align.feedback.pair import TokenPair
+from edged.engine.build import lora_spec
+from edged.engine.lora.linear import NoSuchLinears, target_linears
+from edged.engine.model.loading import load_pretrained
+from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
 from edged.rebuild.stored import RebuildError, StoredPairs, stored_pairs
 from edged.rebuild.training import REBUILT, Recipe, check_trl, train
+from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import Version, insert_version, set_version_saved
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.tensors.cpu_threads import CpuThreads
+from edged.text.tokenizer import Tokenizer
 
 ONLINE = "online"
 REASON = "rebuilt"
@@ -61,7 +61,7 @@ class Rebuild:
     """One adapter of one data folder, on the base model that the settings name."""
 
     def __init__(self, settings: Settings, model_dir: Path, name: str, data_dir: Path, adapter: str) -> None:
-        """Load the base model and find what is stored. Raises RebuildError, ModelRefused and CodecError."""
+        """Load the base model and find what is stored. Raises RebuildError, ModelRefused and TokenizerError."""
         check_trl()
         self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
         self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
@@ -70,7 +70,7 @@ class Rebuild:
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         self.spec = self._spec(name)
         self.pairs: StoredPairs = stored_pairs(
-            data_dir, adapter, Codec.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
+            data_dir, adapter, Tokenizer.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
         )
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
         if not root.is_dir():

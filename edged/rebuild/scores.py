@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from edged.align.pair import TokenPair
+from edged.align.feedback.pair import TokenPair
 
 BASE = None
 """Stands for the base model, adapters off."""

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 from sqlite_utils import Database
 
-from edged.align.pair import TokenPair
-from edged.align.tokens import PairCodec, UnusablePrompt, tokenize_pair
-from edged.engine.text import CodecError
-from edged.store.bases import served_base
+from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
+from edged.store.base_models import served_base
+from edged.store.data_dir import DATABASE_FILE
 from edged.store.feedback import PairRow, get_pairs, pair_ids_of
-from edged.store.folder import DATABASE_FILE
 from edged.store.migrations import UnknownMigration, check_known
+from edged.text.tokenizer import TokenizerError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def stored_pairs(data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int
     for row in rows:
         try:
             pair, _ = tokenize_pair(codec, row, max_tokens)
-        except (CodecError, UnusablePrompt) as error:
+        except (TokenizerError, UnusablePrompt) as error:
             log.warning("pair %d is left out: %s", row.id, error)
         else:
             by_state.setdefault(row.state, []).append(pair)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from edged.align.pair import TokenPair
-from edged.config import AlignSettings
+from edged.align.feedback.pair import TokenPair
 from edged.rebuild.stored import RebuildError
+from edged.settings.load import AlignSettings
 
 REBUILT = "default"
 """The trained adapter's name in the PEFT model."""

@@ -10,20 +10,17 @@ import logging
 import math
 from collections.abc import Sequence
 
-from edged import logs
-from edged.config import SchedulerSettings
-from edged.scheduler.allowance import Allowance
-from edged.scheduler.arrears import Arrears
-from edged.scheduler.cost import CostModel, Load
-from edged.scheduler.fcfs import Fcfs
-from edged.scheduler.foresight import Foresight, advanced
-from edged.scheduler.past import Past
-from edged.scheduler.policies import POLICIES
-from edged.scheduler.policy import Policy
-from edged.scheduler.queues import Queues
-from edged.scheduler.targets import Targets
-from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, ServiceClass, Task
-from edged.scheduler.throttle import Throttle
+from edged.runtime import logs
+from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.lookahead import LookaheadPlan, advanced
+from edged.scheduler.planning.finetune_budget import DutyCycle, FinetuneDeficit, RetrainHistory, SlowdownBudget
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.planning.slo import SloTargets
+from edged.scheduler.policies.base import Policy
+from edged.scheduler.policies.fcfs import Fcfs
+from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, ServiceClass, Task, TaskOutcome
+from edged.settings.load import SchedulerSettings
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +44,9 @@ class Scheduler:
         self.cost = cost
         self._prepaid = False
         self._now = 0.0
-        self.throttle = Throttle()
-        self._queues = Queues(policy.order, Arrears(settings), Allowance(settings), Past())
-        self.targets = Targets(settings, cost)
+        self.throttle = DutyCycle()
+        self._queues = TaskQueues(policy.order, FinetuneDeficit(settings), SlowdownBudget(settings), RetrainHistory())
+        self.targets = SloTargets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy stays, and is asked again after it failed.
@@ -58,7 +55,7 @@ class Scheduler:
         """
         self.degraded = ""
         self.policy = type(self.policy)(settings, self.cost)
-        self.targets = Targets(settings, self.cost)
+        self.targets = SloTargets(settings, self.cost)
         self._queues.arrears.configure(settings)
         self._queues.allowance.configure(settings)
 
@@ -106,7 +103,7 @@ class Scheduler:
         self._require(task)
         self._queues.file(task, started=self._queues.take(task))
 
-    def plan(self, now: float, resources: Resources, foresight: Foresight | None = None) -> Plan:
+    def plan(self, now: float, resources: Resources, foresight: LookaheadPlan | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
         past = self._queues.past
         past.begin(now, bool(self._queues.finetunes))
@@ -120,7 +117,7 @@ class Scheduler:
         past.settle(plan)
         return plan
 
-    def foresee(self, plan: Plan, now: float, resources: Resources) -> Foresight | None:
+    def foresee(self, plan: Plan, now: float, resources: Resources) -> LookaheadPlan | None:
         """What to do after `plan`, which has begun at `now` and has its pages (they are not in `resources` any more).
 
         None where the plan has a part in fine-tuning: what that leaves to do is known when it is done.
@@ -131,9 +128,9 @@ class Scheduler:
         queues, decoded = advanced(self._queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
         ahead = self._decide(queues, end_s, resources)
-        return Foresight(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
+        return LookaheadPlan(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
 
-    def _decide(self, queues: Queues, now: float, resources: Resources) -> Plan:
+    def _decide(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """The policy's plan; first come, first served from the moment that the policy fails."""
         if not self.degraded:
             try:
@@ -148,7 +145,7 @@ class Scheduler:
                 )
         return self._plain.plan(queues, now, resources)
 
-    def complete(self, result: Result, now: float) -> None:
+    def complete(self, result: IterationResult, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
         queues = self._queues
         self._now = now
@@ -203,7 +200,7 @@ class Scheduler:
         for task in tasks:
             task.deadline_s = due_s[task.service]
 
-    def _advance(self, task: Task, outcome: Outcome) -> bool:
+    def _advance(self, task: Task, outcome: TaskOutcome) -> bool:
         """Move a sequence to its next state; True if it became a decode."""
         queues, kind = self._queues, outcome.next_kind
         if kind is Kind.DECODE:

@@ -120,7 +120,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """What a grant came to. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
 
     task: Task
@@ -130,10 +130,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Result:
+class IterationResult:
     """An iteration as it was measured."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TaskOutcome] = field(default_factory=list)
     forward_s: float = 0.0
     """Wall time of the packed forward with sampling; 0 when there was none."""
     units: list[tuple[Unit, float]] = field(default_factory=list)

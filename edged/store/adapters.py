@@ -12,11 +12,11 @@ from pathlib import Path
 from sqlite_utils import Database
 
 from edged.store.completions import json_text, plain_text
-from edged.store.folder import erase_folder
+from edged.store.data_dir import erase_folder
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class PairScore:
     """A pair's score by one version; log-probabilities are sums in nats, `split` is "prequential" or "held_out"."""
 
     created_at: str
@@ -35,7 +35,7 @@ class Metric:
     rejected_tokens: int | None = None
 
 
-def insert_metric(db: Database, metric: Metric) -> None:
+def insert_metric(db: Database, metric: PairScore) -> None:
     """Add a score. A pair's first prequential score stays: later ones were measured after training on it.
 
     A pair that was forgotten meanwhile is passed over.

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
-from edged.store.tar import END, chunks, header, padding
+from edged.store.archive import END, chunks, header, padding
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1

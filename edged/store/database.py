@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
-from edged.store.folder import sync
+from edged.store.data_dir import sync
 from edged.store.lock import FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, migrate
 

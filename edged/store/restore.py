@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from sqlite_utils import Database
 
+from edged.store.archive import chunks
 from edged.store.backup import (
     CONFIG_FILE,
     FORMAT,
@@ -29,10 +30,9 @@ from edged.store.backup import (
     PROFILES_FOLDER,
     BackupError,
 )
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
-from edged.store.tar import chunks
 from edged.store.timestamps import utc_now
 
 _PART = "[A-Za-z0-9][A-Za-z0-9._@-]*"

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edged.telemetry.box import Box
 from edged.telemetry.cgroup import ControlGroup
+from edged.telemetry.host import Host
 from edged.telemetry.jetson import Jetson, is_jetson
 from edged.telemetry.nvml import Nvml
 from edged.telemetry.reading import Reading, merged
@@ -106,5 +106,5 @@ class DeviceMonitor:
 
 def own_sources(name: str) -> list[Source]:
     """This box's: psutil, and jtop on a Jetson or NVML elsewhere."""
-    box = Box(cgroup=ControlGroup.own())
+    box = Host(cgroup=ControlGroup.own())
     return [box, Jetson() if is_jetson() else Nvml(name, os.environ)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edged.align.pair import PairRetired, PairScored, VersionPublished
-from edged.align.signals import record_pair
+from edged.align.feedback.pair import PairRetired, PairScored, VersionPublished
+from edged.align.feedback.signals import record_pair
 from edged.store import Store, utc_now
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from edged.align.feedback.pair import PairScored
 from edged.align.guard import TestScore, broken_language, lost_accuracy
-from edged.align.pair import PairScored
-from edged.config import GuardSettings
+from edged.settings.load import GuardSettings
 
 SETTINGS = GuardSettings(min_pairs=4, max_accuracy_drop=0.25, max_kl_nats=1.0, max_nll_change=0.1)
 

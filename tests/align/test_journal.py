@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from edged.align.feedback.pair import IterationSample, PairRetired, StepSkipped, VersionSaved, VersionTested
 from edged.align.journal import FLUSH_SAMPLES, Journal, load_open_pairs, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
-from edged.align.pair import IterationSample, PairRetired, StepSkipped, VersionSaved, VersionTested
 from edged.store import Store, utc_now
 from edged.store.adapters import forget_adapter
 from edged.store.feedback import get_pairs, taken_back

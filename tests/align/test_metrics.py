@@ -7,9 +7,9 @@ from statistics import mean
 
 import pytest
 
+from edged.align.feedback.pair import PairRetired
 from edged.align.journal import Journal
 from edged.align.metrics import RECENT_PAIRS, series, summaries, summary, versions
-from edged.align.pair import PairRetired
 from edged.store import Store
 from tests.align.learning import published, queue_pairs, scored, trained
 

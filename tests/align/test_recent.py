@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.recent import OTHER, AdapterReading, recent_adapters
+from edged.align.metrics import OTHER, AdapterReading, recent_adapters
 from edged.store import Store
 
 

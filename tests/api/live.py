@@ -38,7 +38,7 @@ def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
     import torch
 
     from edged import assembly, daemon
-    from edged.config import load_settings
+    from edged.settings.load import load_settings
 
     torch.set_num_threads(1)
     if download_s:

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from edged.api.app import ROLES, make_app
 from edged.api.services import Lifecycle, Services
 from edged.cli.main import cli
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny

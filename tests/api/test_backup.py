@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from edged.cli.client import Address, Client
+from edged.client.client import Address, Client
 from edged.store.backup import write_file
 from edged.store.restore import restore, verify
 from tests.api.live import LiveDaemon, running

@@ -11,7 +11,7 @@ from aiohttp.test_utils import unused_port
 
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 
 
 async def answer(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from edged.api.app import ROLES, make_app
-from edged.api.schemas import ChatRequest, CompletionRequest, PairRequest, SignalRequest
+from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, SignalRequest
 from edged.api.services import Lifecycle
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "api.md").read_text()

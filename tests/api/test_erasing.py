@@ -13,11 +13,11 @@ import httpx2
 import pytest
 from sqlite_utils import Database
 
-from edged.align.signals import record_pair
-from edged.api.forgetting import finish_forgetting
+from edged.align.feedback.signals import record_pair
+from edged.api.erasure import finish_forgetting
 from edged.store import Store, utc_now, utc_text
-from edged.store.adapters import Metric, Version, insert_metric, insert_skipped_step, insert_version
-from edged.store.erasing import begin_forgetting, search, search_files
+from edged.store.adapters import PairScore, Version, insert_metric, insert_skipped_step, insert_version
+from edged.store.erasure import begin_forgetting, search, search_files
 from edged.store.quarantine import insert_quarantined
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import adapter, until
@@ -117,7 +117,7 @@ def test_what_the_user_left_anew_meanwhile_is_no_leftover(tmp_path: Path) -> Non
         insert_quarantined(db, pair_id, now, "ann", "outlying")
         insert_version(db, Version("ann", 1, now, 0, "trained"))
         insert_skipped_step(db, now, "ann", 1, (pair_id,), "its loss is not finite")
-        insert_metric(db, Metric(now, "ann", 1, pair_id, "prequential", -1.0, -2.0, -1.0, -2.0, 0.0, 0.7, None))
+        insert_metric(db, PairScore(now, "ann", 1, pair_id, "prequential", -1.0, -2.0, -1.0, -2.0, 0.0, 0.7, None))
 
     store.write(anew).result()
     report = store.read(lambda db: search(db, "ann", erased.texts, since))

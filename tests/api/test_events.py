@@ -19,12 +19,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from edged.align.pair import PairScored, VersionPublished
-from edged.api import feed as feeds
+from edged.align.feedback.pair import PairScored, VersionPublished
+from edged.api import event_streams as feeds
 from edged.api.app import make_app
-from edged.api.feed import Event, Feed, Reader
+from edged.api.event_streams import Event, Feed, Reader
 from edged.api.services import Lifecycle, Services
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 from tests.api.accounts import open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from edged.align.signals import record_pair
+from edged.align.feedback.signals import record_pair
 from edged.api import feedback
 from edged.api.app import make_app
 from edged.api.services import Lifecycle, Services
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 from edged.store import Store, StoreError, utc_now
 
 

@@ -14,20 +14,20 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from edged.align.signals import record_pair
+from edged.align.feedback.signals import record_pair
 from edged.api.access import Caller
 from edged.api.adapters import forget
+from edged.api.feedback_intake import FeedbackIntake
 from edged.api.services import LIFECYCLE, Lifecycle, Services
-from edged.api.teacher import Teacher
-from edged.config import Settings
-from edged.engine.text import Codec
+from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.adapters import Version, insert_version
-from edged.store.bases import serve_base
+from edged.store.base_models import serve_base
+from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 
 
-class SlowCodec(Codec):
+class SlowCodec(Tokenizer):
     """A codec that tokenizes when it may."""
 
     def __init__(self) -> None:
@@ -76,13 +76,17 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
         self.engine = Engine(self.store)
-        self.teacher = Teacher(self.store, self.codec, cast(Any, self.engine), Settings())
+        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Settings())
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
-        self.teacher.learn_soon(pair.pair_ids)
+        self.feedback_intake.learn_soon(pair.pair_ids)
         self._app = web.Application()
         services = SimpleNamespace(
-            store=self.store, engine=self.engine, teacher=self.teacher, forgetting=set(), forgetting_stages={}
+            store=self.store,
+            engine=self.engine,
+            feedback_intake=self.feedback_intake,
+            forgetting=set(),
+            forgetting_stages={},
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
@@ -102,7 +106,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     yield scene
     scene.codec.may.set()
     scene.engine.may_forget.set()
-    scene.teacher.close()
+    scene.feedback_intake.close()
     scene.store.close()
 
 

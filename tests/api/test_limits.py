@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edged.api import limits as module
-from edged.api.limits import Bucket, LimitReached, Limits
-from edged.config import LimitSettings
+from edged.api.limits import Bucket, LimitReached, UserLimits
+from edged.settings.load import LimitSettings
 
 
 class Clock:
@@ -24,8 +24,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def make(clock: Clock, **settings: int) -> Limits:
-    return Limits(LimitSettings.model_validate(settings), clock)
+def make(clock: Clock, **settings: int) -> UserLimits:
+    return UserLimits(LimitSettings.model_validate(settings), clock)
 
 
 def test_requests_come_back_with_the_minute(clock: Clock) -> None:

@@ -24,9 +24,9 @@ from schemathesis.specs.openapi.checks import (
 
 from edged.api.app import make_app
 from edged.api.openapi import document, undocumented
-from edged.api.operations import OPERATIONS
+from edged.api.routes import OPERATIONS
 from edged.api.services import Lifecycle
-from edged.config import ApiSettings
+from edged.settings.load import ApiSettings
 from tests.api.live import running
 from tests.models import save_tiny
 
@@ -47,7 +47,7 @@ api.config.phases.coverage.enabled = False
 def test_every_route_of_the_application_is_in_the_document() -> None:
     app = make_app(ApiSettings(), Lifecycle())
     missing = undocumented(app)
-    assert not missing, f"give these routes their line in edged/api/operations.py: {', '.join(missing)}"
+    assert not missing, f"give these routes their line in edged/api/routes.py: {', '.join(missing)}"
     routes = {(r.method, r.resource.canonical) for r in app.router.routes() if r.resource is not None}
     assert set(OPERATIONS) <= routes
 

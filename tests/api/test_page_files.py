@@ -13,8 +13,8 @@ from aiohttp.test_utils import unused_port
 
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
-from edged.config import ApiSettings
 from edged.page import CHARTS, NAMES
+from edged.settings.load import ApiSettings
 
 
 @asynccontextmanager

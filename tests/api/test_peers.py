@@ -12,7 +12,7 @@ from edged.api.access import Access, AccessError
 from edged.api.errors import ApiError
 from edged.api.peers import Accounts, Peer, loopback_uid, unix_peer
 from edged.api.tokens import token_hash
-from edged.config import AccessSettings
+from edged.settings.load import AccessSettings
 
 
 def access(**settings: object) -> Access:

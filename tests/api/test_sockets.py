@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edged.api.addresses import socket_paths
 from edged.api.sockets import ListenError, UnixListener, inherited_sockets, tcp_socket
+from edged.settings.addresses import socket_paths
 
 
 def leave_socket(path: Path) -> None:

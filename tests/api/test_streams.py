@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from edged.api.streams import begun
+from edged.api.errors import begun
 
 
 async def answered(folder: Path, error: Exception) -> bytes:

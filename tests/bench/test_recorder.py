@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from edged.align.pair import PairRetired, PairScored
+from edged.align.feedback.pair import PairRetired, PairScored
 from edged.bench.recorder import (
-    Answer,
-    Recorder,
+    ReplayedAnswer,
+    ReplayRecorder,
     alignment_figures,
     attainment,
     iteration_figures,
@@ -24,9 +24,9 @@ from edged.bench.recorder import (
 from edged.engine.request import FinishEvent, FinishReason, TokenEvent
 
 
-def answer(due_s: float, *token_s: float, reason: FinishReason | None = "length", prompt: int = 10) -> Answer:
+def answer(due_s: float, *token_s: float, reason: FinishReason | None = "length", prompt: int = 10) -> ReplayedAnswer:
     finish = FinishEvent("x", reason) if reason else None
-    return Answer(due_s, prompt, list(token_s), finish)
+    return ReplayedAnswer(due_s, prompt, list(token_s), finish)
 
 
 def scored(chosen: float, rejected: float, margin: float) -> PairScored:
@@ -76,7 +76,7 @@ def test_nothing_measured_is_told_as_nothing() -> None:
 
 
 def test_waiting_ends_with_the_last_answer() -> None:
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     recorder.expect("a", 0.0, 5)
     recorder.expect("b", 0.0, 5)
     recorder.refuse("b")
@@ -90,7 +90,7 @@ def test_waiting_ends_with_the_last_answer() -> None:
 
 
 def test_waiting_for_a_dead_engine_ends() -> None:
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     recorder.expect("a", 0.0, 5)
     started = time.monotonic()
     assert not recorder.wait_until_answered(60.0, alive=lambda: False)
@@ -98,14 +98,14 @@ def test_waiting_for_a_dead_engine_ends() -> None:
 
 
 def test_held_out_scores_are_not_prequential() -> None:
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     held_out = PairScored(1, "replay", 1, "held_out", -1.0, -2.0, 0.0, 0.0, 1.0, 0.5)
     recorder.journal([held_out, scored(-1.0, -2.0, 1.0)])
     assert len(recorder.scores) == 1
 
 
 def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     for pair_id in (1, 2, 3, 4):
         recorder.expect_pair(pair_id)
     recorder.journal([PairRetired(1, "replay", "queued", 1, 1), PairRetired(2, "replay", "learnt", 1, 0)])
@@ -133,8 +133,8 @@ def test_the_series_tells_each_pair_with_the_base_models_opinion() -> None:
 
 
 def test_requests_are_counted_by_the_share_of_their_prompt_that_was_there() -> None:
-    def shared(cached: int, prompt: int) -> Answer:
-        return Answer(0.0, prompt, [], FinishEvent("x", "length", prompt_tokens=prompt, cached_tokens=cached))
+    def shared(cached: int, prompt: int) -> ReplayedAnswer:
+        return ReplayedAnswer(0.0, prompt, [], FinishEvent("x", "length", prompt_tokens=prompt, cached_tokens=cached))
 
     tenths = prefix_shares([shared(0, 10), shared(5, 10), shared(9, 16), shared(16, 16), answer(0.0, reason=None)])
     assert tenths == [1, 0, 0, 0, 0, 2, 0, 0, 0, 1]

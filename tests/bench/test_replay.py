@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from edged.bench.replay import ReplayError, ReplayPlan, replay
 from edged.bench.traces import TraceError
 from edged.cli.main import cli
-from edged.config import Settings
+from edged.settings.load import Settings
 from tests.models import save_tiny
 
 

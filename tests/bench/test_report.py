@@ -32,7 +32,7 @@ from edged.bench.report.serving import ablations, throughput
 from edged.bench.report.setting import Setting
 from edged.bench.summary import Done, Runs
 from edged.cli.main import cli
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.policies.registry import POLICIES
 
 LARGEST_DRAWING_BYTES = 100_000
 MIX = {"plan_ms_p50": 0.05, "plan_ms_p95": 0.1, "complete_ms_p50": 0.05}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.bench.traces import Trace, TraceError, TraceRow, length_scale, read_trace, scale_trace
+from edged.bench.traces import RequestTrace, TraceError, TraceRow, length_scale, read_trace, scale_trace
 from tests.real_data import DATA
 
 IDS = range(3, 259)
@@ -79,13 +79,13 @@ def test_a_file_that_is_no_trace_is_refused_with_the_way_out(tmp_path: Path) -> 
 
 
 def test_a_load_has_the_asked_rate_and_the_traces_proportions() -> None:
-    trace = Trace("t", tuple(TraceRow(at, 10, 5) for at in (0.0, 1.0, 4.0, 5.0, 10.0, 20.0)))
+    trace = RequestTrace("t", tuple(TraceRow(at, 10, 5) for at in (0.0, 1.0, 4.0, 5.0, 10.0, 20.0)))
     load = scale_trace(trace, rate_per_s=2.0, seconds=2.0, context_tokens=100, token_ids=IDS)
     assert [arrival.at_s for arrival in load] == pytest.approx([0.0, 0.2, 0.8, 1.0])
 
 
 def test_a_load_longer_than_the_trace_ends_with_it() -> None:
-    trace = Trace("t", tuple(TraceRow(float(at), 10, 5) for at in range(5)))
+    trace = RequestTrace("t", tuple(TraceRow(float(at), 10, 5) for at in range(5)))
     load = scale_trace(trace, rate_per_s=2.0, seconds=60.0, context_tokens=100, token_ids=IDS)
     assert len(load) == 5
     assert load[-1].at_s == pytest.approx(2.0, abs=0.01)
@@ -93,13 +93,13 @@ def test_a_load_longer_than_the_trace_ends_with_it() -> None:
 
 def test_lengths_are_scaled_into_the_context_and_the_longest_cut() -> None:
     rows = [TraceRow(float(at), 150, 50) for at in range(99)] + [TraceRow(99.0, 5000, 10)]
-    load = scale_trace(Trace("t", tuple(rows)), rate_per_s=1.0, seconds=100.0, context_tokens=100, token_ids=IDS)
+    load = scale_trace(RequestTrace("t", tuple(rows)), rate_per_s=1.0, seconds=100.0, context_tokens=100, token_ids=IDS)
     assert (len(load[0].prompt_ids), load[0].output_tokens) == (75, 25)
     assert (len(load[-1].prompt_ids), load[-1].output_tokens) == (95, 5)
 
 
 def test_short_traces_keep_their_lengths() -> None:
-    trace = Trace("t", tuple(TraceRow(float(at), 30, 7) for at in range(3)))
+    trace = RequestTrace("t", tuple(TraceRow(float(at), 30, 7) for at in range(3)))
     assert length_scale(trace, 1000) == 1.0
     load = scale_trace(trace, rate_per_s=1.0, seconds=3.0, context_tokens=1000, token_ids=IDS)
     assert {(len(arrival.prompt_ids), arrival.output_tokens) for arrival in load} == {(30, 7)}
@@ -114,7 +114,12 @@ def test_equal_blocks_become_equal_tokens_and_nothing_else_does() -> None:
     one, two, three = (
         arrival.prompt_ids
         for arrival in scale_trace(
-            Trace("t", rows, block_tokens=20), rate_per_s=1.0, seconds=3.0, context_tokens=64, token_ids=IDS, seed=7
+            RequestTrace("t", rows, block_tokens=20),
+            rate_per_s=1.0,
+            seconds=3.0,
+            context_tokens=64,
+            token_ids=IDS,
+            seed=7,
         )
     )
     assert one[:40] == two[:40]
@@ -124,7 +129,7 @@ def test_equal_blocks_become_equal_tokens_and_nothing_else_does() -> None:
 
 
 def test_prompts_of_a_trace_without_blocks_share_nothing_and_follow_the_seed() -> None:
-    trace = Trace("t", tuple(TraceRow(float(at), 40, 4) for at in range(4)))
+    trace = RequestTrace("t", tuple(TraceRow(float(at), 40, 4) for at in range(4)))
 
     def prompts(seed: int) -> list[tuple[int, ...]]:
         load = scale_trace(trace, rate_per_s=1.0, seconds=4.0, context_tokens=64, token_ids=IDS, seed=seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.cli.client import Address, Client, DaemonError
+from edged.client.client import Address, Client, DaemonError
 from tests.models import save_tiny
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused, find_address
 from edged.cli.main import cli
+from edged.client.client import Address, Client, DaemonError, NotRunning, Refused, find_address
 from tests.cli.conftest import edged
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,4 +1,4 @@
-"""`edged config`, `configs/edged.toml` and `docs/configuration.md` all say what `edged.config` says."""
+"""`edged config`, `configs/edged.toml` and `docs/configuration.md` all say what `edged.settings.load` says."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from edged.cli.main import cli
-from edged.config import Settings
-from edged.config_text import to_toml_value
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.policies.registry import POLICIES
+from edged.settings.load import Settings
+from edged.settings.toml import to_toml_value
 
 ROOT = Path(__file__).parents[2]
 

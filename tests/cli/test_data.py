@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edged.config import load_settings
+from edged.settings.load import load_settings
 from tests.cli.conftest import Daemon, clean_environment, edged, ready, wait_for
 
 PAIRS = [

@@ -18,10 +18,10 @@ import pytest
 from edged.cli.doctor import model, storage
 from edged.cli.doctor.finding import Examination, Finding, State, broken, doubtful, fine, worst
 from edged.cli.doctor.safetensors import Damaged, tensors_of
-from edged.config import Settings, load_settings
 from edged.models import demo_model_dir
-from edged.scheduler.cost import Prices
-from edged.scheduler.profile import Profile, Subject
+from edged.scheduler.cost.model import Prices
+from edged.scheduler.cost.profile import Profile, Subject
+from edged.settings.load import Settings, load_settings
 from edged.store import Store
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.models import save_tiny

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from edged.cli.doctor import box, device, service
-from edged.config import load_settings
 from edged.engine import native
+from edged.settings.load import load_settings
 from tests.cli.test_doctor import examination, only
 
 

@@ -16,7 +16,7 @@ on_request = pytest.mark.skipif(
 SCRIPT = """
 import os, sys
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES", ""), flush=True)
-from edged.engine.process import restart_in_huge_pages
+from edged.runtime.process import restart_in_huge_pages
 restart_in_huge_pages()
 print("here", flush=True)
 """

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from edged.cli.client import Client
 from edged.cli.feedback import send
+from edged.client.client import Client
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.cli.test_client import peer

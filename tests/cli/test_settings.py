@@ -20,8 +20,8 @@ from edged.cli.doctor.command import settings_to_look_with
 from edged.cli.doctor.finding import Examination
 from edged.cli.main import cli
 from edged.cli.settings import INSTALLED_DATA_DIR, settings_of
-from edged.config import load_settings
 from edged.models import demo_model_dir
+from edged.settings.load import load_settings
 from edged.store import Store
 from tests.cli.conftest import clean_environment
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from edged.api.tokens import token_hash
 from edged.cli.main import cli
-from edged.config import load_settings
+from edged.settings.load import load_settings
 
 
 def run(*arguments: str, code: int = 0) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edged.align.pair import Record, TokenPair
-from edged.config import Settings, load_settings
+from edged.align.feedback.pair import Record, TokenPair
 from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from edged.settings.load import Settings, load_settings
 from tests.models import save_tiny
 
 
@@ -56,18 +56,18 @@ class Client:
 
 def check_pages_after_every_iteration(engine: Engine) -> None:
     """A broken invariant of pool or trie ends the engine, and so the test."""
-    executor = engine._parts.executor
-    run = executor.run
+    runner = engine._parts.runner
+    run = runner.run
 
     def checked(*arguments: Any, **named: Any) -> Any:
         work = run(*arguments, **named)
         try:
-            executor.pool.check() if executor.trie is None else executor.trie.check()
+            runner.pool.check() if runner.trie is None else runner.trie.check()
         except AssertionError as error:
             engine._loop.error = f"pages: {error}"
         return work
 
-    executor.run = checked  # type: ignore[method-assign]
+    runner.run = checked  # type: ignore[method-assign]
 
 
 @contextmanager

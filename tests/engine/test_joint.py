@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edged.align.dpo import DpoStep
-from edged.align.learner import Learner
-from edged.align.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionSaved
+from edged.align.dpo.step import DpoStep
+from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionSaved
+from edged.align.pair_queues import AdapterQueue
 from edged.engine.engine import Engine
 from edged.scheduler.task import Plan, Unit
 from tests.engine.harness import Client, random_pairs, running_engine, wait_idle
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.units: list[Unit] = []
-        trainer, run, plan = engine._parts.trainer, engine._parts.executor.run, engine._loop._plan
+        trainer, run, plan = engine._parts.trainer, engine._parts.runner.run, engine._loop._plan
 
         def watched(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
@@ -37,13 +37,13 @@ class Watch:
             return work
 
         def checked() -> Plan:
-            learners = trainer.roster.learners.values()
-            due = {x.name for x in learners if x.step is None and (x.queue or trainer.roster.test_due(x))}
-            assert set(trainer.roster.ready()) == due
-            assert trainer.roster.pairs_queued == sum(x.pairs for x in learners)
+            learners = trainer.pair_queues.learners.values()
+            due = {x.name for x in learners if x.step is None and (x.queue or trainer.pair_queues.test_due(x))}
+            assert set(trainer.pair_queues.ready()) == due
+            assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in learners)
             return plan()
 
-        engine._parts.executor.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
+        engine._parts.runner.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
@@ -145,7 +145,7 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
             weights = engine._parts.trainer.state("bob").weights
             next(iter(weights.values()))[1].data[0] = float("nan")
 
-        engine._inbox.ask(spoil).result(10)
+        engine._command_queue.ask(spoil).result(10)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert watch.steps() == [3]
@@ -167,7 +167,7 @@ def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str,
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)
                 command()
-                engine._inbox.take()
+                engine._command_queue.take()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
                 engine._learning.feed(time.monotonic(), False)
         return plan_of()
@@ -235,7 +235,7 @@ def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: P
         trainer = engine._parts.trainer
         close_step = trainer._close_step
 
-        def fails_for_the_first(learner: Learner, *rest: Any) -> None:
+        def fails_for_the_first(learner: AdapterQueue, *rest: Any) -> None:
             if learner.name == "ann":
                 raise OSError("no disk")
             close_step(learner, *rest)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.pair import PairRetired
-from edged.scheduler.cost import CostModel
-from edged.scheduler.policies import POLICIES
-from edged.scheduler.task import Result
+from edged.align.feedback.pair import PairRetired
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.task import IterationResult
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 
 
@@ -36,7 +36,7 @@ def finetune_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     spent: list[float] = []
     observe = CostModel.observe
 
-    def observed(cost: CostModel, result: Result) -> float:
+    def observed(cost: CostModel, result: IterationResult) -> float:
         spent.append(observe(cost, result))
         return spent[-1]
 

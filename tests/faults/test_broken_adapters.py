@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from edged.cli.client import Client
-from edged.cli.quickstart.daemon import TemporaryDaemon
-from edged.models.dialogues import prompts
+from edged.client.client import Client
+from examples.demo_model.dialogues import prompts
+from examples.quickstart.daemon import TemporaryDaemon
 
 CHAT = "/v1/chat/completions"
 MOST_BAD = 10

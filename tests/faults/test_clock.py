@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+from edged.align.feedback.pair import PairRetired
+from edged.align.feedback.signals import record_pair
 from edged.align.journal import load_open_pairs, write_record
 from edged.align.metrics import series, summary, versions
-from edged.align.pair import PairRetired
-from edged.align.signals import record_pair
 from edged.store import Store, utc_now
 from tests.align.learning import published, scored
 

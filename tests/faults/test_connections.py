@@ -94,7 +94,7 @@ def test_the_bound_of_open_files_is_raised_as_far_as_it_may_be(daemon: LiveDaemo
 
 def test_a_low_bound_is_raised_and_a_high_one_left(tmp_path: Path) -> None:
     program = (
-        "import resource; from edged.engine.process import allow_files\n"
+        "import resource; from edged.runtime.process import allow_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512)); allow_files()\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)); allow_files(100)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"

@@ -16,10 +16,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from edged.bench.soak.faults import fill
+from benchmarks.soak.faults import fill
 from edged.cli.doctor import service
 from edged.cli.doctor.finding import Examination
-from edged.config import Settings
+from edged.settings.load import Settings
 from edged.store import Store, StoreError
 from tests.api.live import LiveDaemon, running, started
 from tests.cli.conftest import edged

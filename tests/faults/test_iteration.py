@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from edged.align.pair import PairRetired, StepSkipped
+from edged.align.feedback.pair import PairRetired, StepSkipped
 from edged.engine.engine import Engine
-from edged.engine.executor import Work
-from edged.engine.model import ServedModel
+from edged.engine.model.served_model import ServedModel
+from edged.engine.model_runner import RunnerOutput
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import answers
 
@@ -52,12 +52,12 @@ def lost(_: ServedModel) -> None:
 def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*_: Any, **__: Any) -> Work:
+    def run(*_: Any, **__: Any) -> RunnerOutput:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
         monkeypatch.setattr(ServedModel, "check_device", lost)
-        monkeypatch.setattr(engine._parts.executor, "run", run)
+        monkeypatch.setattr(engine._parts.runner, "run", run)
         engine.submit_pairs(random_pairs(4))
         engine.submit(request("r", random_ids(9, 1)))
         client.wait(lambda: "r" in client.finished)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.memory import StepSize, out_of_memory
-from edged.align.pair import PairRetired, StepSkipped
-from edged.config import AlignSettings
+from edged.align.feedback.pair import PairRetired, StepSkipped
 from edged.engine.engine import Engine
+from edged.settings.load import AlignSettings
+from edged.tensors.oom import StepSize, out_of_memory
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
 from tests.models import save_tiny
 
@@ -174,14 +174,14 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
             return left[0] >= 0
 
         if where == "pages":
-            allocate = engine._parts.executor.allocate
+            allocate = engine._parts.runner.allocate
 
             def starved(pages: int) -> list[int]:
                 if twice():
                     raise MemoryError
                 return allocate(pages)
 
-            monkeypatch.setattr(engine._parts.executor, "allocate", starved)
+            monkeypatch.setattr(engine._parts.runner, "allocate", starved)
             assert answers(engine, client, "short", prompts, tokens=20) == wanted
         else:
             head = engine._parts.model.model.get_output_embeddings()

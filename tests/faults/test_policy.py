@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.policies.registry import POLICIES
 from edged.scheduler.task import Kind, Resources, Task
 from tests.engine.harness import random_ids, random_pairs, running_engine, wait_idle
 from tests.faults.test_memory import answers

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from edged.config import GovernorSettings
 from edged.governors.governors import Governors
-from edged.governors.limits import Limits, Use
+from edged.governors.limits import EngineLimits, Use
+from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def test_limits_are_told_when_they_change_and_each_step_is_a_line(caplog: pytest
     governors.hear(replace(ROOMY, at_s=1.0))
     assert engine.limits == []
     governors.hear(replace(ROOMY, at_s=2.0, memory_available_bytes=200 * MIB))
-    assert engine.limits == [Limits(pages=800 - 56 - 32)]
+    assert engine.limits == [EngineLimits(pages=800 - 56 - 32)]
     governors.hear(replace(ROOMY, at_s=3.0, temperature_c=95.0, temperature_limit_c=100.0))
     assert engine.limits[-1].finetune_share == 0.25
     assert [record.getMessage() for record in caplog.records] == [
@@ -57,7 +57,7 @@ def test_the_stricter_of_two_governors_counts() -> None:
     engine = Engine()
     governors = engine.governors(quiet_hours="11:00-13:00")
     governors.hear(ROOMY)
-    assert engine.limits == [Limits(finetune_share=0.0)]
+    assert engine.limits == [EngineLimits(finetune_share=0.0)]
 
 
 def test_throttling_is_told_with_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,8 +103,8 @@ def test_governors_that_are_switched_off_forget_what_they_held() -> None:
     governors.hear(replace(ROOMY, at_s=20.0))
     report = governors.report()
     assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
-    assert engine.limits[-1] == Limits()
+    assert engine.limits[-1] == EngineLimits()
     governors.configure(GovernorSettings())
     governors.hear(replace(ROOMY, at_s=21.0))
     assert governors.report()["memory"]["step"] == 0
-    assert engine.limits[-1] == Limits()
+    assert engine.limits[-1] == EngineLimits()

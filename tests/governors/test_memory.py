@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.config import GovernorSettings
-from edged.governors.limits import Limits, Use
+from edged.governors.limits import EngineLimits, Use
 from edged.governors.memory import STEPS, MemoryGovernor
+from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
 
 MIB = 1 << 20
@@ -37,14 +37,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.governor = MemoryGovernor(GovernorSettings(memory_reserve_mb=self.reserve_mb))
-        self.limits = Limits()
+        self.limits = EngineLimits()
 
     @property
     def available(self) -> int:
         tuning = 0 if self.limits.release else self.finetune_mib
         return max(0, 4096 * MIB - (self.neighbour_mib + self.resident + 1000 + tuning) * MIB)
 
-    def second(self) -> Limits:
+    def second(self) -> EngineLimits:
         """A reading, the limits that follow, and the engine that keeps to them; its cache grows into what it may."""
         self.now += 1.0
         reading = Reading(
@@ -79,7 +79,7 @@ def changes(steps: list[int]) -> list[int]:
 def test_with_enough_memory_nothing_is_held() -> None:
     world = World()
     assert set(world.run(60)) == {0}
-    assert world.limits == Limits()
+    assert world.limits == EngineLimits()
 
 
 def test_caches_give_way_first_and_are_enough_where_they_are() -> None:
@@ -95,10 +95,10 @@ def test_all_is_given_up_in_order_and_comes_back_in_reverse() -> None:
     world.run(5)
     world.neighbour_mib = 4096
     assert changes(world.run(60)) == [1, 2, 3, 4]
-    assert world.limits == Limits(pages=0, prune=True, finetune_share=0.0, release=True, sequences=1)
+    assert world.limits == EngineLimits(pages=0, prune=True, finetune_share=0.0, release=True, sequences=1)
     world.neighbour_mib = 0
     assert changes(world.run(200)) == [3, 2, 1, 0]
-    assert world.limits == Limits()
+    assert world.limits == EngineLimits()
     assert world.resident == PAGES
 
 

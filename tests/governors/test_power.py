@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from edged.config import GovernorSettings, minutes_of
-from edged.governors.ladder import Ladder
+from edged.governors.hysteresis import Hysteresis
 from edged.governors.power import LEVELS, PowerGovernor, throttling, within
+from edged.settings.load import GovernorSettings, minutes_of
 from edged.telemetry.reading import Reading
 
 
@@ -98,7 +98,7 @@ def test_every_minute_is_in_hours_or_in_the_rest_of_the_day(first: int, end: int
 
 @given(st.lists(st.sampled_from(LEVELS), min_size=1, max_size=200))
 def test_a_ladder_never_stands_above_what_is_wanted_and_rises_one_level_in_its_time(wanted: list[float]) -> None:
-    ladder, rises, before = Ladder(LEVELS, 10.0), [], 1.0
+    ladder, rises, before = Hysteresis(LEVELS, 10.0), [], 1.0
     for now, level in enumerate(wanted):
         after = ladder.follow(level, level, float(now))
         assert after <= level

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from edged.config import GovernorSettings
 from edged.governors.governors import Governors
-from edged.governors.limits import Limits, Use
+from edged.governors.limits import EngineLimits, Use
 from edged.observe.catalogue import Samples
 from edged.observe.readings import put_device, put_governors, put_status
+from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
 from tests.engine.harness import running_engine
-from tests.engine.test_limits import BIG, until
+from tests.engine.test_resource_limits import BIG, until
 from tests.observe.test_observer import values
 
 USE = Use(1 << 20, 1000, 800, 100, 4, 16, True, True, 1.0, 0.0, 0.0, 0, 0)
@@ -21,7 +21,7 @@ USE = Use(1 << 20, 1000, 800, 100, 4, 16, True, True, 1.0, 0.0, 0.0, 0, 0)
 def test_pages_that_the_box_has_back_are_not_in_use(tmp_path: Path) -> None:
     with running_engine(tmp_path, **BIG) as (engine, _):
         total = engine.status()["pages"]["total"]
-        engine.limit(Limits(pages=total - 40))
+        engine.limit(EngineLimits(pages=total - 40))
         until(lambda: engine.status()["pages"]["retired"] == 40, "pages were not given up")
         samples = Samples()
         put_status(engine.status(), samples)
@@ -32,7 +32,7 @@ def test_pages_that_the_box_has_back_are_not_in_use(tmp_path: Path) -> None:
 def test_fine_tuning_that_a_governor_holds_is_not_called_enabled(tmp_path: Path) -> None:
     with running_engine(tmp_path) as (engine, _):
         seen = []
-        for limits in (Limits(), Limits(finetune_share=0.0)):
+        for limits in (EngineLimits(), EngineLimits(finetune_share=0.0)):
             engine.limit(limits)
             until(lambda held=not limits.finetune_share: engine.status()["finetune"]["held"] == held, "not held")  # type: ignore[misc]
             samples = Samples()

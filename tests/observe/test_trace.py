@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from edged.engine.iterations import Iteration, pack_member
+from edged.engine.stats.iterations import Iteration, pack_member
 from edged.observe.trace import ENGINE, FINETUNING, ITERATIONS, REQUESTS, UNITS, Tracer
 from edged.scheduler.task import Kind, ServiceClass
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.adapter import AdapterFiles
-from edged.config import load_settings
+from edged.align.adapters.adapter import AdapterFiles
 from edged.rebuild.rebuild import Rebuild
 from edged.rebuild.scores import greedy_agreement, score
 from edged.rebuild.stored import RebuildError
 from edged.rebuild.training import Recipe
+from edged.settings.load import load_settings
 from tests.api.live import running
 from tests.api.test_adapters import teach
 from tests.api.test_quarantine import until

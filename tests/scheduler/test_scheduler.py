@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from edged.config import SchedulerSettings
-from edged.scheduler.cost import CostModel, Load
-from edged.scheduler.fcfs import Fcfs
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.policies.fcfs import Fcfs
+from edged.scheduler.policies.registry import POLICIES
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Outcome, Resources, Result, ServiceClass, Task, Unit
+from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
+from edged.settings.load import SchedulerSettings
 
 AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
 
@@ -42,7 +42,7 @@ def test_no_target_is_tighter_than_its_floor() -> None:
     task = prompt()
     scheduler.add(task, now=0.0)
     assert task.deadline_s == 60.0
-    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.1), now=1.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 100, 0, Kind.DECODE)], 0.1), now=1.0)
     assert task.deadline_s == 8.0
 
 
@@ -53,8 +53,8 @@ def test_requests_of_the_batch_class_are_held_to_their_own_targets() -> None:
     for task in (batch, interactive):
         scheduler.add(task, now=0.0)
     assert batch.deadline_s == 60.0 > interactive.deadline_s
-    outcomes = [Outcome(task, 100, 0, Kind.DECODE) for task in (batch, interactive)]
-    scheduler.complete(Result(outcomes, 0.1), now=1.0)
+    outcomes = [TaskOutcome(task, 100, 0, Kind.DECODE) for task in (batch, interactive)]
+    scheduler.complete(IterationResult(outcomes, 0.1), now=1.0)
     assert batch.deadline_s == 8.0 > interactive.deadline_s
 
 
@@ -90,14 +90,14 @@ def test_a_prompt_becomes_a_decode_and_each_token_gets_a_new_deadline() -> None:
     scheduler = scheduler_of(tbt_factor=2.0, tbt_floor_ms=0.001)
     task = prompt(tokens=100)
     scheduler.add(task, now=0.0)
-    scheduler.complete(Result([Outcome(task, 60, 0, Kind.PREFILL)], 0.05), now=1.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 60, 0, Kind.PREFILL)], 0.05), now=1.0)
     assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 40, 60)
-    scheduler.complete(Result([Outcome(task, 40, 0, Kind.DECODE)], 0.05), now=2.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 40, 0, Kind.DECODE)], 0.05), now=2.0)
     assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 100)
-    scheduler.complete(Result([Outcome(task, 1, 0, Kind.DECODE)], 0.02), now=3.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 1, 0, Kind.DECODE)], 0.02), now=3.0)
     assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 101)
     assert task.deadline_s == pytest.approx(3.0 + 2.0 * scheduler.cost.forward_s(Load(decodes=1, context=101)))
-    scheduler.complete(Result([Outcome(task, 1, 0, None)], 0.02), now=4.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 1, 0, None)], 0.02), now=4.0)
     assert sum(scheduler.counts().values()) == 0
     assert scheduler.plan(5.0, AMPLE).grants == []
 
@@ -106,9 +106,11 @@ def test_a_fine_tune_task_advances_by_tokens_then_units() -> None:
     scheduler = scheduler_of()
     task = lesson()
     scheduler.add(task, now=0.0)
-    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    scheduler.complete(
+        IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
+    )
     assert (task.tokens, task.context, task.next_unit) == (0, 100, 1)
-    scheduler.complete(Result([Outcome(task, 0, 1, None)], 0.0, [(Unit("step", 0), 0.01)]), now=2.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 0, 1, None)], 0.0, [(Unit("step", 0), 0.01)]), now=2.0)
     assert scheduler.counts()[Kind.FINETUNE] == 0
 
 
@@ -116,7 +118,7 @@ def test_a_preempted_sequence_starts_over_and_keeps_its_arrival() -> None:
     scheduler = scheduler_of()
     task = prompt(tokens=100, arrival_s=0.5)
     scheduler.add(task, now=0.5)
-    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
     scheduler.restart(task, tokens=103, now=2.0)
     assert (task.kind, task.tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
     assert task.arrival_s == 0.5
@@ -129,7 +131,9 @@ def test_a_preempted_step_starts_over_with_its_forward() -> None:
     scheduler = scheduler_of()
     task = lesson()
     scheduler.add(task, now=0.0)
-    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    scheduler.complete(
+        IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
+    )
     scheduler.restart(task, tokens=100, now=1.0)
     assert (task.kind, task.tokens, task.context, task.next_unit) == (Kind.FINETUNE, 100, 0, 0)
     assert not task.begun
@@ -140,7 +144,9 @@ def test_a_step_is_in_its_middle_between_its_groups() -> None:
     task = lesson()
     scheduler.add(task, now=0.0)
     assert not task.begun
-    scheduler.complete(Result([Outcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0)
+    scheduler.complete(
+        IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
+    )
     # As the engine does when the next group begins.
     task.tokens, task.context, task.next_unit = 50, 0, 0
     scheduler.update(task)
@@ -152,7 +158,7 @@ def test_a_grant_without_an_outcome_leaves_its_task_as_it_was() -> None:
     task = prompt(tokens=100)
     scheduler.add(task, now=0.0)
     scheduler.plan(0.0, AMPLE)
-    scheduler.complete(Result(), now=0.1)
+    scheduler.complete(IterationResult(), now=0.1)
     assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 100, 0)
     assert [grant.task for grant in scheduler.plan(0.2, AMPLE).grants] == [task]
 
@@ -164,7 +170,7 @@ def test_a_removed_task_is_planned_no_more_and_a_late_outcome_is_ignored() -> No
     scheduler.add(other, now=0.0)
     assert scheduler.remove(1) is task
     assert scheduler.remove(1) is None
-    scheduler.complete(Result([Outcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
+    scheduler.complete(IterationResult([TaskOutcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
     assert scheduler.counts() == {Kind.PREFILL: 1, Kind.DECODE: 0, Kind.FINETUNE: 0}
     assert [grant.task for grant in scheduler.plan(1.0, AMPLE).grants] == [other]
 
@@ -188,7 +194,7 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
     task = prompt(7, tokens=100)
     scheduler.add(task, now=0.0)
     with pytest.raises(ValueError, match="task 7 cannot decode: 40 tokens of its prompt are left"):
-        scheduler.complete(Result([Outcome(task, 60, 0, Kind.DECODE)], 0.05), now=1.0)
+        scheduler.complete(IterationResult([TaskOutcome(task, 60, 0, Kind.DECODE)], 0.05), now=1.0)
 
 
 def test_the_policy_of_the_settings_can_be_replaced_by_ones_own() -> None:
@@ -221,7 +227,9 @@ def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -
         sys.setprofile(count)
         plan = scheduler.plan(0.0, AMPLE)
         scheduler.foresee(plan, 0.0, AMPLE)
-        scheduler.complete(Result([Outcome(grant.task, grant.tokens, 0, None) for grant in plan.grants], 0.1), 0.1)
+        scheduler.complete(
+            IterationResult([TaskOutcome(grant.task, grant.tokens, 0, None) for grant in plan.grants], 0.1), 0.1
+        )
         sys.setprofile(None)
         return counted
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edged.config import SchedulerSettings
-from edged.scheduler.cost import CostModel
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.policies.registry import POLICIES
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources, Unit
+from edged.settings.load import SchedulerSettings
 from tests.scheduler.world import Device, Life, Tuning, World
 
 UNITS = [Unit("head", 16), Unit("layer", 32), Unit("layer", 32), Unit("step", 0)]

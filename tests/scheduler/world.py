@@ -9,10 +9,10 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from edged.scheduler.cost import Load
-from edged.scheduler.foresight import Foresight
+from edged.scheduler.cost.model import Load
+from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Grant, Kind, Outcome, Plan, Resources, Result, Task, Unit
+from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
 
 
 @dataclass
@@ -95,7 +95,7 @@ class World:
         self.plans_ahead = False
         """Plan the next iteration while one runs; `foreseen` counts the plans that were used."""
         self.foreseen = 0
-        self.foresight: Foresight | None = None
+        self.foresight: LookaheadPlan | None = None
         self.busy_again_s = math.inf
         """When somebody asks for something next: nobody sleeps longer."""
         self._own: dict[int, int] = {}
@@ -192,7 +192,7 @@ class World:
         task = grant.task
         return max(0, -(-(task.context + grant.tokens - task.capacity) // self.resources.page_size))
 
-    def _run(self, plan: Plan) -> Result:
+    def _run(self, plan: Plan) -> IterationResult:
         load = Load()
         outcomes = []
         units: list[tuple[Unit, float]] = []
@@ -209,7 +209,7 @@ class World:
                 load.add_chunk(grant.tokens, task.context, task.kind is Kind.FINETUNE)
             granted = task.units[task.next_unit : task.next_unit + grant.units]
             units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
-            outcomes.append(Outcome(task, grant.tokens, grant.units, self._next(grant)))
+            outcomes.append(TaskOutcome(task, grant.tokens, grant.units, self._next(grant)))
         if self.plans_ahead:
             self.foresight = self.scheduler.foresee(plan, self.now, self.room())
         forward_s = self.device.forward_s(load) * self._noise()
@@ -226,7 +226,7 @@ class World:
             if tuning is not None:
                 tuning.run_times.append(self.now)
                 tuning.work_s += tuned_s + sum(seconds for _, seconds in units)
-        return Result(outcomes, forward_s, units)
+        return IterationResult(outcomes, forward_s, units)
 
     def _noise(self) -> float:
         return 1.0 + self.device.noise * (2.0 * self._random.random() - 1.0)
@@ -242,7 +242,7 @@ class World:
             return Kind.PREFILL
         return None if life.made + 1 >= life.answer else Kind.DECODE
 
-    def _follow_up(self, outcome: Outcome) -> None:
+    def _follow_up(self, outcome: TaskOutcome) -> None:
         """What the engine does with a task after the scheduler has advanced it."""
         task = outcome.task
         if task.kind is Kind.FINETUNE:

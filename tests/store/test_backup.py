@@ -17,10 +17,10 @@ import pytest
 from edged.store import Store
 from edged.store.adapters import Version, forget_files, insert_version, set_version_saved
 from edged.store.backup import BackupError, staged, stream, write_file
-from edged.store.bases import serve_base
+from edged.store.base_models import serve_base
 from edged.store.completions import insert_completion
-from edged.store.erasing import begin_forgetting
-from edged.store.folder import clear_leftovers
+from edged.store.data_dir import clear_leftovers
+from edged.store.erasure import begin_forgetting
 from edged.store.restore import restore, verify
 from tests.store.rows import MOMENT, completion
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from edged.telemetry import device
-from edged.telemetry.box import Box
 from edged.telemetry.cgroup import ControlGroup, pressure_percent
 from edged.telemetry.device import DeviceMonitor
+from edged.telemetry.host import Host
 from edged.telemetry.nvml import Nvml, throttles
 from edged.telemetry.reading import Reading, merged
 from edged.telemetry.source import SourceAbsent
@@ -32,7 +32,7 @@ STATUS_FIELDS = {
 
 
 def test_the_box_and_this_process_are_read() -> None:
-    status = DeviceMonitor("cpu", [Box()]).read()
+    status = DeviceMonitor("cpu", [Host()]).read()
     assert status.keys() >= STATUS_FIELDS
     assert status["name"] == "cpu"
     assert status["memory_total_bytes"] == psutil.virtual_memory().total
@@ -41,7 +41,7 @@ def test_the_box_and_this_process_are_read() -> None:
 
 
 def test_subscribers_hear_of_every_reading_until_it_stops() -> None:
-    monitor, heard, twice = DeviceMonitor("cpu", [Box()], every_s=0.01), [], threading.Event()
+    monitor, heard, twice = DeviceMonitor("cpu", [Host()], every_s=0.01), [], threading.Event()
 
     def hear(reading: Reading) -> None:
         heard.append(reading)
@@ -140,7 +140,7 @@ def test_a_thermal_zones_limit_is_where_it_slows_down(tmp_path: Path, monkeypatc
     monkeypatch.setattr(psutil, "sensors_temperatures", dict, raising=False)
     zone(tmp_path / "class/thermal/thermal_zone0", 71.0, critical=104.5, passive=99.0)
     zone(tmp_path / "class/thermal/thermal_zone1", 80.0, critical=104.5, hot=102.0)
-    values = Box(sys=tmp_path).read()
+    values = Host(sys=tmp_path).read()
     assert (values["temperature_c"], values["temperature_limit_c"]) == (80.0, 102.0)
 
 
@@ -158,7 +158,7 @@ def test_a_control_groups_tightest_bound_is_what_is_available(tmp_path: Path) ->
     bound = cgroup.bound()
     assert bound is not None
     assert (bound.total_bytes, bound.available_bytes) == (400_000_000, 80_000_000)
-    values = Box(cgroup=cgroup).read()
+    values = Host(cgroup=cgroup).read()
     assert (values["memory_total_bytes"], values["memory_available_bytes"]) == (400_000_000, 80_000_000)
     assert values["cgroup_pressure_some_percent"] == 12.5
 

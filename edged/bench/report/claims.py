@@ -13,7 +13,7 @@ from edged.bench.report import learning, paper
 from edged.bench.report.overheads import decision_ms, memory_mb, queued_decision_ms
 from edged.bench.report.setting import HEADLINE_RETRAIN_RATE, Setting
 from edged.bench.report.sources import WHOLE
-from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, Metric
+from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, ReportFigure
 
 LARGEST_TBT = 1.05
 """Of serving alone, which is fcfs."""
@@ -103,7 +103,7 @@ def _queued_claim(measured: dict[str, Any]) -> Claim:
     return Claim(what, limit, f"{decision:.3f} ms", MET if decision <= LONGEST_QUEUED_MS else NOT_MET)
 
 
-def _by_load(setting: Setting, metric: Metric, policy: str, baseline: str) -> dict[str, float]:
+def _by_load(setting: Setting, metric: ReportFigure, policy: str, baseline: str) -> dict[str, float]:
     """The median ratio at each load, at the headline's retrain rate."""
     found = {}
     for rate in setting.rates:
@@ -141,7 +141,7 @@ def _count(value: float | None) -> str:
     return "–" if value is None else f"{value:g}"
 
 
-def _ratio(setting: Setting, what: str, metric: Metric, baseline: str, most: float, wanted: str) -> Claim:
+def _ratio(setting: Setting, what: str, metric: ReportFigure, baseline: str, most: float, wanted: str) -> Claim:
     ratios = _by_load(setting, metric, "mace", baseline)
     told = f"{wanted}; {paper.TTFT_BELOW_ADAINF}" if (metric, baseline) == (TTFT, "adainf") else wanted
     unanswered = _unanswered(setting, ("mace", baseline)) if metric == TTFT else ""
@@ -218,16 +218,16 @@ def _ablations(setting: Setting) -> list[Claim]:
     highest = setting.rates[-1]
     place = setting.load(highest)
 
-    def value(metric: Metric, policy: str) -> float | None:
+    def value(metric: ReportFigure, policy: str) -> float | None:
         return setting.median(metric, policy, rate_per_s=highest)
 
     def claim(
-        what: str, policy: str, number: paper.Told, ours: float | None, form: str, holds: Callable[[float], bool]
+        what: str, policy: str, number: paper.PaperNumber, ours: float | None, form: str, holds: Callable[[float], bool]
     ) -> Claim:
         values, learnt = {} if ours is None else {place: ours}, _learnt(setting, ("mace", policy), (highest,))
         return Claim(f"{what} {policy}", str(number), _listed(values, form), verdict(values, holds), learnt)
 
-    def loss(metric: Metric, policy: str) -> float | None:
+    def loss(metric: ReportFigure, policy: str) -> float | None:
         whole, part = value(metric, "mace"), value(metric, policy)
         return None if part is None or not whole else 1.0 - part / whole
 

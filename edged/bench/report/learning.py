@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edged.bench.report import paper
-from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from edged.bench.report.setting import Setting
-from edged.bench.summary import CLPD, WIN_RATE, Done, Metric
+from edged.bench.summary import CLPD, WIN_RATE, Done, ReportFigure
 
 _STEPS, _WINDOW_SHARE = 60, 0.2
 """A curve has so many points, each the mean over the pairs of that share of the window before it."""
-REWARD_ACCURACY = Metric("alignment.reward_accuracy", "reward accuracy", 3)
+REWARD_ACCURACY = ReportFigure("alignment.reward_accuracy", "reward accuracy", 3)
 PERIODIC = ("ekya", "periodic-async")
 CONTINUOUS = ("mace", "sync", "adainf")
 UNTRAINED = "no retraining"
@@ -123,7 +123,7 @@ def base_clpd(row: dict[str, Any]) -> float:
     return float(row["base_clpd_nats"])
 
 
-def _gains(runs: dict[str, list[Done]]) -> tuple[Row, ...]:
+def _gains(runs: dict[str, list[Done]]) -> tuple[ComparisonRow, ...]:
     """Means of the strategies over the base model's on the same stream of pairs."""
     rows = []
     for title, value, base, periodic, continuous in (
@@ -135,7 +135,9 @@ def _gains(runs: dict[str, list[Done]]) -> tuple[Row, ...]:
             if policy in runs:
                 ours = mean(pairs(runs[policy], scored, value))
                 told_gain = against(ours, without) if judged(runs[policy]) else NOT_MEASURED
-                rows.append(Row(f"{title}, {policy}", told_gain, periodic if policy in PERIODIC else continuous))
+                rows.append(
+                    ComparisonRow(f"{title}, {policy}", told_gain, periodic if policy in PERIODIC else continuous)
+                )
     return tuple(rows)
 
 
@@ -169,5 +171,5 @@ def against_retrain_rate(setting: Setting) -> Figure | None:
             point = {**setting.headline, "retrain_rate": rate}
             runs = [done for policy in ("mace", "adainf") for done in setting.runs.at(policy=policy, **point)]
             gain = against(ours, theirs) if judged(runs) else NOT_MEASURED
-            rows.append(Row(f"{title} at {rate:.0%}, adainf to mace", gain, number))
+            rows.append(ComparisonRow(f"{title} at {rate:.0%}, adainf to mace", gain, number))
     return Figure("fig9", "Figure 9: accuracy against retrain rate", tuple(rows), tuple(panels))

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from edged.bench.report import paper
-from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from edged.bench.report.setting import Setting
 from edged.bench.report.sources import QUEUED, WHOLE
-from edged.scheduler.policies import POLICIES
+from edged.scheduler.policies.registry import POLICIES
 
 _BUDGET = "tokens kept by a head"
 
@@ -27,7 +27,7 @@ def prefix_sharing(setting: Setting) -> Figure | None:
         return None
     total = sum(tenths)
     names = [f"{10 * tenth}" for tenth in range(10)]
-    row = Row("share of a prompt that was there: mean", told(_mean_share(setting), 3), paper.PREFIX_RATIO)
+    row = ComparisonRow("share of a prompt that was there: mean", told(_mean_share(setting), 3), paper.PREFIX_RATIO)
     panel = Panel(
         "prefix sharing ratio",
         "at least so many %",
@@ -62,7 +62,9 @@ def pruning(measured: dict[str, Any]) -> Figure | None:
         curves = {"pruned": Curve(budgets, *columns), "not pruned": Curve(budgets, whole)}
         panels.append(Panel(f"time between tokens, {batch} sequences", _BUDGET, "ms", curves))
         each = ", ".join(f"{told(middles[str(budget)]['median'])} ms at {budget}" for budget in budgets)
-        rows.append(Row(f"TBT, {batch} sequences", f"{each}; {told(whole[0])} ms not pruned", paper.PRUNED_TBT))
+        rows.append(
+            ComparisonRow(f"TBT, {batch} sequences", f"{each}; {told(whole[0])} ms not pruned", paper.PRUNED_TBT)
+        )
     for key, label in (("clpd_nats", "CLPD, nats"), ("greedy_agreement", "greedy agreement")):
         pruned = Curve(budgets, [quality[str(budget)][key] for budget in budgets])
         whole = [quality[WHOLE][key]] * len(budgets)
@@ -79,13 +81,13 @@ def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:
     for policy, one in known.items():
         latency = paper.SCHEDULER_LATENCY_MS.get(policy)
         decision = f"{decision_ms(one):.4f} ms with {one['tasks']} live tasks"
-        rows.append(Row(f"decision, {policy}: slowest mix's median", decision, latency))
+        rows.append(ComparisonRow(f"decision, {policy}: slowest mix's median", decision, latency))
         queued_ms = queued_decision_ms(one)
         if queued_ms is not None:
             what = f"{queued_ms:.4f} ms with {one['queued']:,} queued besides"
-            rows.append(Row(f"decision, {policy}: median", what, latency))
+            rows.append(ComparisonRow(f"decision, {policy}: median", what, latency))
         memory = told(memory_mb(one), 2, " MB")
-        rows.append(Row(f"memory, {policy}", memory, paper.SCHEDULER_MEMORY_MB.get(policy)))
+        rows.append(ComparisonRow(f"memory, {policy}", memory, paper.SCHEDULER_MEMORY_MB.get(policy)))
     title, data = "Table 1: scheduler overhead", {"measured": list(known.values())}
     return Figure("table1", title, tuple(rows), note=_TABLE_1, data=data) if rows else None
 

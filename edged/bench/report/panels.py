@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from edged.bench.report.paper import Told
+from edged.bench.report.paper import PaperNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One comparison with the paper, as text; None where the paper has no such number."""
 
     what: str
     ours: str
-    paper: Told | None = None
+    paper: PaperNumber | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Figure:
 
     key: str
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     panels: tuple[Panel, ...] = ()
     note: str = ""
     data: dict[str, Any] = field(default_factory=dict)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from edged.bench.report import paper
-from edged.bench.report.panels import Curve, Figure, Panel, Row, told
+from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from edged.bench.report.setting import Setting
-from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, THROUGHPUT, Metric
+from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, THROUGHPUT, ReportFigure
 
 ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")
 STRATEGIES = {
@@ -20,9 +20,9 @@ STRATEGIES = {
     "mace": paper.HYBRID_BUSY,
 }
 """What the paper calls periodic, continuous and hybrid."""
-MEAN_TTFT = Metric("ttft_ms.mean", "TTFT mean ms")
-MEAN_TBT = Metric("tbt_ms.mean", "TBT mean ms", 2)
-MEAN_LEARNING = Metric("finetune.latency_ms.mean", "learnt after mean ms", 0)
+MEAN_TTFT = ReportFigure("ttft_ms.mean", "TTFT mean ms")
+MEAN_TBT = ReportFigure("tbt_ms.mean", "TBT mean ms", 2)
+MEAN_LEARNING = ReportFigure("finetune.latency_ms.mean", "learnt after mean ms", 0)
 _LATENCIES = (("TTFT", MEAN_TTFT, "ms"), ("TBT", MEAN_TBT, "ms"), ("fine-tuning", MEAN_LEARNING, "ms"))
 _PARTS = ("prefill", "decode", "finetune")
 
@@ -35,13 +35,13 @@ def utilisation(setting: Setting) -> Figure:
     for policy, number in STRATEGIES.items():
         if policy in setting.policies:
             busy_text, finetune_text = (_percent(setting, policy, share) for share in ("busy_share", "finetune_share"))
-            rows.append(Row(f"busy (fine-tuning), {policy}", f"{busy_text} ({finetune_text})", number))
+            rows.append(ComparisonRow(f"busy (fine-tuning), {policy}", f"{busy_text} ({finetune_text})", number))
     for base in ("ekya", "periodic-async"):
         if base in setting.policies:
             for (name, metric, _), number in zip(
                 _LATENCIES, (paper.BREAKDOWN_TTFT, paper.BREAKDOWN_TBT, paper.BREAKDOWN_FINETUNE), strict=True
             ):
-                rows.append(Row(f"{name}, mace to {base}", _ratio(setting, metric, base), number))
+                rows.append(ComparisonRow(f"{name}, mace to {base}", _ratio(setting, metric, base), number))
     return Figure(
         "fig5",
         "Figure 5: utilisation over time and latency breakdown",
@@ -59,8 +59,8 @@ def utilisation(setting: Setting) -> Figure:
 def breakdown(setting: Setting) -> Figure:
     """Figure 11: latency of prefill, decode and fine-tuning by policy."""
     rows = [
-        Row("TTFT, mace to adainf", _ratio(setting, MEAN_TTFT, "adainf"), paper.TTFT_BELOW_ADAINF),
-        Row("TBT, mace to adainf", _ratio(setting, MEAN_TBT, "adainf"), paper.TBT_BELOW_ADAINF),
+        ComparisonRow("TTFT, mace to adainf", _ratio(setting, MEAN_TTFT, "adainf"), paper.TTFT_BELOW_ADAINF),
+        ComparisonRow("TBT, mace to adainf", _ratio(setting, MEAN_TBT, "adainf"), paper.TBT_BELOW_ADAINF),
     ]
     return Figure(
         "fig11",
@@ -78,7 +78,9 @@ def throughput(setting: Setting) -> Figure:
     orin = "orin" in (setting.simulated or "")
     number = paper.THROUGHPUT_TO_ADAINF_ORIN if orin else paper.THROUGHPUT_TO_ADAINF
     rows = [
-        Row(f"mace to adainf, {setting.point(rate)}", _ratio(setting, THROUGHPUT, "adainf", rate_per_s=rate), number)
+        ComparisonRow(
+            f"mace to adainf, {setting.point(rate)}", _ratio(setting, THROUGHPUT, "adainf", rate_per_s=rate), number
+        )
         for rate in setting.rates
     ]
     rates = ", ".join(f"{rate:.0%}" for rate in setting.retrain_rates)
@@ -86,7 +88,7 @@ def throughput(setting: Setting) -> Figure:
         mean = setting.mean_ratio(THROUGHPUT, "mace", "adainf", rate)
         if mean is not None:
             what = f"mace to adainf, {setting.load(rate)}, mean over retrain rates of {rates}"
-            rows.append(Row(what, f"{mean:.2f}x", number if orin else None))
+            rows.append(ComparisonRow(what, f"{mean:.2f}x", number if orin else None))
     return Figure(
         "fig10",
         "Figure 10: inference throughput",
@@ -124,7 +126,7 @@ def ablations(setting: Setting) -> Figure | None:
     return Figure("fig12", "Figure 12: MACE without one of its parts", _ablation_rows(setting, variants), tuple(panels))
 
 
-def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Row, ...]:
+def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[ComparisonRow, ...]:
     """What each part's absence does at the highest load."""
     highest = setting.rates[-1]
     rows = []
@@ -144,17 +146,22 @@ def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Row, ...]
     ):
         if policy in variants:
             ours, whole = (setting.median(metric, variant, rate_per_s=highest) for variant in (policy, "mace"))
-            rows.append(Row(f"{name}, {policy} (mace)", f"{told(ours, digits)} ({told(whole, digits)})", number))
+            rows.append(
+                ComparisonRow(f"{name}, {policy} (mace)", f"{told(ours, digits)} ({told(whole, digits)})", number)
+            )
     return tuple(rows)
 
 
 def iterations(setting: Setting) -> Figure:
     """Figure 13: how many iterations the window took, and how long each was."""
-    count, latency = Metric("iterations.count", "iterations", 0), Metric("iterations.mean_ms", "iteration ms", 2)
+    count, latency = (
+        ReportFigure("iterations.count", "iterations", 0),
+        ReportFigure("iterations.mean_ms", "iteration ms", 2),
+    )
     kinds = ("serving", "finetune", "hybrid")
-    by_mix = {kind: Metric(f"iterations.by_mix.{kind}.mean_ms", kind, 2) for kind in kinds}
+    by_mix = {kind: ReportFigure(f"iterations.by_mix.{kind}.mean_ms", kind, 2) for kind in kinds}
     rows = [
-        Row(
+        ComparisonRow(
             f"{policy}: iterations, mean latency",
             f"{told(setting.median(count, policy), 0)}, {told(setting.median(latency, policy), 2, ' ms')}",
             paper.ITERATIONS,
@@ -198,7 +205,7 @@ def _latency_panels(setting: Setting) -> tuple[Panel, ...]:
     )
 
 
-def _ratio(setting: Setting, metric: Metric, baseline: str, **fields: Any) -> str:
+def _ratio(setting: Setting, metric: ReportFigure, baseline: str, **fields: Any) -> str:
     """mace's over a baseline's, with its range over seeds."""
     ratio = setting.runs.ratio(metric, "mace", baseline, **{**setting.headline, **fields})
     return "–" if ratio is None else f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"

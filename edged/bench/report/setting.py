@@ -11,7 +11,7 @@ from typing import Any
 
 from edged.bench.compare import MANIFEST, CompareError
 from edged.bench.report.panels import Curve
-from edged.bench.summary import Done, Metric, Middle, Runs
+from edged.bench.summary import Done, Middle, ReportFigure, Runs
 
 HEADLINE_RETRAIN_RATE = 0.1
 """Where the paper compares throughput (section 6.2)."""
@@ -93,25 +93,25 @@ class Setting:
         share = next(iter(shares), None)
         return f"{rate_per_s:.2f} requests/s" if share is None else f"{share:.0%} load"
 
-    def median(self, metric: Metric, policy: str, **fields: Any) -> float | None:
+    def median(self, metric: ReportFigure, policy: str, **fields: Any) -> float | None:
         """The median over seeds at a point, by default the headline's."""
         middle = self.runs.middle(metric, policy=policy, **{**self.headline, **fields})
         return middle.median if middle else None
 
-    def mean_ratio(self, metric: Metric, policy: str, baseline: str, rate_per_s: float) -> float | None:
+    def mean_ratio(self, metric: ReportFigure, policy: str, baseline: str, rate_per_s: float) -> float | None:
         """The mean of the median ratios over all retrain rates; None without two of them, or one's ratio."""
         points = [{"rate_per_s": rate_per_s, "retrain_rate": rate} for rate in self.retrain_rates]
         found = [self.runs.ratio(metric, policy, baseline, **point) for point in points]
         ratios = [ratio.median for ratio in found if ratio is not None]
         return sum(ratios) / len(ratios) if len(ratios) == len(points) > 1 else None
 
-    def curve(self, metric: Metric, policy: str, axis: str, scale: float = 1.0) -> Curve:
+    def curve(self, metric: ReportFigure, policy: str, axis: str, scale: float = 1.0) -> Curve:
         """A metric over `axis` (a field of Run), at the headline otherwise."""
         values = self.runs.axis(axis)
         middles = [self.runs.middle(metric, policy=policy, **{**self.headline, axis: value}) for value in values]
         return Curve(values, *(column(middles, name, scale) for name in ("median", "low", "high")))
 
-    def bars(self, metrics: dict[str, Metric], policy: str) -> Curve:
+    def bars(self, metrics: dict[str, ReportFigure], policy: str) -> Curve:
         """Metrics at the headline, by the name of their bar."""
         middles = [self.runs.middle(metric, policy=policy, **self.headline) for metric in metrics.values()]
         return Curve(list(metrics), *(column(middles, name) for name in ("median", "low", "high")))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.client import DaemonError
 from edged.cli.options import json_option
 from edged.cli.output import make_console, print_json
 from edged.cli.settings import (
@@ -21,12 +20,13 @@ from edged.cli.settings import (
     settings_file,
     settings_of,
 )
+from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from edged.cli.doctor.finding import Finding
-    from edged.config import Settings
+    from edged.settings.load import Settings
 
 WITHIN_S = 8.0
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -74,12 +74,12 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
 def _examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
     """All findings. Unless a file is named, the settings of the daemon that answers are looked at, else those that one
     would start with; where these cannot be read, that is a finding, and the defaults are looked at."""
-    from edged.api.addresses import socket_paths
     from edged.cli.doctor import service
     from edged.cli.doctor.examine import examine
     from edged.cli.doctor.finding import Examination, fine
     from edged.cli.doctor.installed import service_account
-    from edged.store.folder import data_folder
+    from edged.settings.addresses import socket_paths
+    from edged.store.data_dir import data_folder
 
     settings, first = settings_to_look_with(path)
     examination = Examination(
@@ -101,7 +101,7 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
 def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
     """The settings to look with, and what there is to say of them."""
     from edged.cli.doctor.finding import broken, doubtful, fine
-    from edged.config import Settings
+    from edged.settings.load import Settings
 
     try:
         settings, file = settings_of(named), settings_file(named)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from edged.cli.doctor.installed import Account
-from edged.config import Settings
+from edged.settings.load import Settings
 
 State = Literal["ok", "warn", "fail"]
 EXIT_CODES: dict[State, int] = {"ok": 0, "warn": 1, "fail": 2}

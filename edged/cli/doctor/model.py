@@ -12,8 +12,8 @@ from typing import Any
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
 from edged.cli.doctor.safetensors import Damaged, tensors_of
-from edged.config import ModelSettings
 from edged.models.source import name_of
+from edged.settings.load import ModelSettings
 
 _AGAIN = "download it again, or write it again with save_pretrained"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -119,7 +119,7 @@ def _tokenizer(folder: Path) -> Finding:
 
 def profile(it: Examination, gpu: str | None) -> Iterator[Finding]:
     """Whether prices were measured for this model on this device; `gpu` is its name, None on a processor."""
-    from edged.scheduler.profile import FOLDER, Profile, ProfileError
+    from edged.scheduler.cost.profile import FOLDER, Profile, ProfileError
 
     settings = it.settings
     measure = "`edged profile`, with nothing else running: until then latencies are guessed and learned"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from edged.config import Settings
+from edged.settings.load import Settings
 
 CONTEXT_TOKENS = 4096
 """Of K/V that should fit, where model.max_context_tokens says nothing."""
@@ -75,7 +75,7 @@ def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str
     import psutil
 
     from edged.bench.memory import plan_memory
-    from edged.engine.loading import ModelRefused
+    from edged.engine.model.loading import ModelRefused
 
     box = psutil.virtual_memory()
     cuda = bool(device["cuda"]) and settings.model.device != "cpu"

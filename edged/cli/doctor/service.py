@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import edged
-from edged.cli.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
 from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
 from edged.cli.settings import served_settings
-from edged.config import Settings
+from edged.client.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.refusal import REFUSED
+from edged.settings.load import Settings
 
 _UNITS = (SERVICE, SOCKET)
 

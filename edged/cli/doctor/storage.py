@@ -23,7 +23,7 @@ from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fin
 from edged.cli.doctor.installed import Account, in_place_of
 from edged.cli.doctor.safetensors import Damaged, tensors_of
 from edged.cli.settings import INSTALLED_DATA_DIR
-from edged.store.folder import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000

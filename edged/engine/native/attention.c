@@ -9,7 +9,7 @@ typedef struct {
     float *keys, *values; /* a layer's, [pages * kv_heads * page_size, head_dim] */
     const int64_t *tables; /* [n, width], pages */
     const int64_t *context; /* [n], rows before the new one */
-    const int64_t *slabs, *counts, *offsets; /* [n], [n, kv_heads] twice: see compacted.py; NULL: nothing is pruned */
+    const int64_t *slabs, *counts, *offsets; /* [n], [n, kv_heads] twice: see kv/pruned_layout.py; NULL: nothing is pruned */
     int64_t n, width, page_size, kv_heads, head_dim, heads;
     int64_t window; /* 0: none */
     float scaling, softcap; /* 0: none */

@@ -6,7 +6,7 @@
 #define PAIR 2 /* rows of one adapter that are multiplied by its matrices at once */
 #define ALONE 4 /* up to so many rows of updates are added by one thread sooner than two meet */
 
-enum { FLOAT32, BFLOAT16, FLOAT16 }; /* a weight's numbers: native/narrow.py has the last two */
+enum { FLOAT32, BFLOAT16, FLOAT16 }; /* a weight's numbers: native/fp16_weights.py has the last two */
 
 typedef struct {
     const float *weight;   /* [out, in] */

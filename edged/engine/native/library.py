@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from edged import logs
 from edged.engine.native import shared_library, why_not_built
-from edged.engine.native.narrow import Narrow
+from edged.engine.native.fp16_weights import Fp16Weights
+from edged.runtime import logs
 
 FEW_ROWS = 32
 """Up to so many rows are computed by the kernels, more by torch."""
@@ -114,7 +114,7 @@ class LinearParts(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    narrow: Narrow | None = None
+    narrow: Fp16Weights | None = None
     """Of the same numbers as `weight`, and read instead."""
 
     @classmethod

@@ -1,4 +1,4 @@
-/* Top-p for rows of a vocabulary: which weights stay. edged/engine/truncation.py does the same with torch. */
+/* Top-p for rows of a vocabulary: which weights stay. edged/engine/sampling/truncation.py does the same with torch. */
 #include "kernels.h"
 
 #define DIGIT_BITS 10

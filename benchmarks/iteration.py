@@ -1,0 +1,186 @@
+"""What an iteration spends outside the model's own forward, and how fast the engine goes by the device's bandwidth.
+
+Owns the watching of an engine in process and the loads that it is watched under. Must not know how tokens are drawn or
+what the engine does between two forwards: both are timed from outside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.support.interleave import Spread
+from edged.bench.recorder import ReplayRecorder
+from edged.engine.build import EngineParts, build_parts_apart
+from edged.engine.engine import Engine
+from edged.engine.model_runner import RunnerOutput
+from edged.engine.request import Request, Sampling
+from edged.settings.load import Settings
+
+BATCHES = (1, 8, 32)
+PROMPT_TOKENS, ANSWER_TOKENS = 256, 24
+PREFILL_TOKENS = 2048
+_PEAKED = 0.08
+"""Random weights find all tokens nearly as likely as each other. At this temperature a few are likely, as with trained
+weights."""
+MIXES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": _PEAKED},
+    "top_p": {"temperature": _PEAKED, "top_p": 0.9},
+    "top_p, all tokens alike": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {
+        "temperature": _PEAKED,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.2,
+    },
+}
+"""Sampling parameters by name."""
+_WARM_UP = 2
+"""Full iterations that do not count: buffers of the batch's size are allocated in them."""
+_LONGEST_WAIT_S = 600.0
+
+
+class ForwardClock:
+    """Seconds of the model's forwards: on CUDA the device's, from the first kernel of each to its last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, remembered from begin to end."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            begin = self._mark()
+            result = run(*arguments, **named)
+            self._spans.append((begin, self._mark()))
+            return result
+
+        return call
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take_s(self) -> float:
+        """Seconds since the last call; waits for the device."""
+        spans, self._spans = self._spans, []
+        if not self._cuda:
+            return sum(end - begin for begin, end in spans)
+        if spans:
+            spans[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One call of `ModelRunner.run`: its moments, the model's part of it, its sequences and their tokens."""
+
+    began_s: float
+    ended_s: float
+    forward_s: float
+    sequences: int
+    tokens: int
+
+
+class WatchedEngine:
+    """An engine in process whose iterations are remembered."""
+
+    def __init__(self, model: Path, device: str, dtype: str) -> None:
+        settings = Settings.model_validate({"model": {"device": device, "dtype": dtype}})
+        parts = build_parts_apart(settings, model, None)
+        self.vocab = parts.model.shape.vocab_size
+        self.ran: list[Ran] = []
+        self._clock = ForwardClock(parts.model.device)
+        self._run = parts.runner.run
+        self._recorder = ReplayRecorder()
+        self._names = count()
+        self._watch(parts)
+        self._engine = Engine(parts, self._recorder.deliver, lambda _records: None)
+        self._engine.start()
+
+    def _watch(self, parts: EngineParts) -> None:
+        # Methods of single objects are watched.
+        setattr(parts.runner, "run", self._watched)  # noqa: B010
+        setattr(parts.model, "forward", self._clock.timed(parts.model.forward))  # noqa: B010
+        if parts.runner.graphs is not None:
+            parts.runner.graphs.watch(self._clock.timed)
+
+    def _watched(self, *arguments: Any, **named: Any) -> RunnerOutput:
+        began_s = time.perf_counter()
+        work = self._run(*arguments, **named)
+        forward_s = self._clock.take_s()
+        tokens = sum(len(segment.tokens) for segment in work.segments)
+        self.ran.append(Ran(began_s, time.perf_counter(), forward_s, len(work.segments), tokens))
+        return work
+
+    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int, mix: dict[str, Any]) -> list[Ran]:
+        """Answer all prompts at once; the iterations that it took. RuntimeError where one is not answered."""
+        ran: list[Ran] = []
+        self.ran = ran
+        for prompt in prompts:
+            sampling = Sampling(max_tokens=tokens, ignore_eos=True, seed=0, **mix)
+            name = f"watched {next(self._names)}"
+            self._recorder.expect(name, time.monotonic(), len(prompt))
+            self._engine.submit(Request(name, prompt, sampling))
+        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
+        return ran
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.stop(0.0)
+
+
+def measure(
+    model: Path, device: str, dtype: str, batches: Sequence[int], progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every mix at every batch size of `batches`, and a long prompt; `progress` is told what comes next."""
+    engine = WatchedEngine(model, device, dtype)
+    try:
+        random = np.random.default_rng(0)
+        prompts = [tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist()) for _ in range(max(batches))]
+        progress(f"{len(prompts)} prompts of {PROMPT_TOKENS} tokens")
+        # From here on they are found among the shared prefixes, so that all answers begin together.
+        engine.answer(prompts, 1, MIXES["greedy"])
+        decodes: dict[str, dict[str, Any]] = {}
+        for batch in batches:
+            for name, mix in MIXES.items():
+                progress(f"decoding, batch {batch}, {name}")
+                ran = engine.answer(prompts[:batch], ANSWER_TOKENS, mix)
+                decodes.setdefault(str(batch), {})[name] = outside(ran, batch)
+        for label in ("to warm up", "that counts"):
+            progress(f"a prompt of {PREFILL_TOKENS} tokens {label}")
+            prompt = tuple(random.integers(3, engine.vocab, PREFILL_TOKENS).tolist())
+            ran = engine.answer([prompt], 1, MIXES["greedy"])
+    finally:
+        engine.close()
+    return {"decodes": decodes, "prefill_s": ran[-1].ended_s - ran[0].began_s, "prefill_iterations": len(ran)}
+
+
+def outside(ran: Sequence[Ran], batch: int) -> dict[str, Any]:
+    """Of the iterations that decode all of `batch`: seconds from one's begin to the next one's, and what of it was not
+    the model's forward, in seconds and as a share. RuntimeError where there are too few."""
+    full = [
+        (now.forward_s, then.began_s - now.began_s)
+        for now, then in pairwise(ran)
+        if now.sequences == now.tokens == batch
+    ][_WARM_UP:]
+    if not full:
+        raise RuntimeError(f"no iterations decoded {batch} sequences together: the engine has no room for so many")
+    return {
+        "iterations": len(full),
+        "iteration_ms": Spread.of([1e3 * whole for _, whole in full]).as_json(),
+        "outside_ms": Spread.of([1e3 * (whole - forward) for forward, whole in full]).as_json(),
+        "outside_share": Spread.of([(whole - forward) / whole for forward, whole in full]).as_json(),
+    }

@@ -1,0 +1,213 @@
+"""What pruning the K/V cache costs and brings: decode latency and teacher-forced quality against C_total (MACE 4.3).
+
+Owns both measurements. Every token goes through the executor's decode path, pruned as requests are. Must not know where
+the pairs come from.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.support.interleave import Spread
+from benchmarks.support.teacher_forcing import ForcedDecoding
+from edged.align.feedback.pair import TokenPair
+from edged.engine.pruner import Pruner
+from edged.engine.sequence import Sequence as Running
+from edged.settings.load import CacheSettings, Settings
+
+_WARM_TOKENS = 12
+"""Tokens, beside one for each sequence of a batch, that are decoded before any counts: a sequence is observed in some
+of them, and one is pruned in an iteration."""
+Budget = int | None
+"""Old tokens that a KV head keeps on the mean; None: nothing is pruned."""
+
+
+def settings_for(device: str, memory_mb: int, recent_tokens: int) -> Settings:
+    """Settings of a measurement; the budget is set by `PrunedDecoding.use`."""
+    return Settings.model_validate(
+        {
+            "model": {"device": device, "graph_memory_mb": 0},
+            "cache": {
+                "memory_mb": memory_mb,
+                "prefix_sharing": False,
+                "pruning": "on",
+                "prune_recent": recent_tokens,
+            },
+            "align": {"enabled": False, "max_active_adapters": 1},
+        }
+    )
+
+
+class PrunedDecoding(ForcedDecoding):
+    """Forced decoding under one budget after the other, on one copy of the model."""
+
+    def __init__(self, model: Path, settings: Settings) -> None:
+        super().__init__(model, settings)
+        if self.parts.runner.pruner is None:
+            raise ValueError(f'"{model}" attends within windows that are shorter than its context: it is not pruned')
+        self._pruners: dict[Budget, Pruner | None] = {None: None}
+
+    def use(self, budget: Budget) -> None:
+        """From now on sequences are pruned to `budget`."""
+        runner, cache = self.parts.runner, self.parts.settings.cache
+        if budget not in self._pruners:
+            settings = CacheSettings.model_validate(cache.model_dump() | {"pruned_tokens": budget})
+            self._pruners[budget] = Pruner(settings, runner.kv, runner.pool, runner.evictable_pages, runner.allocate)
+        runner.pruner = self._pruners[budget]
+
+
+# -- latency -----------------------------------------------------------------------------------------------------------
+
+
+def measure_tbt(
+    driver: PrunedDecoding, budgets: Sequence[Budget], context: int, sequences: int, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Milliseconds of a decode iteration of `sequences` sequences at about `context` tokens, by budget.
+
+    The budgets take turns, `steps` iterations each in each of `rounds` rounds; observing and pruning are counted in.
+    """
+    vocab = driver.parts.model.shape.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    warm = _WARM_TOKENS + sequences
+    room = warm + rounds * steps
+    running: dict[Budget, list[Running]] = {}
+    for budget in budgets:
+        driver.use(budget)
+        prompts = torch.randint(3, vocab, (sequences, context - room), generator=generator).tolist()
+        running[budget] = [driver.begin(prompt, room) for prompt in prompts]
+        _decode(driver, running[budget], warm, generator)
+    laps: dict[Budget, list[float]] = {budget: [] for budget in budgets}
+    for turn in range(rounds):
+        shift = turn % len(budgets)
+        for budget in [*budgets[shift:], *budgets[:shift]]:
+            driver.use(budget)
+            laps[budget] += _decode(driver, running[budget], steps, generator)
+    pages = {budget: sum(len(sequence.pages) for sequence in running[budget]) for budget in budgets}
+    for budget in budgets:
+        driver.use(budget)
+        for sequence in running[budget]:
+            driver.end(sequence)
+    return {_name(budget): {"ms": Spread.of(found).as_json(), "pages": pages[budget]} for budget, found in laps.items()}
+
+
+def _decode(
+    driver: ForcedDecoding, sequences: Sequence[Running], steps: int, generator: torch.Generator
+) -> list[float]:
+    vocab = driver.parts.model.shape.vocab_size
+    laps = []
+    for _ in range(steps):
+        tokens = torch.randint(3, vocab, (len(sequences),), generator=generator).tolist()
+        started = time.perf_counter()
+        driver.step(sequences, tokens)
+        laps.append((time.perf_counter() - started) * 1e3)
+    return laps
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer's tokens under one budget: their log-probabilities, and what greedy decoding would have said."""
+
+    logps: list[float] = field(default_factory=list)
+    greedy: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt and one of its answers."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def long_cases(pairs: Sequence[TokenPair], earlier: Sequence[TokenPair], context: int) -> list[Case]:
+    """The chosen and the rejected answer of each pair in turn, behind as much of the `earlier` dialogues as makes
+    prompt and answer `context` tokens. Longer pairs are left out."""
+    history = [token for pair in earlier for token in (*pair.prompt, *pair.chosen)]
+    cases = []
+    for pair in pairs:
+        room = context - len(pair.prompt) - max(len(pair.chosen), len(pair.rejected))
+        if 0 <= room <= len(history):
+            prompt = (*history[len(history) - room :], *pair.prompt)
+            cases += [Case(prompt, pair.chosen), Case(prompt, pair.rejected)]
+        history += [*pair.prompt, *pair.chosen]
+    if not cases:
+        raise ValueError(f"no pair fits a context of {context} tokens behind {len(history)} tokens of dialogues")
+    return cases
+
+
+def score(driver: PrunedDecoding, cases: Sequence[Case], budget: Budget, batch: int) -> list[Answer]:
+    """Each case's answer, decoded token by token behind its prompt, `batch` of them at a time."""
+    driver.use(budget)
+    answers = [Answer() for _ in cases]
+    order = sorted(range(len(cases)), key=lambda index: -len(cases[index].answer))
+    for first in range(0, len(order), batch):
+        group = order[first : first + batch]
+        _score_group(driver, [cases[index] for index in group], [answers[index] for index in group])
+    return answers
+
+
+def _score_group(driver: PrunedDecoding, cases: Sequence[Case], answers: Sequence[Answer]) -> None:
+    """`score` of cases that are decoded together; those with longer answers come first."""
+    warm = _WARM_TOKENS + len(cases)
+    forced = [(*case.prompt[-warm:], *case.answer) for case in cases]
+    running = [driver.begin(case.prompt[:-warm], len(forced[0])) for case in cases]
+    for step in range(len(forced[0]) - 1):
+        going = sum(step + 1 < len(tokens) for tokens in forced)
+        for sequence in running[going:]:
+            driver.end(sequence)
+        del running[going:]
+        logits = driver.step(running, [tokens[step] for tokens in forced[:going]])
+        if step + 1 >= warm:
+            targets = torch.tensor([tokens[step + 1] for tokens in forced[:going]], device=logits.device)
+            logps = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            for answer, logp, token in zip(answers, logps.tolist(), logits.argmax(-1).tolist(), strict=False):
+                answer.logps.append(logp)
+                answer.greedy.append(token)
+    for sequence in running:
+        driver.end(sequence)
+
+
+def quality(answers: Sequence[Answer], unpruned: Sequence[Answer]) -> dict[str, float]:
+    """CLPD in nats, win rate, perplexity of the chosen answers, and the share of tokens on which greedy decoding agrees
+    with that of the model that is not pruned. `answers` are of `long_cases`."""
+    sums = [sum(answer.logps) for answer in answers]
+    differences = [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
+    chosen = answers[::2]
+    same = [a == b for one, other in zip(answers, unpruned, strict=True) for a, b in _both(one.greedy, other.greedy)]
+    return {
+        "pairs": len(differences),
+        "clpd_nats": sum(differences) / len(differences),
+        "win_rate": sum(difference > 0 for difference in differences) / len(differences),
+        "perplexity": math.exp(-sum(sums[::2]) / sum(len(answer.logps) for answer in chosen)),
+        "greedy_agreement": sum(same) / len(same),
+    }
+
+
+def _both(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(one, other, strict=True)
+
+
+def measure_quality(
+    driver: PrunedDecoding, cases: Sequence[Case], budgets: Sequence[Budget], batch: int
+) -> dict[str, dict[str, float]]:
+    """`quality` by budget; what is not pruned is measured in any case."""
+    unpruned = score(driver, cases, None, batch)
+    found = {_name(None): quality(unpruned, unpruned)}
+    for budget in budgets:
+        if budget is not None:
+            found[_name(budget)] = quality(score(driver, cases, budget, batch), unpruned)
+    return found
+
+
+def _name(budget: Budget) -> str:
+    return "off" if budget is None else str(budget)

@@ -1,0 +1,120 @@
+"""The daemon of a soak: `edged serve` with settings from the environment, in which faults can be had for the asking.
+
+Owns how faults come into a running engine: hooks on the model's own modules, a policy that raises, a command that never
+returns. Must not know when a fault is due. It is asked through a datagram socket; arguments are its path and the token
+that marks a prompt whose activations are NaN. `benchmarks.support.child` starts it, so that its heap is `edged
+serve`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from edged import daemon
+from edged.engine.engine import Engine
+from edged.settings.load import load_settings
+
+_A_CHUNK = 16
+"""Rows from which on a forward without a gradient is counted as a prompt's."""
+_FOR_EVER_S = 3600.0
+
+
+class Injector:
+    """What goes wrong next. `arm` puts it into an engine."""
+
+    def __init__(self, marker: int) -> None:
+        """`marker` is the token whose activations are NaN where three of it stand in a row."""
+        self._marker = marker
+        self._short: Counter[str] = Counter()
+        self._policy_fails = False
+        self._engine: Engine | None = None
+        self._clock, self._behind_s = time.time, 0.0
+        self._late = self._time
+
+    def arm(self, engine: Engine) -> None:
+        """Put the hooks into a new engine's model."""
+        self._engine = engine
+        parts = engine._parts
+        parts.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
+        parts.model.model.get_input_embeddings().register_forward_hook(self._spoil)
+        # The class: a reload makes another policy of it.
+        policy = type(parts.scheduler.policy)
+        plan = policy.plan
+
+        def failing(*arguments: Any) -> Any:
+            if self._policy_fails:
+                raise RuntimeError("injected: the policy fails")
+            return plan(*arguments)
+
+        setattr(policy, "plan", failing)  # noqa: B010 (a method)
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do as a datagram says."""
+        match order["fault"]:
+            case "memory":
+                # Not a sum: what no step has met yet, for none had a gradient, would come all at once.
+                self._short[order["where"]] = max(self._short[order["where"]], order["times"])
+            case "policy":
+                self._policy_fails = True
+            case "restore" if self._engine is not None:
+                self._policy_fails = False
+                # As a reload does, which has the policy asked again.
+                self._engine.configure(self._engine.settings)
+            case "hang" if self._engine is not None:
+                self._engine._command_queue.post(lambda: time.sleep(_FOR_EVER_S))
+            case "clock":
+                self._behind_s += order["seconds"]
+                time.time = self._late
+
+    def _time(self) -> float:
+        """What the clock says that was set back."""
+        return self._clock() - self._behind_s
+
+    def _allocate(self, _: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        where = "decode" if hidden.shape[-2] < _A_CHUNK else "prefill"
+        if torch.is_grad_enabled():
+            where = "finetune"
+        if self._short[where] > 0:
+            self._short[where] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+    def _spoil(self, _: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        marked = arguments[0] == self._marker
+        # Answers may draw the token, too, but hardly ever put three of it into one forward in a row.
+        three = marked[..., 2:] & marked[..., 1:-1] & marked[..., :-2]
+        return output.masked_fill(marked[..., None], float("nan")) if three.any() else None
+
+
+def main() -> None:
+    """Serve."""
+    _, _, path, marker = sys.argv  # the second is the name that `benchmarks.support.child` goes by
+    injector, build = Injector(int(marker)), Engine.build
+
+    def build_armed(*arguments: Any) -> Engine:
+        engine = build(*arguments)
+        injector.arm(engine)
+        return engine
+
+    setattr(Engine, "build", build_armed)  # noqa: B010 (the daemon has no place for it, and needs none)
+    orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    orders.bind(path)
+
+    def listen() -> None:
+        while True:
+            injector.obey(json.loads(orders.recv(4096)))
+
+    threading.Thread(target=listen, name="soak-orders", daemon=True).start()
+    sys.exit(daemon.run_daemon(load_settings(), load_settings))
+
+
+if __name__ == "__main__":
+    main()

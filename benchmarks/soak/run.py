@@ -1,0 +1,224 @@
+"""A soak from its start to its result: load, faults by chance, and what the daemon holds over time.
+
+Owns the order of events and the judgement. Must not know how a fault is made.
+
+Faults that end the process come first, each once; up to a quarter of the time any may follow. Then one daemon lives to
+the end under those that it must live through, and what it holds is watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.soak.faults import FUZZ_DRAWS, HUNG, Faults, Kinds
+from benchmarks.soak.growth import LARGEST_MIB_PER_MINUTE, LEAST_JUDGED_S, Held, growth
+from benchmarks.soak.subject import Subject
+from benchmarks.soak.traffic import Traffic
+from edged.client.client import DaemonError
+
+_HARD_SHARE = 0.25
+_SAMPLE_EVERY_S = 2.0
+_FAULT_EVERY_S = 8.0
+_SOCKETS = 8
+"""The listening ones, the event loop's own, and a connection that is just being asked or closed."""
+
+
+@dataclass(slots=True)
+class Soak:
+    """The course of one soak."""
+
+    minutes: float
+    load: float
+    seed: int
+    fuzz_examples: int
+    """That schemathesis tries of every operation, over all its draws."""
+    faults: Counter[str] = field(default_factory=Counter)
+    samples: list[Held] = field(default_factory=list)
+
+    async def run(self) -> dict[str, Any]:
+        """The result, as it goes into a file; `problems` is empty when all promises held."""
+        subject = Subject(Path(tempfile.mkdtemp(prefix="edged-soak-")))
+        try:
+            await asyncio.to_thread(subject.wait_until_ready)
+            traffic = Traffic(subject.socket, self.seed)
+            rate = self.load * await traffic.capacity()
+            print(f"{rate:.1f} requests a second are {self.load:.0%} of what it can answer", flush=True)
+            running = asyncio.create_task(traffic.run(rate))
+            await self._under_faults(subject, traffic)
+            traffic.stop()
+            await running
+            if (code := subject.process.poll()) is not None:
+                traffic.tally.wrong.append(f"it ended by itself with exit code {code}: {subject.log[-3000:]}")
+                await asyncio.to_thread(subject.restart)
+            return await asyncio.to_thread(self._judge, subject, traffic, rate)
+        finally:
+            subject.remove()
+
+    async def _under_faults(self, subject: Subject, traffic: Traffic) -> None:
+        chance = random.Random(self.seed)
+        faults = Faults(subject, traffic, chance, -(-self.fuzz_examples // FUZZ_DRAWS))
+        begun = time.monotonic()
+        hard_until, end = begun + self.minutes * 60 * _HARD_SHARE, begun + self.minutes * 60
+        kinds = {**faults.hard, **faults.soft}
+        for number, name in enumerate(first_each_then_any(faults.hard, kinds, chance)):
+            if number >= len(faults.hard) and time.monotonic() >= hard_until:
+                break
+            await self._have(name, kinds, traffic, chance, end)
+        watching = asyncio.create_task(self._watch(subject))
+        for name in in_rounds(faults.soft, chance):
+            if time.monotonic() >= end:
+                break
+            await self._have(name, faults.soft, traffic, chance, end)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError, psutil.Error):
+            await watching
+
+    async def _have(self, name: str, kinds: Kinds, traffic: Traffic, chance: random.Random, end: float) -> None:
+        """One fault, and some time after it."""
+        self.faults[name] += 1
+        left, now = (end - time.monotonic()) / 60, f"{sum(traffic.tally.statuses.values())} requests"
+        print(f"{left:5.1f} min left  {now}  {len(traffic.tally.wrong)} wrong  {name}", flush=True)
+        try:
+            await kinds[name]()
+        except (OSError, RuntimeError, DaemonError, psutil.Error) as error:
+            traffic.tally.wrong.append(f"{name}: {error!r}")
+        await asyncio.sleep(min(chance.expovariate(1 / _FAULT_EVERY_S), max(0.0, end - time.monotonic())))
+
+    async def _watch(self, subject: Subject) -> None:
+        while True:
+            self.samples.append(await asyncio.to_thread(subject.held))
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    def _judge(self, subject: Subject, traffic: Traffic, rate: float) -> dict[str, Any]:
+        problems, queue = list(traffic.tally.wrong), subject.status()["queue"]
+        pages = _pages_when_idle(subject)
+        if held_by_nobody(pages):
+            problems.append(f"pages are held by nobody: {pages}")
+        held = growth(self.samples)
+        problems += held.problems()
+        sockets = subject.held().sockets
+        if sockets > _SOCKETS:
+            problems.append(f"{sockets} sockets are open when nobody asks")
+        hung = subject.log.count("has shown no sign of life") - self.faults[HUNG]
+        if hung > 0:
+            problems.append(f"the engine hung {hung} times by itself")
+        code = subject.stop()
+        if code:
+            problems.append(f"SIGTERM: exit code {code}")
+        missing, found = _stored(subject.data / "edged.db", traffic.tally.acknowledged)
+        problems += found
+        return {
+            "minutes": self.minutes,
+            "load": self.load,
+            "seed": self.seed,
+            "requests_per_s": rate,
+            "small_disk": subject.small_disk,
+            "faults": dict(sorted(self.faults.items())),
+            "statuses": dict(sorted(traffic.tally.statuses.items())),
+            "acknowledged": len(traffic.tally.acknowledged),
+            "missing": missing,
+            "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
+            "queue_at_the_end": queue,
+            "growth": held.json(),
+            "held_every_10_s": held_over_time(self.samples[::5]),
+            "data_mib": round(subject.data_bytes / 2**20, 1),
+            "pages": pages,
+            "sockets_when_idle": sockets,
+            "problems": problems,
+            "log_errors": sorted({line[24:200] for line in subject.log.splitlines() if " ERROR " in line})[:40],
+        }
+
+
+def first_each_then_any(first: Collection[str], names: Collection[str], chance: random.Random) -> Iterator[str]:
+    """Each of `first` once, in a random order; then any of `names`, for ever."""
+    yield from chance.sample(sorted(first), len(first))
+    while True:
+        yield chance.choice(sorted(names))
+
+
+def in_rounds(names: Collection[str], chance: random.Random) -> Iterator[str]:
+    """For ever, in a random order: each once before any comes twice."""
+    while True:
+        yield from chance.sample(sorted(names), len(names))
+
+
+def held_by_nobody(pages: dict[str, int]) -> int:
+    """Pages that no cache, no list of free ones and not the box has, when nothing is answered or learned."""
+    return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
+
+
+def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int]:
+    """The page counts once nothing is answered and all that waited is learned."""
+    end = time.monotonic() + within_s
+    while True:
+        status = subject.status()
+        queue, pages = status["queue"], status["pages"]
+        idle = not any(queue.values()) and not held_by_nobody(pages)
+        if idle or time.monotonic() > end:
+            return {name: pages[name] for name in ("total", "free", "cached", "retired")}
+        time.sleep(0.5)
+
+
+def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
+    """Samples as they go into a file; None where the daemon did not answer."""
+    return {
+        "at_s": [round(sample.at_s - samples[0].at_s, 1) for sample in samples],
+        "rss_mib": [round(sample.rss_bytes / 2**20, 1) for sample in samples],
+        "heap_mib": [item.said and round(item.said.heap_bytes / 2**20, 1) for item in samples],
+        "python_blocks": [item.said and item.said.python_blocks for item in samples],
+        "iterations": [item.said and item.said.iterations for item in samples],
+    }
+
+
+def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
+    """(acknowledged pairs that are missing, what is wrong with the database)."""
+    with sqlite3.connect(database) as db:
+        (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
+        pairs = db.execute("SELECT chosen, state, note FROM pairs WHERE chosen LIKE 'good %'").fetchall()
+        twice = db.execute("SELECT count(*) FROM pairs WHERE epochs_done > 1").fetchone()[0]
+    missing = {f"good {number}" for number in acknowledged} - {chosen for chosen, _, _ in pairs}
+    problems = [f"integrity_check: {integrity}"] if integrity != "ok" else []
+    problems += [f"{len(missing)} acknowledged pairs are missing"] if missing else []
+    problems += [f"{twice} pairs were trained twice"] if twice else []
+    # What schemathesis drops from quarantine was an admin's decision.
+    skipped = [note for _, state, note in pairs if state == "skipped" and note != "dropped from quarantine"]
+    reasons = "; ".join(sorted(set(skipped)))
+    return len(missing), problems + ([f"{len(skipped)} pairs were skipped: {reasons}"] if skipped else [])
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    grown, missing = result["growth"], result["missing"]
+    rows = [
+        ("minutes", f"{result['minutes']:g} at {result['load']:.0%} load, {result['requests_per_s']:.1f} requests/s"),
+        ("faults", ", ".join(f"{name}: {count}" for name, count in result["faults"].items())),
+        ("answers", ", ".join(f"{name}: {count}" for name, count in result["statuses"].items())),
+        ("acknowledged pairs", f"{result['acknowledged']}, {f'{missing} missing' if missing else 'all there'}"),
+        (
+            "resident memory",
+            f"{grown['slope']:+.2f} MiB a minute over {grown['seconds']:.0f} s (Theil-Sen), "
+            f"{grown['steady']:+.2f} from one sixth of it to the next; "
+            + (
+                f"bound of both: {LARGEST_MIB_PER_MINUTE:g}"
+                if grown["seconds"] >= LEAST_JUDGED_S
+                else "too short to judge"
+            ),
+        ),
+        ("in use", f"heap {grown['heap']:+.2f} MiB a minute, Python {grown['python_blocks']:+,.0f} blocks a minute"),
+        ("open files, threads", f"{grown['files']:+g}, {grown['threads']:+g}"),
+        ("pages held by nobody", str(held_by_nobody(result["pages"]))),
+        ("problems", str(len(result["problems"]))),
+    ]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])

@@ -1,0 +1,189 @@
+"""The daemon under a soak: its process, its folder, its orders, and what it holds.
+
+Owns that process' life. Must not know which fault is due or what is asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.soak.growth import Held, Said
+from benchmarks.soak.manager import Manager
+from edged.client.client import Address, Client, DaemonError
+
+_CHECKOUT = Path(__file__).parents[2]
+_READY_S = 120.0
+_STOP_S = 60.0
+MARKER = 5
+"""Three of this token in a row have activations that are NaN; answers are biased against it."""
+_SETTINGS = {
+    "STORE__SAVE_EVERY_S": "1",
+    "ALIGN__REPLAY_SHARE": "0",
+    "GUARD__HELD_OUT_SHARE": "0",
+    "FEEDBACK__PAIRS_PER_HOUR": "0",
+    "SERVING__ON_UPDATE": "pin",
+    "API__LISTEN": "127.0.0.1:0",
+    "CACHE__MEMORY_MB": "24",
+    "ALIGN__MAX_LOADED_ADAPTERS": "6",
+    "LOG__FORMAT": "human",
+}
+
+
+class Subject:
+    """A daemon with the demo model in `folder`, on a small disk of its own where one can be mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.socket, self.data = folder, folder / "edged.sock", folder / "data"
+        self._orders, self._log = folder / "orders.sock", folder / "log"
+        self.data.mkdir(parents=True, exist_ok=True)
+        self.manager = Manager(folder / "notify.sock")
+        mount = ["mount", "-t", "tmpfs", "-o", "size=384m", "tmpfs", str(self.data)]
+        self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._orders.unlink(missing_ok=True)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
+        places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
+        settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
+        environment = {**kept, **settings, **self.manager.environment, "PYTHONPATH": str(_CHECKOUT)}
+        command = [sys.executable, "-P", "-m", "benchmarks.support.child", "benchmarks.soak.inject", "edged"]
+        command += [str(self._orders), str(MARKER)]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError with the end of the log when it never is."""
+        if not self._becomes_ready():
+            raise RuntimeError(f"the daemon is not ready; its log ends with:\n{self.log[-3000:]}")
+
+    def _becomes_ready(self) -> bool:
+        end = time.monotonic() + _READY_S
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(DaemonError), self.client() as client:
+                client.get("/readyz")
+                return True
+            time.sleep(0.1)
+        return False
+
+    @property
+    def log(self) -> str:
+        """All that its lives have said."""
+        return self._log.read_text(errors="replace")
+
+    def client(self) -> Client:
+        """A connection."""
+        return Client(Address(sockets=(self.socket,)), timeout_s=60.0)
+
+    def status(self) -> dict[str, Any]:
+        """`GET /v1/status`."""
+        with self.client() as client:
+            found: dict[str, Any] = client.get("/v1/status")
+            return found
+
+    def order(self, **fault: Any) -> None:
+        """Have a fault."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as orders:
+            orders.sendto(json.dumps(fault).encode(), str(self._orders))
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """End it by a signal; its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait()
+
+    def restart(self) -> None:
+        """A new one, after the end of the one before."""
+        self.process = self._start()
+        self.wait_until_ready()
+
+    def refused_start(self) -> tuple[int | None, str]:
+        """Exit code and log of a start that is to be refused; None: it was not, and was ended."""
+        before = len(self.log)
+        self.process = self._start()
+        if self._becomes_ready() or self.process.poll() is None:
+            self.kill()
+            return None, self.log[before:]
+        return self.process.returncode, self.log[before:]
+
+    def read_only(self, on: bool) -> None:
+        """Make the small disk read-only, or writable again."""
+        options = f"remount,{'ro' if on else 'rw'}"
+        subprocess.run(["mount", "-o", options, str(self.data)], check=True, capture_output=True)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code, or the signal that it took."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def second_daemon(self) -> int:
+        """The exit code of another daemon on the same folder."""
+        environment = {**os.environ, "EDGED_STORE__DATA_DIR": str(self.data), "EDGED_API__SOCKET": f"{self.socket}2"}
+        command = [sys.executable, "-P", "-m", "edged.cli", "serve"]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=_READY_S).returncode
+
+    @property
+    def tcp_port(self) -> int:
+        """Where it listens."""
+        connections = psutil.Process(self.process.pid).net_connections("tcp")
+        return next(item.laddr.port for item in connections if item.status == psutil.CONN_LISTEN)
+
+    def held(self) -> Held:
+        """What it holds now."""
+        process, at_s = psutil.Process(self.process.pid), time.monotonic()
+        kinds = []
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                kinds.append(os.readlink(descriptor).startswith("socket:"))
+        sockets = sum(kinds)
+        rss, threads = process.memory_info().rss, process.num_threads()
+        return Held(at_s, rss, self._said(), len(kinds) - sockets, sockets, threads)
+
+    def _said(self) -> Said | None:
+        """None: it does not answer."""
+        try:
+            with self.client() as client:
+                text = b"\n".join(client.lines("/metrics")).decode()
+        except DaemonError:
+            # A thousand connections or a full disk may be in the way of asking.
+            return None
+        found: dict[tuple[str, str], int] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in ("edged_heap_bytes", "edged_python_blocks", "edged_iteration_seconds_count"):
+                    key = sample.name, sample.labels.get("state", "")
+                    found[key] = found.get(key, 0) + int(sample.value)
+        if ("edged_python_blocks", "") not in found:
+            return None
+        heap, iterations = ("edged_heap_bytes", "in_use"), ("edged_iteration_seconds_count", "")
+        return Said(found.get(heap, 0), found["edged_python_blocks", ""], found.get(iterations, 0))
+
+    @property
+    def data_bytes(self) -> int:
+        """What its folder holds."""
+        return sum(file.stat().st_size for file in self.data.rglob("*") if file.is_file())
+
+    def remove(self) -> None:
+        """End what is left of it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.small_disk:
+            subprocess.run(["umount", "-l", str(self.data)], check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)

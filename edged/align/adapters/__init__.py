@@ -1,0 +1,1 @@
+"""Adapters: weights and optimizer, in memory and in files."""

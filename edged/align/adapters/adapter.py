@@ -1,0 +1,400 @@
+"""One user's LoRA adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
+
+Owns initial values, the optimizer step and the files. Must not know when a step is due or who is served.
+
+On disk: `<root>/<adapter>/v000012/` with `adapter_config.json` and `adapter_model.safetensors` (PEFT's own, loadable by
+PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with checksums, written last).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from edged.settings.load import AlignSettings
+from edged.store.data_dir import erase_folder, sync
+from edged.tensors.host_copy import HostCopies
+
+_PREFIX = "base_model.model."
+_MANIFEST = "edged.json"
+_DRAFT = ".draft"
+
+
+class AdapterError(ValueError):
+    """An adapter's files cannot be used; the message names the folder and the reason."""
+
+
+class GradientTooLarge(ValueError):
+    """A step's gradient is far outside of what this adapter's steps had; the message says how large it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """What the adapters of one base model look like: `shapes` maps a linear's name to (in_features, out_features)."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    rank: int
+    alpha: float
+    base_model: str
+    fingerprint: str
+    """Identifies the base model's weights: adapters and reference log-probabilities of another base are not used."""
+    peft_targets: tuple[str, ...]
+    """`target_modules` as PEFT's config shall name them."""
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+class AdapterState:
+    """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them."""
+
+    def __init__(self, name: str, spec: LoraSpec, align: AlignSettings, device: torch.device) -> None:
+        self.name, self.spec, self.align, self.device = name, spec, align, device
+        self.version = self.newest_number = 0
+        """`newest_number` is the highest version number that was ever given out."""
+        self.weights = self._initial()
+        self._new_optimizer()
+
+    def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Version 0 answers as the base: A uniform as PEFT's Kaiming start, B zero."""
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
+        )
+        weights = {}
+        for name, (fan_in, fan_out) in self.spec.shapes.items():
+            a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+            b = torch.zeros(fan_out, self.spec.rank)
+            weights[name] = (_leaf(a, self.device), _leaf(b, self.device))
+        return weights
+
+    @property
+    def finite(self) -> bool:
+        """Whether all weights are numbers that are not infinite."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All A and B, in a fixed order."""
+        return [tensor for pair in self.weights.values() for tensor in pair]
+
+    def configure(self, align: AlignSettings) -> None:
+        """Step by other settings from now on; AdamW's moments stay."""
+        self.align = align
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = align.weight_decay
+
+    def _new_optimizer(self) -> None:
+        self._optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True
+        )
+
+    def step(
+        self,
+        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        pairs: int,
+        weight: float | None = None,
+        most_norm: float = math.inf,
+        scale: float = 1.0,
+    ) -> float:
+        """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
+
+        `weight` is the sum of the pairs' weights, by default their number; `scale` multiplies the step size.
+        Raises FloatingPointError when the norm is
+        not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
+        """
+        try:
+            for name, leaves in self.weights.items():
+                for leaf, gradient in zip(leaves, gradients[name], strict=True):
+                    leaf.grad = gradient / pairs
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"gradient norm is {norm}")
+            if norm > most_norm:
+                raise GradientTooLarge(f"gradient: its norm is {norm:.3g}, {most_norm:.3g} is far for this adapter")
+            # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
+            # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
+            # once, and a step of weak signals as far as one of choices.
+            share = min(1.0, (pairs if weight is None else weight) / self.align.micro_batch_pairs)
+            self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share * scale
+            self._whole_optimizer_step()
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        self.version = self.newest_number = max(self.version, self.newest_number) + 1
+        return norm
+
+    def _whole_optimizer_step(self) -> None:
+        """AdamW, or nothing of it: without memory it fails between its operations on moments and weights."""
+        weights = [parameter.detach().clone() for parameter in self.parameters()]
+        optimizer = copy.deepcopy(self._optimizer.state_dict())
+        try:
+            self._optimizer.step()
+        except Exception:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters(), weights)
+            self._optimizer.load_state_dict(optimizer)
+            raise
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights by PEFT's names, copied to the host."""
+        return self.copied_weights().on_host()
+
+    def copied(self) -> CopiedVersion:
+        """The present version, copied where it is."""
+        moments = {
+            f"{index}.{key}": value
+            for index, parameter in enumerate(self.parameters())
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        return CopiedVersion(self.name, self.version, self.copied_weights(), HostCopies(moments))
+
+    def copied_weights(self) -> HostCopies:
+        """The weights by PEFT's names, copied where they are."""
+        named = {}
+        for name, (a, b) in self.weights.items():
+            named[f"{_PREFIX}{name}.lora_A.weight"], named[f"{_PREFIX}{name}.lora_B.weight"] = a, b
+        return HostCopies(named)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over weights (PEFT's names) as `version`, with a fresh optimizer. Raises AdapterError on a mismatch."""
+        with torch.no_grad():
+            for name, (a, b) in self.weights.items():
+                for part, leaf in (("A", a), ("B", b)):
+                    value = tensors.get(f"{_PREFIX}{name}.lora_{part}.weight")
+                    if value is None or value.shape != leaf.shape:
+                        found = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                        raise AdapterError(
+                            f'adapter "{self.name}": lora_{part} of {name} is {found}, {tuple(leaf.shape)} is needed '
+                            "(another rank or other target_modules?)"
+                        )
+                    leaf.copy_(value)
+        self.version, self.newest_number = version, max(version, self.newest_number)
+        self._new_optimizer()
+
+    def restore_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over AdamW's state as a `Snapshot` has it."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        whole = self._optimizer.state_dict()
+        whole["state"] = state
+        self._optimizer.load_state_dict(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A version on the host, ready to be written by any thread."""
+
+    adapter: str
+    version: int
+    weights: dict[str, torch.Tensor]
+    """By PEFT's names."""
+    optimizer: dict[str, torch.Tensor]
+    """AdamW's moments and step counts: "<index of the parameter>.<name>"."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedVersion:
+    """A version that no later step changes; `snapshot` may be called on any thread."""
+
+    adapter: str
+    version: int
+    weights: HostCopies
+    optimizer: HostCopies
+
+    def snapshot(self) -> Snapshot:
+        """The version, brought to the host."""
+        return Snapshot(self.adapter, self.version, self.weights.on_host(), self.optimizer.on_host())
+
+
+class AdapterFiles:
+    """The versions on disk under `root`."""
+
+    def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
+        self.root, self.spec, self.keep = root, spec, keep
+        self._hidden: list[str] = []
+        self._spared: dict[str, tuple[int, ...]] = {}
+        self.left: set[str] = set()
+        """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
+        root.mkdir(parents=True, exist_ok=True)
+        # What a power cut left half written is nobody's.
+        for draft in root.glob(f"*/.v*{_DRAFT}"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
+        """Write a version so that it is there whole or not at all; returns its folder and the versions removed."""
+        folder = self.root / snapshot.adapter
+        folder.mkdir(exist_ok=True)
+        final = folder / f"v{snapshot.version:06d}"
+        draft = folder / f".v{snapshot.version:06d}{_DRAFT}"
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.mkdir()
+            self._write(draft, snapshot)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(draft, final)
+        except BaseException:
+            # A full disk has no room for half a version.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        sync(folder)
+        sync(self.root)
+        return final, self._retire(snapshot.adapter)
+
+    def _write(self, draft: Path, snapshot: Snapshot) -> None:
+        (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
+        save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(snapshot.optimizer, draft / "optimizer.safetensors")
+        sums = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+        manifest = {
+            "adapter": snapshot.adapter,
+            "version": snapshot.version,
+            "base_model": self.spec.base_model,
+            "base_fingerprint": self.spec.fingerprint,
+            "sha256": sums,
+        }
+        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in draft.iterdir():
+            sync(path)
+        sync(draft)
+
+    def spare(self, adapter: str, *versions: int) -> None:
+        """Keep these versions of an adapter beside the newest, in place of those spared before."""
+        self._spared[adapter] = versions
+
+    def _retire(self, adapter: str) -> tuple[int, ...]:
+        spared = self._spared.get(adapter, ())
+        old = [version for version in self.versions(adapter)[: -self.keep] if version not in spared]
+        for version in old:
+            shutil.rmtree(self.path(adapter, version), ignore_errors=True)
+        return tuple(old)
+
+    def path(self, adapter: str, version: int) -> Path:
+        """The folder of a version."""
+        return self.root / adapter / f"v{version:06d}"
+
+    def adapters(self) -> list[str]:
+        """Names with at least one version."""
+        return sorted(p.name for p in self.root.iterdir() if p.is_dir() and self.versions(p.name))
+
+    def versions(self, adapter: str) -> list[int]:
+        """Versions that have a folder, oldest first; they may be damaged."""
+        folder = self.root / adapter
+        if self.hidden(adapter) or not folder.is_dir():
+            return []
+        return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir())
+
+    def check(self, adapter: str, version: int) -> Path:
+        """The folder of a version whose files are whole and fit the base model. Raises AdapterError."""
+        folder = self.path(adapter, version)
+        if self.hidden(adapter):
+            raise AdapterError(f"{folder}: the adapter was forgotten")
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_text())
+            sums = manifest["sha256"]
+            damaged = [name for name, value in sums.items() if _sha256(folder / name) != value]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AdapterError(f"{folder}: not a whole adapter version ({error})") from None
+        if damaged:
+            raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
+        if manifest.get("base_fingerprint") != self.spec.fingerprint:
+            raise AdapterError(
+                f'{folder}: learnt on another base model ("{manifest.get("base_model")}", '
+                f'not "{self.spec.base_model}" as it is now)'
+            )
+        self._check_shapes(folder)
+        return folder
+
+    def _check_shapes(self, folder: Path) -> None:
+        alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        wanted = {}
+        for name, (fan_in, fan_out) in self.spec.shapes.items():
+            wanted[f"{_PREFIX}{name}.lora_A.weight"] = (self.spec.rank, fan_in)
+            wanted[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, self.spec.rank)
+        if found != wanted or alpha != self.spec.alpha:
+            raise AdapterError(
+                f"{folder}: learnt with another align.rank, align.alpha or align.target_modules: restore those "
+                "settings to serve it; with these its pairs are learnt anew"
+            )
+
+    def load(self, adapter: str, version: int) -> Snapshot:
+        """Check a version and read it. Raises AdapterError."""
+        self.check(adapter, version)
+        return self.read(adapter, version)
+
+    def read(self, adapter: str, version: int) -> Snapshot:
+        """Read a version that was checked before."""
+        folder = self.path(adapter, version)
+        return Snapshot(
+            adapter,
+            version,
+            load_file(folder / "adapter_model.safetensors"),
+            load_file(folder / "optimizer.safetensors"),
+        )
+
+    def newest(self, adapter: str) -> tuple[int, list[str]]:
+        """The newest version that is whole (0: none), and what was wrong with newer ones."""
+        problems: list[str] = []
+        for version in reversed(self.versions(adapter)):
+            try:
+                self.check(adapter, version)
+                return version, problems
+            except AdapterError as error:
+                problems.append(str(error))
+        return 0, problems
+
+    def hide(self, adapter: str) -> None:
+        """Have nobody find an adapter's versions until `forget` has removed them; from any thread."""
+        self._hidden.append(adapter)
+        self._spared.pop(adapter, None)
+
+    def hidden(self, adapter: str) -> bool:
+        """Whether its versions are about to be removed, or could not be."""
+        return adapter in self._hidden or adapter in self.left
+
+    def forget(self, adapter: str) -> None:
+        """Remove all versions of an adapter that was hidden. Raises OSError, and it stays hidden then."""
+        try:
+            erase_folder(self.root / adapter)
+        except OSError:
+            self.left.add(adapter)
+            raise
+        finally:
+            self._hidden.remove(adapter)
+
+    def _peft_config(self) -> dict[str, object]:
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.spec.base_model,
+            "r": self.spec.rank,
+            "lora_alpha": self.spec.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+            "target_modules": list(self.spec.peft_targets),
+            "fan_in_fan_out": False,
+        }
+
+
+def _leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.to(device).requires_grad_(True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,127 @@
+"""Adapters that come from elsewhere: PEFT's format in safetensors, checked against the served model before it is used.
+
+Owns what is accepted. Must not know versions or who is served. No pickle is ever opened: a file that is not safetensors
+is refused by its name, before anything of it is read as data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from edged.align.adapters.adapter import LoraSpec
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+_MOST_CONFIG_BYTES = 1 << 20
+_HEADER_BYTES = 8 << 20
+"""Most that a safetensors file may hold beside its tensors."""
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class ImportRefused(ValueError):
+    """An adapter is not taken; the message says what is wrong and the way out."""
+
+
+def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
+    """The weights of a PEFT folder by PEFT's names, in fp32 and finite, that fit `spec`. Raises ImportRefused."""
+    for name in _PICKLES:
+        if (folder / name).exists() and not (folder / WEIGHTS).exists():
+            raise ImportRefused(
+                f"{name} is a pickle, which can run any code when it is loaded: only {WEIGHTS} is read; convert it "
+                "where you trust it, with peft's model.save_pretrained(DIRECTORY)"
+            )
+    _check_config(_config(folder / CONFIG), spec)
+    return _weights(folder / WEIGHTS, spec)
+
+
+def most_bytes(spec: LoraSpec) -> int:
+    """The largest file of weights that can fit `spec`: all of them in fp32, and a header."""
+    values = sum(spec.rank * (fan_in + fan_out) for fan_in, fan_out in spec.shapes.values())
+    return 4 * values + _HEADER_BYTES
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_CONFIG_BYTES:
+            raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
+    except (OSError, ValueError) as error:
+        raise ImportRefused(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ImportRefused(f"{path.name} is not a JSON object")
+    return config
+
+
+def _check_config(config: dict[str, Any], spec: LoraSpec) -> None:
+    """Raises ImportRefused where the adapter is of another kind or size than the ones that are served here."""
+    if config.get("peft_type") != "LORA":
+        raise ImportRefused(f"peft_type is {config.get('peft_type')!r}: only LORA is served")
+    for name in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
+        if config.get(name):
+            raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")
+    if config.get("bias", "none") != "none":
+        raise ImportRefused(f"bias = {config['bias']!r} is not supported: train one with bias none")
+    if config.get("r") != spec.rank:
+        raise ImportRefused(f"its rank is {config.get('r')!r}, align.rank is {spec.rank}: both must be equal")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, int | float) or not math.isclose(alpha, spec.alpha):
+        raise ImportRefused(f"its lora_alpha is {alpha!r}, align.alpha is {spec.alpha:g}: both must be equal")
+
+
+def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
+    wanted = _shapes(spec)
+    try:
+        size = path.stat().st_size
+        if size > most_bytes(spec):
+            raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
+        with safe_open(path, "pt") as file:
+            found = set(file.keys())
+            _check_names(found, set(wanted))
+            for name, shape in wanted.items():
+                part = file.get_slice(name)
+                _check_tensor(name, tuple(part.get_shape()), shape, part.get_dtype())
+            tensors = {name: file.get_tensor(name).float() for name in wanted}
+    except FileNotFoundError:
+        raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
+    except (OSError, SafetensorError) as error:
+        raise ImportRefused(f"{path.name} is not a safetensors file: {error}") from None
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ImportRefused(f"{name} holds values that are not finite")
+    return tensors
+
+
+def _shapes(spec: LoraSpec) -> dict[str, tuple[int, int]]:
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, (fan_in, fan_out) in spec.shapes.items():
+        shapes[f"{_PREFIX}{name}.lora_A.weight"] = (spec.rank, fan_in)
+        shapes[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, spec.rank)
+    return shapes
+
+
+def _check_names(found: set[str], wanted: set[str]) -> None:
+    if missing := sorted(wanted - found):
+        raise ImportRefused(
+            f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): it was trained with other "
+            "target_modules or for another model"
+        )
+    if more := sorted(found - wanted):
+        raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")
+
+
+def _check_tensor(name: str, shape: tuple[int, ...], wanted: tuple[int, int], dtype: str) -> None:
+    if shape != wanted:
+        raise ImportRefused(
+            f"{name} has the shape {shape}, this model needs {wanted}: it was trained for another model"
+        )
+    if dtype not in _DTYPES:
+        raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")

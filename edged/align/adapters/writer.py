@@ -1,0 +1,143 @@
+"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learnt.
+
+Owns that thread, when a version is due, and the end of a forgotten adapter's files. Must not know what a version is of.
+Used by the engine thread alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from edged.align.adapters.adapter import CopiedVersion
+from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.feedback.pair import Record, VersionSaved
+from edged.align.versions import UnknownAdapter
+from edged.engine.request import EngineStopping
+from edged.settings.load import StoreSettings
+from edged.store import StoreError
+from edged.tensors.cpu_threads import one_beside
+from edged.tensors.host_copy import HostCopies
+
+log = logging.getLogger("edged.align")
+
+
+class AdapterWriter:
+    """Writes what the shelf has and the disk has not, one version after the other."""
+
+    def __init__(
+        self,
+        adapter_cache: AdapterCache,
+        store: StoreSettings,
+        post: Callable[[Callable[[], None]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
+    ) -> None:
+        """`post` has the engine thread run something; the journal's future resolves when all it was given is there."""
+        self._adapter_cache, self._store, self._post, self._journal = adapter_cache, store, post, journal
+        self._thread = one_beside("edged-saver")
+        self._writing = False
+        """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
+        made after."""
+        self._awaited: list[tuple[str, int, Future[None]]] = []
+
+    def configure(self, store: StoreSettings) -> None:
+        """Write and keep versions by other settings."""
+        self._store = store
+        self._adapter_cache.files.keep = store.keep_versions
+
+    def save_due(self, now: float) -> None:
+        """Have a version that is due written, unless one is; what was journalled so far is on record before it is."""
+        if not self._writing:
+            self._save_next(now)
+
+    def _save_next(self, now: float) -> bool:
+        """Whether a version was due."""
+        copied = self._adapter_cache.to_save(now, self._store.save_every_s)
+        if copied is None:
+            return False
+        self._writing = True
+        self._thread.submit(self._save, copied, self._journal([]))
+        return True
+
+    def next_save_s(self) -> float | None:
+        """When the next version is due; None when all are on disk, or one is on its way."""
+        return None if self._writing else self._adapter_cache.next_save_s(self._store.save_every_s)
+
+    def saved(self, adapter: str, version: int) -> Future[None]:
+        """Resolves when this version or a later one is on disk; raises StoreError where it could not be written, and
+        UnknownAdapter when the adapter is forgotten."""
+        future: Future[None] = Future()
+        if version <= self._adapter_cache.written(adapter):
+            future.set_result(None)
+        else:
+            self._adapter_cache.hurry(adapter)
+            self._awaited.append((adapter, version, future))
+        return future
+
+    def _tell(self, adapter: str, newest: float, written: bool | None) -> None:
+        """Those who wait for versions up to `newest`, whether they are on disk; None: the adapter was forgotten."""
+        told = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
+        self._awaited = [item for item in self._awaited if item not in told]
+        for _, version, future in told:
+            if written:
+                future.set_result(None)
+            elif written is None:
+                future.set_exception(UnknownAdapter(adapter))
+            else:
+                future.set_exception(
+                    StoreError(
+                        f"version {version} of {adapter} is served, but could not be written to disk: a power cut "
+                        "would bring the one before it back; it is tried again, and the log has the error"
+                    )
+                )
+
+    def bring(self, copies: HostCopies) -> None:
+        """Have copies brought to the host beside the engine thread."""
+        self._thread.submit(copies.on_host)
+
+    def forget(self, adapter: str) -> Future[None]:
+        """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
+        self._tell(adapter, math.inf, None)
+        # Behind those that are being written, and before any that follow.
+        return self._thread.submit(self._adapter_cache.files.forget, adapter)
+
+    def close(self) -> None:
+        """Have every unsaved version written, and wait until all are."""
+        try:
+            while self._save_next(float("inf")):
+                pass
+        finally:
+            self._thread.shutdown(wait=True)
+            for adapter, version, _ in list(self._awaited):
+                self._tell(adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version)
+
+    def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
+        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
+
+        Nothing of an adapter that was forgotten meanwhile.
+        """
+        written: bool | None = None
+        try:
+            if recorded is not None:
+                recorded.result()
+            if not self._adapter_cache.files.hidden(copied.adapter):
+                path, removed = self._adapter_cache.files.save(copied.snapshot())
+                written = True
+        except Exception as error:
+            # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
+            log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
+            written = False
+        with contextlib.suppress(EngineStopping):
+            self._post(lambda: self._ended(copied.adapter, copied.version, written))
+        if written:
+            self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
+
+    def _ended(self, adapter: str, version: int, written: bool | None) -> None:
+        """On the engine's thread; None: it was forgotten."""
+        self._writing = False
+        if written is not None:
+            self._adapter_cache.save_ended(adapter, version, written)
+        self._tell(adapter, version, written)

@@ -1,0 +1,1 @@
+"""The DPO step and its units."""

@@ -1,0 +1,87 @@
+"""What fine-tune units need of the served model: single layers with autograd, K/V by page, and the head.
+
+Owns the interface alone; the engine implements it. Must not know losses or the order of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from edged.align.dpo.pair_layout import Piece
+
+LoraLeaves = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Linear's name -> (A [rank, in], B [out, rank])."""
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraParameters:
+    """One adapter's LoRA matrices as autograd's leaves; `gradients` (fp32) are totals that are added to in place."""
+
+    weights: LoraLeaves
+    scaling: float
+    """alpha / rank."""
+    gradients: LoraLeaves
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Rows [start, stop) of a window, which see one adapter."""
+
+    start: int
+    stop: int
+    leaves: LoraParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """One pair inside a window of rows: window rows [first, last) are the pair's flat rows from `start` on.
+
+    `earlier` are the pair's keys and values [kv_heads, start, head_dim] before the window, None when `start` is 0.
+    """
+
+    first: int
+    last: int
+    start: int
+    pieces: tuple[Piece, ...]
+    earlier: KeysValues | None
+
+
+class Decoder(Protocol):
+    """What a step needs of the served model."""
+
+    layer_count: int
+    hidden_size: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
+        """Keys and values [kv_heads, rows, head_dim] of the first `rows` rows in `pages`."""
+
+    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """What the first layer is given for tokens [n] at positions [n], as [n, hidden], and every layer's call."""
+
+    def run_branches(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        call: Mapping[str, Any],
+        branches: Sequence[Branches],
+        rows: Sequence[LoraRows],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer with autograd: [tokens, hidden] -> output, own keys, own values ([kv_heads, tokens, head_dim]).
+
+        `rows` cover all tokens, in order.
+        """
+
+    def layer_linears(self, layer: int) -> list[str]:
+        """Names of the LoRA linears in a layer."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: [tokens, hidden] -> [tokens, vocab] in fp32."""

@@ -1,0 +1,148 @@
+"""The test of a version: neutral text, and pairs that are never trained on, under the adapter and under the base.
+
+Owns the order of its work: packed forwards, then head windows. Must not know what the scores lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from edged.align.dpo.decoder import Decoder
+from edged.align.dpo.loss import PairLogps, preference_loss
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, Work, head_window_size, head_windows
+from edged.align.feedback.pair import PairScored, TokenPair
+from edged.settings.load import AlignSettings
+
+
+class HeldOutEvaluation:
+    """Scores neutral text and held-out pairs under an adapter's version and the base: forward and head windows only.
+
+    Neutral text comes first: it is short, and where an adapter is broken it says so.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        version: int,
+        pairs: Sequence[TokenPair],
+        decoder: Decoder,
+        align: AlignSettings,
+        release: Callable[[np.ndarray], None],
+        neutral: Sequence[TokenPair] = (),
+    ) -> None:
+        """`neutral` pairs have negative ids; what the base says of them is computed where it is not known."""
+        self.adapters, self.version, self.decoder, self.align = (adapter,), version, decoder, align
+        self.scores: list[PairScored] = []
+        self.neutral: list[TokenPair] = []
+        """Those that were scored, with the base's log-probabilities."""
+        self._neutral_logp = 0.0
+        self.finished = False
+        self._release = release
+        self._pairs = [*(replace(pair, adapter=adapter) for pair in neutral), *pairs]
+        self.groups_done = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.group = MicroBatch([self._pairs.pop(0)], _needs_base, "nothing", self.decoder)
+        self._reset()
+
+    def _reset(self) -> None:
+        size = head_window_size(self.align.window_tokens, self.decoder.vocab_size)
+        device = self.decoder.device
+        reference = head_windows(self.group, True, size, device)
+        policy = head_windows(self.group, False, size, device)
+        known: list[HeadWindow | None] = [*reference] or [None] * len(policy)
+        self._heads = list(zip(known, policy, strict=True))
+        self._next = 0
+        self._sums = torch.zeros(2 * len(self.group.streams), device=device)
+        self._kl = torch.zeros((), device=device)
+
+    @property
+    def tokens_left(self) -> int:
+        """Forward tokens of the present pair that are still to compute."""
+        return self.group.tokens_left
+
+    def restart(self) -> None:
+        """The pages were taken away: the present pair starts again."""
+        self.group.restart(self._release)
+        self._reset()
+
+    def free(self) -> None:
+        """Give the pair's pages back."""
+        self.group.free(self._release)
+
+    def units_left(self) -> list[Work]:
+        """Head windows of the present pair."""
+        return [("test", len(self.group.streams) * len(policy.rows)) for _, policy in self._heads[self._next :]]
+
+    def run_unit(self) -> Work:
+        """Score one window under both policies."""
+        reference, policy = self._heads[self._next]
+        self._next += 1
+        both = []
+        with torch.no_grad():
+            for head in (reference, policy) if reference is not None else (policy,):
+                logps = self.decoder.logits(self.group.last.index_select(0, head.rows)).log_softmax(-1)
+                self._sums.index_add_(0, head.owners, logps.gather(1, head.targets[:, None])[:, 0])
+                both.append(logps)
+            # KL(policy || base) over the vocabulary, exact at every scored position.
+            self._kl += (both[-1].exp() * (both[-1] - both[0])).sum()
+        if self._next == len(self._heads):
+            self._score()
+        return "test", len(both) * len(policy.rows)
+
+    def _score(self) -> None:
+        stream = self.group.streams[-1]
+        *sums, kl = torch.cat((self._sums, self._kl[None])).tolist()
+        pair, (chosen, rejected) = stream.pair, sums[-2:]
+        if len(sums) == 4:
+            pair = replace(pair, ref_chosen_logp=sums[0], ref_rejected_logp=sums[1])
+        if pair.pair_id < 0:
+            self.neutral.append(pair)
+            self._neutral_logp += chosen + rejected
+        else:
+            lengths = stream.layout.chosen, stream.layout.rejected
+            self._take(pair, PairLogps(chosen, rejected, sums[0], sums[1], *lengths), kl)
+        self.free()
+        if self._pairs:
+            self.groups_done += 1
+            self._open()
+        else:
+            self.finished = True
+
+    def _take(self, pair: TokenPair, logps: PairLogps, kl: float) -> None:
+        """Take the sums of a held-out pair in; `kl` is summed over its answers' tokens."""
+        loss = preference_loss(logps, self.align.beta, self.align.loss)
+        self.scores.append(
+            PairScored(
+                pair_id=pair.pair_id,
+                adapter=self.adapters[0],
+                version=self.version,
+                split="held_out",
+                chosen_logp=logps.chosen,
+                rejected_logp=logps.rejected,
+                ref_chosen_logp=logps.ref_chosen,
+                ref_rejected_logp=logps.ref_rejected,
+                reward_margin=loss.reward_margin,
+                loss=loss.loss,
+                kl_nats=kl / max(logps.chosen_tokens + logps.rejected_tokens, 1),
+                chosen_tokens=logps.chosen_tokens,
+                rejected_tokens=logps.rejected_tokens,
+            )
+        )
+
+    @property
+    def neutral_nll(self) -> tuple[float, float] | None:
+        """NLL of the neutral text in nats per token under (the adapter, the base); None without such text."""
+        tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in self.neutral)
+        base = sum((pair.ref_chosen_logp or 0.0) + (pair.ref_rejected_logp or 0.0) for pair in self.neutral)
+        return (-self._neutral_logp / tokens, -base / tokens) if tokens else None
+
+
+def _needs_base(pair: TokenPair) -> bool:
+    """KL wants the base's whole distributions; of neutral text its log-probabilities are enough."""
+    return pair.pair_id >= 0 or pair.ref_chosen_logp is None

@@ -1,0 +1,190 @@
+"""The backward pass of a group, in units of one layer times one window (FlexLLM Algorithm 2).
+
+Owns the gradients that pass between units: the upstream at the present layer's output, and one layer's accumulators of
+the K/V that later windows attended to; also which rows see whose LoRA matrices, and where the gradients go. Must not
+know losses: it starts from the gradient at the last layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from edged.align.dpo.decoder import Branches, Decoder, KeysValues, LoraParameters, LoraRows
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward
+from edged.tensors.device_copy import upload
+
+
+def lora_rows(
+    branches: Sequence[Branches], streams: Sequence[PairForward], leaves: Mapping[str, LoraParameters]
+) -> list[LoraRows]:
+    """The rows that `branches` (of `streams`) cover, by adapter; an adapter's pairs lie side by side."""
+    rows: list[LoraRows] = []
+    for branch, stream in zip(branches, streams, strict=True):
+        own, start = leaves[stream.pair.adapter], branch.first
+        if rows and rows[-1].leaves is own:
+            start = rows.pop().start
+        rows.append(LoraRows(start, branch.last, own))
+    return rows
+
+
+def matrices(rows: Sequence[LoraRows], names: Sequence[str]) -> list[torch.Tensor]:
+    """A and B of the linears `names`, adapter by adapter."""
+    return [matrix for part in rows for name in names for matrix in part.leaves.weights[name]]
+
+
+def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Iterator[torch.Tensor]) -> None:
+    """Add the gradients of `matrices` to each adapter's totals."""
+    for part in rows:
+        for name in names:
+            for total in part.leaves.gradients[name]:
+                total.add_(next(gradients))
+
+
+def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Windows of at most `size` over the active kept rows, last first; neighbours share windows, gaps end them."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in active:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return [(max(start, last - size), last) for start, stop in reversed(runs) for last in range(stop, start, -size)]
+
+
+def upstream_of(
+    group: MicroBatch, heads: Sequence[HeadWindow], coefficients: Sequence[float], decoder: Decoder
+) -> torch.Tensor:
+    """d loss / d (last layer's output) [kept rows, hidden]: the heads' gradients times each answer's coefficient."""
+    device = decoder.device
+    kept_rows = np.full(group.rows, -1, np.int64)
+    for stream in group.streams:
+        if stream.kept >= 0:
+            rows = np.arange(stream.kept, stream.kept + stream.layout.tokens)
+            kept_rows[stream.row : stream.row + stream.layout.tokens] = rows
+    kept_row, bits = upload([kept_rows, np.array(coefficients, np.float64).view(np.int64)], device)
+    scale = bits.view(torch.float64).float()
+    out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
+    for head in heads:
+        if head.gradient is not None:
+            weighted = head.gradient.float() * scale.index_select(0, head.owners)[:, None]
+            out.index_add_(0, kept_row.index_select(0, head.rows), weighted)
+            head.gradient = None
+    return out.to(decoder.dtype)
+
+
+class RecomputeBackward:
+    """From the last layer to the first, and in each from the last window to the first.
+
+    A pair's rows see the leaves of its adapter.
+    """
+
+    def __init__(
+        self,
+        group: MicroBatch,
+        windows: Sequence[tuple[int, int]],
+        upstream: torch.Tensor,
+        decoder: Decoder,
+        leaves: Mapping[str, LoraParameters],
+    ) -> None:
+        self._group, self._windows, self._upstream, self._decoder = group, list(windows), upstream, decoder
+        self._leaves = leaves
+        self._layer, self._window = decoder.layer_count - 1, 0
+        self._earlier: dict[int, KeysValues] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all layers are done."""
+        return self._layer < 0
+
+    def sizes_left(self) -> list[int]:
+        """Tokens of the units that are left, in order."""
+        sizes = [stop - start for start, stop in self._windows]
+        return [] if self.finished else sizes[self._window :] + sizes * self._layer
+
+    def run_unit(self) -> int:
+        """Run the next unit; the tokens it covered."""
+        start, stop = self._windows[self._window]
+        self._layer_unit(self._layer, start, stop)
+        self._window += 1
+        if self._window == len(self._windows):
+            self._window, self._layer, self._earlier = 0, self._layer - 1, {}
+        return stop - start
+
+    def _layer_unit(self, layer: int, start: int, stop: int) -> None:
+        """Recompute one layer on one window from its kept input and back-propagate through it.
+
+        The output's gradient and the gradient that later windows left on this window's own K/V go in; the gradients of
+        the input, of the earlier K/V and of the layer's LoRA matrices come out.
+        """
+        assert self._group.inputs is not None
+        branches, owners, earlier = self._branches(layer, start, stop)
+        rows, names = lora_rows(branches, owners, self._leaves), self._decoder.layer_linears(layer)
+        hidden = self._group.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
+        call = self._group.inputs.window(layer, start, stop)
+        with torch.enable_grad():
+            out, keys, values = self._decoder.run_branches(layer, hidden, call, branches, rows)
+        outputs, upstream = [out], [self._upstream[start:stop]]
+        if any(stream.row in self._earlier for stream in owners):
+            outputs += [keys, values]
+            upstream += self._own_gradients(branches, owners, keys)
+        inputs = [*([hidden] if layer else []), *earlier, *matrices(rows, names)]
+        gradients = map(present, torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
+        if layer:
+            self._upstream[start:stop] = next(gradients)
+        for branch, stream in zip(branches, owners, strict=True):
+            if branch.earlier is not None:
+                self._add_earlier(stream, branch, next(gradients), next(gradients))
+        add_gradients(rows, names, gradients)
+
+    def _branches(
+        self, layer: int, start: int, stop: int
+    ) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
+        """The pairs that a window covers, with their earlier K/V as leaves."""
+        branches, owners, leaves = [], [], []
+        for stream in self._group.streams:
+            first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
+            if stream.kept < 0 or first >= last:
+                continue
+            begin = first - stream.kept
+            earlier = None
+            if begin:
+                earlier = self._decoder.read_kv(layer, stream.pages, begin)
+                for tensor in earlier:
+                    leaves.append(tensor.requires_grad_(True))
+            pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
+            branches.append(Branches(first - start, last - start, begin, pieces, earlier))
+            owners.append(stream)
+        return branches, owners, leaves
+
+    def _own_gradients(
+        self, branches: Sequence[Branches], owners: Sequence[PairForward], keys: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What later windows' attention left on this window's own keys and values."""
+        both = [torch.zeros_like(keys), torch.zeros_like(keys)]
+        for branch, stream in zip(branches, owners, strict=True):
+            if stream.row in self._earlier:
+                rows = slice(branch.start, branch.start + branch.last - branch.first)
+                for into, total in zip(both, self._earlier[stream.row], strict=True):
+                    into[:, branch.first : branch.last] = total[:, rows]
+        return both
+
+    def _add_earlier(self, stream: PairForward, branch: Branches, *gradients: torch.Tensor) -> None:
+        """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
+        for part, value in enumerate(gradients):
+            if stream.row not in self._earlier:
+                shape = (value.shape[0], branch.start, value.shape[2])
+                self._earlier[stream.row] = (
+                    value.new_zeros(shape, dtype=torch.float32),
+                    value.new_zeros(shape, dtype=torch.float32),
+                )
+            self._earlier[stream.row][part][:, : branch.start] += value
+
+
+def present(gradient: torch.Tensor | None) -> torch.Tensor:
+    """A gradient that the graph must have produced."""
+    if gradient is None:
+        raise RuntimeError("a decoder layer ignored its input or its LoRA matrices: its gradient cannot be computed")
+    return gradient

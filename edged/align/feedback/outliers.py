@@ -1,0 +1,227 @@
+"""Which of one adapter's new pairs look poisoned: by their loss, by what was said before, by the step's gradient.
+
+Owns the rules and what they remember of the latest pairs. Must not know queues, files or what becomes of a pair.
+
+Losses and norms are judged by the adapter's own latest ones, robustly: deviations are multiples of 1.4826 * MAD (the
+median absolute deviation, scaled to a normal distribution's standard deviation; Rousseeuw & Croux 1993) above the
+median. The loss is one-sided and bounded for pairs that agree with what was learned (it goes to 0), so that honest
+pairs stay close together while pairs that say the opposite do not. Norms are compared by their logarithm, as they grow
+by orders of magnitude while an adapter learns. Thresholds were measured: docs/results/poisoning.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from statistics import median
+
+from edged.align.feedback.pair import TokenPair
+from edged.settings.load import FeedbackSettings
+
+_WINDOW = 64
+"""Latest losses and norms that a new one is compared with."""
+_LEAST = 32
+"""Fewer say nothing of what is usual."""
+_SUSPICIOUS_LOSS = 1.0
+_OUTLYING_LOSS = 4.0
+"""Nats; below, a loss is never suspicious, or outlying: an untrained adapter's is 0.69."""
+_OUTLYING_FACTOR = 2.0
+"""How many times as many deviations as a suspicious pair has make one outlying by itself."""
+_NORM_DEVIATIONS = 8.0
+_LATEST = 8
+"""Pairs over which the share of suspicious ones makes a burst."""
+_CONTRARY, _BY_CHANCE = 16, 2e-5
+"""Pairs over which too many that contradict what was learned make one, too; the probability from which it is no chance.
+"""
+_REMEMBERED = 256
+"""Latest pairs that a new one can contradict."""
+_TELLING_TOKENS = 8
+"""Answers that are longer mean the same after any prompt; "yes" and "no" do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`suspicious` pairs make a burst when they come together; one with a reason `why` is left out by itself."""
+
+    suspicious: bool = False
+    why: str = ""
+    contrary: bool = False
+    """The adapter prefers the other answer. A few always are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Suspicious pairs that came together, or none where `why` is "". `direct`: the latest are all the user's own
+    signals, which is how a change of preferences begins."""
+
+    why: str = ""
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutlierHistory:
+    """What a restart remembers of an adapter.
+
+    The latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long an alarm
+    goes on; the newest version that passed its test; how much the step size was reduced.
+    """
+
+    losses: Sequence[float] = ()
+    norms: Sequence[float] = ()
+    alarm_left_s: float = 0.0
+    tested_version: int = -1
+    step_scale: float = 1.0
+    contrary: Sequence[bool] = ()
+
+
+class OutlierDetector:
+    """Of one adapter. Without settings, or where the quarantine is off, nothing is suspicious."""
+
+    def __init__(self, settings: FeedbackSettings | None = None) -> None:
+        self._on = settings is not None and settings.quarantine
+        self._settings = settings or FeedbackSettings()
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._flags: deque[bool] = deque(maxlen=_WINDOW + _LATEST)
+        """Of the latest pairs, whether each was suspicious."""
+        self._contrary: deque[bool] = deque(maxlen=_WINDOW + _CONTRARY)
+        self._said: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
+        self._contradictory: set[int] = set()
+        self._alarm_until_s = -math.inf
+        self.lenient = False
+        """No pair is left out by itself: the adapter is so far from the base that it may be the odd one."""
+
+    # -- what came ---------------------------------------------------------------------------------------------------
+
+    def note(self, pair: TokenPair) -> bool:
+        """Remember what a pair says; whether it says the opposite of one of the latest pairs."""
+        if not self._on:
+            return False
+        opposite = _said(pair, pair.rejected, pair.chosen) in self._said
+        said = _said(pair, pair.chosen, pair.rejected)
+        self._said[said] = None
+        self._said.move_to_end(said)
+        if len(self._said) > _REMEMBERED:
+            self._said.popitem(last=False)
+        if opposite and not pair.trusted:
+            self._contradictory.add(pair.pair_id)
+        return opposite
+
+    def judge(self, pair: TokenPair, loss: float, margin: float = 0.0) -> Verdict:
+        """A new pair with its loss (nats) and reward margin by the present version.
+
+        A loss that is not finite is no pair's fault here.
+        """
+        if not self._on or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
+            return Verdict()
+        return replace(self._judge(pair, loss), contrary=margin < 0)
+
+    def _judge(self, pair: TokenPair, loss: float) -> Verdict:
+        contradictory = pair.pair_id in self._contradictory
+        middle, spread = self._usual(self._losses)
+        allowed = self._settings.suspicious_deviations * spread
+        if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
+            return Verdict(contradictory)
+        if pair.direct or self.lenient or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
+            return Verdict(True)
+        return Verdict(True, f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}")
+
+    def most_norm(self) -> float:
+        """The largest gradient norm (L2, before clipping) that a step may have; infinite while too few are known."""
+        if not self._on:
+            return math.inf
+        middle, spread = self._usual(self._norms)
+        return math.exp(min(700.0, middle + _NORM_DEVIATIONS * spread)) if math.isfinite(middle) else math.inf
+
+    def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
+        """The burst that these new pairs, oldest first, make together with those before them, if they make one."""
+        suspicious = [*self._flags, *(verdict.suspicious for _, verdict in judged)]
+        contrary = [*self._contrary, *(verdict.contrary for _, verdict in judged)]
+        if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
+            return Burst()
+        why = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
+        for latest in (_LATEST, _CONTRARY):
+            if not why and len(contrary) >= latest + _LEAST:
+                why = self._too_many(contrary, latest, "contradict what was learned")
+        return Burst(why, bool(why) and all(pair.direct for pair, _ in judged))
+
+    def _too_many(self, flags: Sequence[bool], latest: int, what: str) -> str:
+        """Why the `latest` of these flags, oldest first, are a burst, or "": too many are set to be chance.
+
+        How many are usual is known from those before (a binomial tail); while it is not, the share alone decides.
+        """
+        before, now = flags[:-latest], flags[-latest:]
+        usual = (1 + sum(before)) / (2 + len(before)) if len(before) >= _LEAST else 0.0
+        tail = sum(math.comb(latest, k) * usual**k * (1 - usual) ** (latest - k) for k in range(sum(now), latest + 1))
+        if sum(now) < self._settings.burst_share * latest or tail > _BY_CHANCE:
+            return ""
+        return f"burst: {sum(now)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual"
+
+    def begin_anew(self) -> None:
+        """Preferences have changed: what was usual before says nothing of what comes."""
+        self._losses.clear()
+        self._flags.clear()
+        self._contrary.clear()
+        self._said.clear()
+        self._contradictory.clear()
+
+    # -- what became of it -------------------------------------------------------------------------------------------
+
+    def learn(self, judged: Iterable[tuple[TokenPair, float, Verdict]], grad_norm: float | None) -> None:
+        """A step was taken, or needed none: what is usual follows its new pairs that were not suspicious."""
+        for pair, loss, verdict in judged:
+            self._contradictory.discard(pair.pair_id)
+            if pair.epochs_done or not math.isfinite(loss):
+                continue
+            if not pair.trusted:
+                self._flags.append(verdict.suspicious)
+                self._contrary.append(verdict.contrary)
+            if not verdict.suspicious:
+                self._losses.append(loss)
+        if grad_norm:
+            self._norms.append(math.log(grad_norm))
+
+    def recall(self, past: OutlierHistory, now: float) -> None:
+        """Begin with what an earlier run left."""
+        self._losses.extend(past.losses)
+        self._norms.extend(math.log(norm) for norm in past.norms if norm > 0)
+        self._contrary.extend(past.contrary)
+        if past.alarm_left_s > 0:
+            self._alarm_until_s = now + past.alarm_left_s
+
+    # -- the alarm ---------------------------------------------------------------------------------------------------
+
+    def raise_alarm(self, now: float) -> None:
+        """A burst was found: what comes is quarantined unseen until `calm`, or for `feedback.alarm_s`."""
+        self._alarm_until_s = now + self._settings.alarm_s
+
+    def alarm_left_s(self, now: float) -> float:
+        """Seconds that the alarm still lasts, 0 for none. What is said when it has ended is what is usual then."""
+        if -math.inf < self._alarm_until_s <= now:
+            self.calm()
+        return max(0.0, self._alarm_until_s - now)
+
+    def calm(self) -> None:
+        """The alarm, if there is one, is over: what is usual is found anew."""
+        if self._alarm_until_s == -math.inf:
+            return
+        self._alarm_until_s = -math.inf
+        self.begin_anew()
+
+    @staticmethod
+    def _usual(values: deque[float]) -> tuple[float, float]:
+        """Median and scaled MAD; infinite while there are too few."""
+        if len(values) < _LEAST:
+            return math.inf, 0.0
+        middle = median(values)
+        return middle, 1.4826 * median(abs(value - middle) for value in values)
+
+
+def _said(pair: TokenPair, better: tuple[int, ...], worse: tuple[int, ...]) -> bytes:
+    telling = min(len(better), len(worse)) > _TELLING_TOKENS
+    said = (() if telling else pair.prompt, better, worse)
+    return blake2b(repr(said).encode(), digest_size=16).digest()

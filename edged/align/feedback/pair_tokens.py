@@ -1,0 +1,133 @@
+"""A stored pair in tokens: the prompt's, the answer's, then EOS once where it was not cut, as serving produced them.
+
+Owns the choice between stored and fresh tokens, and how an over-long pair is cut. Must not know SQL or training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from edged.align.feedback.pair import PairState, TokenPair
+from edged.store.feedback import TAKEN_BACK, PairRow, Side
+
+_MIN_PROMPT_SHARE = 4
+"""An over-long pair keeps at least a quarter of its room for the prompt: without one, there is nothing to answer."""
+
+
+class UnusablePrompt(ValueError):
+    """A prompt that came as tokens is not of the served model's tokenizer."""
+
+
+class PairCodec(Protocol):
+    """What is needed of a tokenizer. `eos_ids` are all tokens that end an answer, `eos_id` is training's."""
+
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
+    def encode_answer(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:
+    """The pair in tokens, and a note when something had to be cut ("" otherwise).
+
+    Where edged generated an answer, its very tokens are used, and its prompt's, unless they no longer read as the
+    stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
+    prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
+    Raises UnusablePrompt, and what `codec.render_chat` raises when the chat template refuses the messages.
+    """
+    stored = [_stored_ids(codec, side) for side in (row.chosen, row.rejected)]
+    chosen, rejected = (
+        ids if ids is not None else _fresh(codec, row, side.text)
+        for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
+    )
+    prompt = _prompt(codec, row, any(ids is not None for ids in stored))
+    notes = []
+    if not prompt:
+        prompt = [codec.eos_id]
+        notes.append("the prompt has no tokens: EOS stands for it")
+    least = min(len(prompt), max(1, max_tokens // _MIN_PROMPT_SHARE))
+    room = max(2, max_tokens - least - 2)
+    kept = _share(room, len(chosen), len(rejected))
+    if (cut := len(chosen) + len(rejected) - sum(kept)) > 0:
+        notes.append(f"the answers lost {cut} tokens at their ends (max {max_tokens})")
+    # An answer that was cut has no end to learn.
+    chosen, rejected = (
+        [*ids, codec.eos_id] if keep == len(ids) else ids[:keep]
+        for ids, keep in zip((chosen, rejected), kept, strict=True)
+    )
+    if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
+        cut = min(cut, len(prompt) - 1)
+        prompt = prompt[cut:]
+        notes.append(f"the prompt lost {cut} tokens at its start (max {max_tokens})")
+    pair = TokenPair(
+        pair_id=row.id,
+        adapter=row.adapter,
+        prompt=tuple(prompt),
+        chosen=tuple(chosen),
+        rejected=tuple(rejected),
+        weight=row.weight,
+        ref_chosen_logp=row.ref_chosen_logp,
+        ref_rejected_logp=row.ref_rejected_logp,
+        epochs_done=row.epochs_done,
+        state=cast(PairState, row.state),
+        again=row.note.startswith(TAKEN_BACK),
+        direct=row.direct,
+        trusted=row.trusted,
+    )
+    return pair, "; ".join(notes)
+
+
+def _stored_ids(codec: PairCodec, side: Side) -> list[int] | None:
+    """The generated tokens without the EOS that ended them; None where there are none that say the side's text."""
+    if side.token_ids is None or any(not 0 <= token < codec.vocab_size for token in side.token_ids):
+        return None
+    ids = list(side.token_ids)
+    while ids and ids[-1] in codec.eos_ids:
+        ids.pop()
+    # Tokenizers that mark words by a leading space show or hide the first one by context.
+    return ids if codec.decode(ids).lstrip() == side.text.lstrip() else None
+
+
+def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
+    """An answer's tokens as the model would have said it: in a chat, as the chat template continues the prompt."""
+    return codec.encode_answer(text) if row.messages is None else codec.encode_reply(row.messages, text)
+
+
+def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
+    """The prompt's stored tokens when the model still has the tokenizer that made them, else fresh ones."""
+    bare = row.messages is None and row.prompt is None
+    if row.prompt_ids is not None and bare:
+        _check_bare(codec, row, same_tokens)
+    if row.prompt_ids is not None and (same_tokens or bare):
+        return list(row.prompt_ids)
+    if row.messages is not None:
+        return codec.render_chat(row.messages)
+    return codec.encode_prompt(row.prompt or "")
+
+
+def _check_bare(codec: PairCodec, row: PairRow, same_tokens: bool) -> None:
+    """A prompt of tokens alone means something only to the tokenizer that made them. Raises UnusablePrompt."""
+    answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
+    beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids or ())
+    if beyond or (answered and not same_tokens):
+        raise UnusablePrompt("its prompt came as tokens of another model's tokenizer")
+
+
+def _share(room: int, one: int, other: int) -> tuple[int, int]:
+    """How many of `one` and `other` tokens fit `room`: the shorter stays whole where it takes no more than half."""
+    if one + other <= room:
+        return one, other
+    half = room // 2
+    if one <= half:
+        return one, room - one
+    if other <= half:
+        return room - other, other
+    return half, room - half

@@ -1,0 +1,521 @@
+"""Signals to preference pairs: what a user did with an answer, and which answer was better than which.
+
+Owns the rules by which ratings and choices become pairs: the ratings' signs and weights, and whether a next message
+takes back the question before it. These rules err towards saying no: a missed correction costs one pair, an invented
+one teaches the wrong thing. Must not know HTTP, tokens or training. Everything here runs
+inside `Store.write`.
+
+| signal | rating | pairs | setting of its weight |
+| --- | --- | --- | --- |
+| chosen | + | over every other candidate of the same completion | `weight_chosen` |
+| edit | | the edited text over the original | `weight_edit` |
+| up, rejected, down | + - - | scalar | `weight_thumbs` |
+| regenerate | - | scalar: the later answer that is accepted is chosen | `weight_regenerate` |
+| dwell | + or - by reading time | scalar | `weight_dwell` |
+| skip | - | scalar | `weight_skip` |
+| rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
+| accepted (seen in the next turn) | + | scalar: the talk went on after a regenerated answer | `weight_regenerate` |
+
+A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
+of the two weights counts. An answer's latest rating is its rating. What weighs 0 is stored and teaches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+
+from sqlite_utils import Database
+
+from edged.settings.load import FeedbackSettings
+from edged.store import feedback, utc_text
+from edged.store.completions import Choice, Completion, Message, completions_of_prompt, get_completion, prompt_key
+from edged.store.feedback import PairRow, Side, Signal
+
+SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
+"""What an application may report."""
+_DEFAULTS = FeedbackSettings()
+_MAX_PARTNERS = 4
+"""Most pairs that one rating makes with opposite ratings, the newest first."""
+ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
+
+
+class FeedbackError(ValueError):
+    """Feedback that cannot be taken; `kind` says in what way."""
+
+    def __init__(self, message: str, kind: ErrorKind) -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What an application reports about an answer. `user` None trusts the completion's own."""
+
+    user: str | None
+    completion_id: str
+    signal: str
+    choice: int | None = None
+    text: str | None = None
+    seconds: float | None = None
+    account: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackResult:
+    """What became of it. `reason` says why there is no pair (yet).
+
+    `duplicate`: nothing was stored, ids and pairs are those of the earlier report, and are being learned from already.
+    """
+
+    feedback_id: str
+    pair_ids: tuple[int, ...] = ()
+    reason: str = ""
+    duplicate: bool = False
+
+
+def record_signal(
+    db: Database, report: Feedback, now: datetime, settings: FeedbackSettings = _DEFAULTS
+) -> FeedbackResult:
+    """Store a signal and the pairs that follow from it. The same report again changes nothing. Raises FeedbackError."""
+    completion = get_completion(db, report.completion_id)
+    if completion is None:
+        raise unknown_completion(report.completion_id)
+    learner = _learner(completion, report.user)
+    answer = answer_of(db, completion, _choice(completion, report), settings)
+    signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
+    _validate(answer, signal)
+    return _record(db, answer, signal, report.account)
+
+
+def unknown_completion(completion_id: str) -> FeedbackError:
+    """What is said of a completion that is not there, or that is not the asker's."""
+    return FeedbackError(
+        f'completion "{completion_id}" is not known: it was never answered here, it named no user '
+        "(send `user` with the request), or it is too old",
+        "unknown_completion",
+    )
+
+
+def record_pair(
+    db: Database,
+    user: str | None,
+    chosen: str,
+    rejected: str,
+    now: datetime,
+    messages: Sequence[Message] | None = None,
+    prompt: str | None = None,
+    prompt_ids: Sequence[int] | None = None,
+    weight: float = 1.0,
+    settings: FeedbackSettings = _DEFAULTS,
+    account: str | None = None,
+) -> FeedbackResult:
+    """Store an explicit pair about `messages`, `prompt` or bare tokens. One that waits already is not queued twice.
+
+    Raises FeedbackError.
+    """
+    if not user:
+        raise FeedbackError("the pair names no user, so there is no adapter to teach: add `user`", "wrong_user")
+    if not messages and not prompt and not prompt_ids:
+        raise FeedbackError("the pair has no prompt: give `messages`, `prompt` or `prompt_ids`", "empty_side")
+    _check_sides(chosen, rejected)
+    key = prompt_key(messages, prompt, prompt_ids or ())
+    waiting = feedback.waiting_pair(db, key, user, chosen, rejected)
+    if waiting is not None:
+        pair_id, signal_id = waiting
+        return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
+    signal = Signal(_new_id(), utc_text(now), user, "pair")
+    if not settings.weight_pair:
+        reason = "feedback.weight_pair is 0: explicit pairs are not learned from"
+        feedback.insert_signal(db, replace(signal, reason=reason))
+        return FeedbackResult(signal.id, reason=reason)
+    feedback.insert_signal(db, signal)
+    pair_id = feedback.insert_pair(
+        db,
+        PairRow(
+            id=0,
+            created_at=signal.created_at,
+            adapter=user,
+            signal_id=signal.id,
+            source="pair",
+            weight=weight * settings.weight_pair,
+            messages=tuple(messages) if messages is not None else None,
+            prompt=prompt,
+            prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
+            chosen=Side(chosen),
+            rejected=Side(rejected),
+            state="queued",
+            account=account,
+        ),
+        key,
+    )
+    feedback.set_signal_pairs(db, signal.id, [pair_id])
+    return FeedbackResult(signal.id, (pair_id,))
+
+
+def note_next_turn(
+    db: Database, completion_id: str, now: datetime, settings: FeedbackSettings = _DEFAULTS
+) -> FeedbackResult | None:
+    """What a freshly stored chat completion says about the answer before it; None for nothing.
+
+    When its last message corrects or rephrases the user's message before, the answer between is marked rejected
+    ("rephrase"). When the talk simply goes on, and another answer to the same prompt had been regenerated, the answer
+    is marked "accepted".
+    """
+    completion = get_completion(db, completion_id)
+    before = answer_before(db, completion, settings) if completion else None
+    if completion is None or before is None or completion.messages is None:
+        return None
+    asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
+    learner = before.completion.learner or ""
+    if is_correction(asks) or is_rephrase(asked, asks):
+        return _record(db, before, _new_signal(learner, before, "rephrase", asks, None, now))
+    others = rated_others(db, before)
+    if before.rating is None and any(other.rating and other.rating.signal == "regenerate" for other in others):
+        return _record(db, before, _new_signal(learner, before, "accepted", None, None, now))
+    return None
+
+
+def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | None = None) -> FeedbackResult:
+    """Store a valid signal with its pairs, unless it is there already; `account` reported it."""
+    earlier = _duplicate(answer, signal)
+    if earlier is not None:
+        return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
+    feedback.insert_signal(db, signal)
+    rated = replace(answer, signals=(*answer.signals, signal))
+    pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
+    reason = "" if pair_ids else _why_no_pair(rated, signal)
+    feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
+    return FeedbackResult(signal.id, tuple(pair_ids), reason)
+
+
+def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
+    """The earlier report of the same thing; a rating that was changed since may be given again."""
+    same = [
+        earlier
+        for earlier in answer.signals
+        if (earlier.signal, earlier.text, earlier.seconds) == (signal.signal, signal.text, signal.seconds)
+    ]
+    if not same or (answer.weight(signal) and answer.rating not in same):
+        return None
+    return same[-1]
+
+
+def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
+    """Pairs that the signal alone makes: an edit, a choice between candidates."""
+    weight = weight_of(answer.settings, signal.signal)
+    if signal.signal == "edit" and weight:
+        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal, account)]
+    if signal.signal != "chosen" or not weight:
+        return []
+    candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
+    return [
+        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal, account)
+        for other in candidates
+        if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
+    ]
+
+
+def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
+    """Pairs with answers of the opposite rating to the same prompt, and with the answer that this one corrects."""
+    weight = answer.weight(signal)
+    if not weight:
+        return []
+    partners = [other for other in rated_others(db, answer) if other.rating and other.weight(other.rating) * weight < 0]
+    before = answer_before(db, answer.completion, answer.settings) if weight > 0 else None
+    if before is not None and before.rating is not None and before.rating.signal == "rephrase":
+        partners.append(before)
+    pair_ids: list[int] = []
+    for partner in partners:
+        chosen, rejected = (answer, partner) if weight > 0 else (partner, answer)
+        if len(pair_ids) == _MAX_PARTNERS or partner.rating is None:
+            break
+        if not _differ(chosen.side, rejected.side) or feedback.has_pair(db, chosen.side, rejected.side):
+            continue
+        source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
+        least = min(abs(weight), abs(partner.weight(partner.rating)))
+        # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
+        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal, account)
+        feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
+        pair_ids.append(pair_id)
+    return pair_ids
+
+
+def _source(positive: Signal, negative: Signal) -> str:
+    """Where a pair of ratings comes from, for the record."""
+    if negative.signal in ("regenerate", "rephrase"):
+        return negative.signal
+    weak = next((signal.signal for signal in (negative, positive) if signal.signal in ("dwell", "skip")), None)
+    return weak or "thumbs"
+
+
+def _insert(
+    db: Database,
+    asked: Completion,
+    chosen: Side,
+    rejected: Side,
+    source: str,
+    weight: float,
+    signal: Signal,
+    account: str | None,
+) -> int:
+    """Add a pair about the prompt of `asked`."""
+    return feedback.insert_pair(
+        db,
+        PairRow(
+            id=0,
+            created_at=signal.created_at,
+            adapter=asked.learner or signal.user,
+            signal_id=signal.id,
+            source=source,
+            weight=weight,
+            messages=asked.messages,
+            prompt=asked.prompt,
+            prompt_ids=asked.prompt_ids,
+            chosen=chosen,
+            rejected=rejected,
+            state="queued",
+            account=account,
+        ),
+        asked.prompt_key,
+    )
+
+
+def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
+    if not weight_of(answer.settings, signal.signal):
+        return f'"{signal.signal}" weighs 0 here (section [feedback] of the settings): it is not learned from'
+    if signal.signal == "dwell" and not answer.weight(signal):
+        return f"{signal.seconds:g} s over {len(answer.choice.text.split())} words say nothing either way"
+    if signal.signal == "chosen" and len(answer.completion.choices) > 1:
+        return "the other candidates are equal or empty"
+    return "waits for an answer to the same prompt with the opposite rating"
+
+
+def _learner(completion: Completion, user: str | None) -> str:
+    """The adapter that feedback on a completion teaches. Raises FeedbackError."""
+    if completion.learner is None:
+        raise FeedbackError(
+            f'completion "{completion.id}" was asked for without a user, so there is no adapter to teach: '
+            "send `user` with the request",
+            "wrong_user",
+        )
+    if user is not None and user not in (completion.user, completion.adapter):
+        raise FeedbackError(f'completion "{completion.id}" is not one of user "{user}"', "wrong_user")
+    return completion.learner
+
+
+def _choice(completion: Completion, report: Feedback) -> Choice:
+    """The answer that a report is about. Raises FeedbackError."""
+    by_index = {choice.choice: choice for choice in completion.choices}
+    index = report.choice
+    if index is None and len(by_index) == 1:
+        index = next(iter(by_index))
+    if index not in by_index:
+        known = ", ".join(map(str, by_index))
+        wrong = "choice is missing" if index is None else f"choice {index} does not exist"
+        raise FeedbackError(f'{wrong}: completion "{completion.id}" has {known}', "bad_choice")
+    return by_index[index]
+
+
+def _validate(answer: RatedAnswer, signal: Signal) -> None:
+    """Raises FeedbackError when a report lacks what its signal needs."""
+    if signal.signal not in SIGNALS:
+        raise FeedbackError(f'signal "{signal.signal}" is not known: use one of {", ".join(SIGNALS)}', "bad_signal")
+    if signal.seconds is not None and not (math.isfinite(signal.seconds) and signal.seconds >= 0):
+        raise FeedbackError(f"seconds = {signal.seconds} is not a time: give 0 or more", "bad_signal")
+    if signal.signal == "dwell" and signal.seconds is None:
+        raise FeedbackError('signal "dwell" needs `seconds`', "bad_signal")
+    if signal.signal == "edit" and signal.text is None:
+        raise FeedbackError('signal "edit" needs the edited answer as `text`', "bad_signal")
+    if signal.signal == "edit":
+        _check_sides(signal.text or "", answer.choice.text)
+    if signal.signal == "chosen" and not answer.choice.text.strip():
+        raise FeedbackError("the chosen answer is empty: nothing can be learned from it", "empty_side")
+
+
+def _check_sides(chosen: str, rejected: str) -> None:
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text.strip():
+            raise FeedbackError(f"the {name} answer is empty: nothing can be learned from it", "empty_side")
+    if chosen.strip() == rejected.strip():
+        raise FeedbackError(
+            "the chosen and the rejected answer are equal: nothing can be learned from them", "equal_sides"
+        )
+
+
+def _differ(one: Side, other: Side) -> bool:
+    return bool(one.text.strip()) and bool(other.text.strip()) and one.text.strip() != other.text.strip()
+
+
+def _new_signal(
+    user: str, answer: RatedAnswer, name: str, text: str | None, seconds: float | None, now: datetime
+) -> Signal:
+    return Signal(_new_id(), utc_text(now), user, name, answer.completion.id, answer.choice.choice, text, seconds)
+
+
+def _new_id() -> str:
+    return f"fb-{secrets.token_hex(12)}"
+
+
+_SIGNS = {
+    "chosen": 1,
+    "up": 1,
+    "accepted": 1,
+    "rejected": -1,
+    "down": -1,
+    "regenerate": -1,
+    "skip": -1,
+    "rephrase": -1,
+}
+"""Ratings by signal; dwell's depends on the answer."""
+_READING_WORDS_PER_S = 4.0
+_READ, _GLANCED = 0.5, 0.1
+"""Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""
+_LOOK_BACK = 32
+"""Completions of the same prompt that are looked at, the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatedAnswer:
+    """One stored answer, and what feedback said of it."""
+
+    completion: Completion
+    choice: Choice
+    signals: tuple[Signal, ...]
+    settings: FeedbackSettings
+
+    @property
+    def side(self) -> Side:
+        """The answer as a pair holds it."""
+        return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
+
+    @property
+    def rating(self) -> Signal | None:
+        """The latest signal that says good or bad."""
+        return next((signal for signal in reversed(self.signals) if self.weight(signal)), None)
+
+    def weight(self, signal: Signal) -> float:
+        """The signal's weight with the rating's sign; 0 says nothing either way."""
+        if signal.signal != "dwell":
+            return _SIGNS.get(signal.signal, 0) * weight_of(self.settings, signal.signal)
+        reading_s = len(self.choice.text.split()) / _READING_WORDS_PER_S
+        seconds = signal.seconds or 0.0
+        if seconds >= _READ * reading_s:
+            return self.settings.weight_dwell
+        return -self.settings.weight_dwell if seconds < _GLANCED * reading_s else 0.0
+
+
+def weight_of(settings: FeedbackSettings, signal: str) -> float:
+    """What a kind of signal counts, in [0, 1]."""
+    weights = {
+        "pair": settings.weight_pair,
+        "chosen": settings.weight_chosen,
+        "edit": settings.weight_edit,
+        "regenerate": settings.weight_regenerate,
+        "accepted": settings.weight_regenerate,
+        "rephrase": settings.weight_rephrase,
+        "dwell": settings.weight_dwell,
+        "skip": settings.weight_skip,
+    }
+    return weights.get(signal, settings.weight_thumbs)
+
+
+def answer_of(db: Database, completion: Completion, choice: Choice, settings: FeedbackSettings) -> RatedAnswer:
+    """An answer with its signals, oldest first."""
+    return _with_signals(db, [(completion, choice)], settings)[0]
+
+
+def rated_others(db: Database, answer: RatedAnswer) -> list[RatedAnswer]:
+    """The other answers to the same prompt by the same adapter that have a rating, newest first."""
+    completion = answer.completion
+    same = completions_of_prompt(db, completion.prompt_key, completion.learner or "", _LOOK_BACK, rated_only=True)
+    choices = [(other, choice) for other in same for choice in other.choices]
+    answers = _with_signals(db, choices, answer.settings)
+    return [other for other in answers if other.rating is not None and other.side != answer.side]
+
+
+def answer_before(db: Database, completion: Completion, settings: FeedbackSettings) -> RatedAnswer | None:
+    """The stored answer that a chat's last user message replies to, as the same user got it; None for none."""
+    messages = completion.messages
+    if completion.learner is None or messages is None or len(messages) < 3:
+        return None
+    if [message.get("role") for message in messages[-3:]] != ["user", "assistant", "user"]:
+        return None
+    shown = content_text(messages[-2]).strip()
+    for earlier in completions_of_prompt(db, prompt_key(messages[:-2], None), completion.learner, _LOOK_BACK):
+        for choice in earlier.choices:
+            if shown and choice.text.strip() == shown:
+                return answer_of(db, earlier, choice, settings)
+    return None
+
+
+def _with_signals(
+    db: Database, choices: Sequence[tuple[Completion, Choice]], settings: FeedbackSettings
+) -> list[RatedAnswer]:
+    signals: dict[tuple[str | None, int | None], list[Signal]] = {}
+    for signal in feedback.signals_of(db, sorted({completion.id for completion, _ in choices})):
+        signals.setdefault((signal.completion_id, signal.choice), []).append(signal)
+    return [
+        RatedAnswer(completion, choice, tuple(signals.get((completion.id, choice.choice), ())), settings)
+        for completion, choice in choices
+    ]
+
+
+_CORRECTION = re.compile(
+    r"""\s*(?:(?:no|nope|sorry|hm+|actually|but)\b[\s,.:!-]*)?(?:
+        (?:that|this|it)(?:'s|’s|\sis|\swas|\sisn't|\sisn’t)\s(?:not|wrong|incorrect|a\swrong)\b
+      | (?:wrong|incorrect)\b
+      | not\s(?:what|quite|right|correct|like\sthat)\b
+      | i\s(?:meant|mean|said|asked|wanted|did\snot|didn't|didn’t)\b
+      | you\s(?:misunderstood|missed|did\snot|didn't|didn’t|forgot)\b
+      | (?:please\s)?(?:try|answer|explain|say|write|do)\s(?:it\s|that\s|this\s)?again\b
+      | (?:please\s)?(?:rephrase|rewrite|redo|shorten)\b
+      | (?:make\s(?:it|that)\s|please\s)?(?:be\s)?(?:much\s|a\sbit\s)?(?:shorter|longer|simpler|briefer|less|more)\b
+        (?=\s*(?:please|formal|casual|polite|detailed|brief|[,.!]|$))
+    )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_FLAT_NO = re.compile(r"\s*(?:no|nope|wrong)\s*[,.!]*\s*$", re.IGNORECASE)
+_COMMON = (
+    "a an and any are as at be can could did do does for from give had has have how i in is it its me my of on or our "
+    "please should so some tell that the their them then there these they this to us was we were what when where which "
+    "who whose why will with would you your s"
+)
+_STOP_WORDS = frozenset(_COMMON.split())
+_SAME_SHARE = 0.6
+"""Share of content words (intersection over union) from which two questions are the same one."""
+_MIN_WORDS = 2
+
+
+def is_correction(text: str) -> bool:
+    """Whether a message opens with words that reject the answer: "No, I meant ...", "try again", "shorter, please"."""
+    return bool(_CORRECTION.match(text) or _FLAT_NO.match(text))
+
+
+def is_rephrase(asked: str, asks: str) -> bool:
+    """Whether two messages put the same question: they share most of their content words.
+
+    "What is the capital of France?" and "Which city is France's capital?" do; one about Germany's does not.
+    """
+    before, after = _content_words(asked), _content_words(asks)
+    if min(len(before), len(after)) < _MIN_WORDS:
+        return asked.strip().lower() == asks.strip().lower() != ""
+    return len(before & after) / len(before | after) >= _SAME_SHARE
+
+
+def content_text(message: Message) -> str:
+    """A message's text; of a list of content parts, the text parts joined."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
+
+
+def _content_words(text: str) -> set[str]:
+    return {word for word in re.findall(r"\w+", text.lower()) if word not in _STOP_WORDS}

@@ -1,0 +1,146 @@
+"""Forgetting a user: rows, what the engine learned, files, and then the search that shows that nothing is left.
+
+Owns the order of the work, and its end after a crash. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edged.align.versions import UnknownAdapter
+from edged.api.services import Services
+from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store.adapters import forget_files, forget_learning
+from edged.store.base_models import served_base
+from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.erasure import (
+    begin_forgetting,
+    empty_log,
+    end_forgetting,
+    erase_bytes,
+    search,
+    search_files,
+    unfinished,
+)
+
+log = logging.getLogger("edged.api")
+
+
+async def forget_user(services: Services, name: str) -> dict[str, Any] | None:
+    """Erase everything of a user; what was done and what a search found. None when nothing was known of them.
+
+    Keys: rows_deleted (by table), searched (see `edged.store.erasure.search`, with `files`), verified, vacuumed.
+    """
+    store, began_s, learned = services.store, time.monotonic(), True
+    now = utc_text(utc_now())
+    stages = services.forgetting_stages
+
+    def stage(what: str) -> None:
+        stages[name] = what
+        log.info("forgetting %s: %s (after %.1f s)", name, what, time.monotonic() - began_s)
+
+    try:
+        stage("deleting its rows")
+        erased = await asyncio.wrap_future(store.write(lambda db: begin_forgetting(db, name, now)))
+        # Pairs that were read before would make the adapter anew.
+        await asyncio.wrap_future(services.feedback_intake.settled())
+        stage("taking it out of the engine")
+        folder, gone = store.path.parent / ADAPTERS_FOLDER, True
+        try:
+            await asyncio.wrap_future(services.engine.forget(name, erased.pair_ids))
+        except UnknownAdapter:
+            learned = False
+        except OSError as error:
+            _tell_left(name, error)
+            gone = False
+        base = await asyncio.to_thread(store.read, served_base)
+        gone &= await asyncio.to_thread(_delete_files, folder, name, base)
+        services.engine.hold_back(name, not gone)
+        # And what the engine had to say of it meanwhile.
+        await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
+        if not learned and gone and not any(erased.rows.values()):
+            await asyncio.wrap_future(store.write(lambda db: end_forgetting(db, name)))
+            return None
+        stage("searching for what is left")
+        searched = await asyncio.to_thread(_search, store, folder, name, erased.texts, now)
+        stage("vacuuming")
+        vacuumed = await asyncio.to_thread(_vacuum, store, name, gone)
+    finally:
+        stages.pop(name, None)
+    verified = not (searched["found"] or searched["files"])
+    return {"rows_deleted": erased.rows, "searched": searched, "verified": verified, "vacuumed": vacuumed}
+
+
+def finish_forgetting(store: Store, adapters: Path) -> list[str]:
+    """End what a crash, or files that could not be deleted, left undone, before any adapter is read.
+
+    `adapters` is their folder. Returns the users of whom files are still there, which must not be served.
+    """
+    stay = []
+    for name, since in store.read(unfinished):
+        log.warning("forgetting %s was interrupted: it is finished now", name)
+        gone = _delete_files(adapters, name, None)
+        store.write(partial(forget_learning, adapter=name)).result()
+        # The user's texts went with the rows: only the name is left to search for.
+        _search(store, adapters, name, (), since)
+        _vacuum(store, name, gone)
+        if not gone:
+            stay.append(name)
+    return stay
+
+
+def _delete_files(adapters: Path, name: str, but: str | None) -> bool:
+    """Whether they are gone; why not is in the log."""
+    try:
+        forget_files(adapters, name, but)
+    except OSError as error:
+        _tell_left(name, error)
+        return False
+    return True
+
+
+def _tell_left(name: str, error: OSError) -> None:
+    log.error(
+        "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
+        "again; let the daemon's user write there",
+        name,
+        error,
+    )
+
+
+def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
+    """What is left of a user (see `edged.store.erasure.search`, with `files`); the log has the result."""
+    searched = store.read(lambda db: search(db, name, texts, since))
+    searched["files"] = search_files(adapters, name)
+    if searched["found"] or searched["files"]:
+        log.error("forgetting %s: the search found %s", name, searched)
+    else:
+        log.info("forgetting %s: a search of %d columns and all files found nothing", name, searched["columns"])
+    return searched
+
+
+def _vacuum(store: Store, name: str, gone: bool) -> bool:
+    """Erase the bytes, then, where the files are `gone`, the tombstone and its bytes; whether room was given back too.
+
+    Without room for a second copy of the file (or while another program reads) what was deleted is overwritten all the
+    same; only its room, or the log, stays until next time.
+    """
+    try:
+        store.write_alone(erase_bytes).result()
+        vacuumed = True
+    except (StoreError, RuntimeError) as error:
+        log.warning("the database keeps the room of what was deleted: %s", error)
+        vacuumed = False
+    if gone:
+        store.write(lambda db: end_forgetting(db, name)).result()
+    try:
+        store.write_alone(empty_log).result()
+    except (StoreError, RuntimeError) as error:
+        log.warning("%s", error)
+        vacuumed = False
+    return vacuumed

@@ -1,0 +1,51 @@
+"""Where the engine's events find the request that waits for them.
+
+Owns the map from request ids to queues, on the event loop's thread. Must not know HTTP or what events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from edged.engine.request import Event, FinishEvent
+
+
+class EventRouter:
+    """Queues of events by request id; several ids may share one queue (the choices of one completion)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose end has not come yet."""
+        return len(self._queues)
+
+    def expect(self, request_ids: Iterable[str], queue: asyncio.Queue[Event]) -> None:
+        """All events of these requests shall go to `queue`. Call it before they are submitted."""
+        for request_id in request_ids:
+            self._queues[request_id] = queue
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more."""
+        for request_id in request_ids:
+            self._queues.pop(request_id, None)
+
+    def deliver(self, events: list[Event]) -> None:
+        """Hand over one iteration's events; to be called on any thread, returns at once."""
+        try:
+            self.loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:
+            # The loop is closed: the daemon is at its end, and so is everybody who could have listened.
+            return
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            queue = self._queues.get(event.request_id)
+            if queue is None:
+                continue
+            queue.put_nowait(event)
+            if isinstance(event, FinishEvent):
+                del self._queues[event.request_id]

@@ -1,0 +1,149 @@
+"""Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart.
+
+Owns that way. Must not know HTTP or how pairs come about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from sqlite_utils import Database
+
+from edged.align.feedback.pair import PairRetired, Record, TokenPair
+from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
+from edged.align.journal import load_open_pairs, load_pasts, requeue_lost
+from edged.align.language import neutral_pairs
+from edged.align.metrics import summaries
+from edged.engine.engine import Engine
+from edged.settings.load import Settings
+from edged.store import Store, utc_now
+from edged.store.base_models import serve_base
+from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state, taken_back
+from edged.text.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger("edged.api")
+
+_PAIRS_AT_ONCE = 32
+
+
+class FeedbackIntake:
+    """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        codec: Tokenizer,
+        engine: Engine,
+        settings: Settings,
+        tell: Callable[[Sequence[Record]], None] = lambda records: None,
+    ) -> None:
+        """`tell` hears of pairs that cannot be learned, when that is on disk."""
+        self._store, self._codec, self._engine, self._settings, self._tell = store, codec, engine, settings, tell
+        self._withheld: set[int] = set()
+        """Pairs that came while learning was switched off."""
+        self._ref_model = ""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
+
+    def resume(self, ref_model: str) -> int:
+        """Queue again what was open when the daemon last ended; returns how many pairs wait. To be called first.
+
+        Blocks until they are read; they reach the engine behind the caller, before anything that comes after them.
+
+        `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
+        """
+        self._ref_model = ref_model
+        on_disk = self._engine.adapters()
+
+        def requeue(db: Database) -> tuple[bool, int]:
+            changed = serve_base(db, ref_model, self._settings.store.new_base == "learn")
+            lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
+            return changed, sum(lost)
+
+        changed, lost = self._store.write(requeue).result()
+        if changed:
+            log.info("another base model was served before: what was learned on it waits until it is served again")
+        if lost:
+            log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
+        alarm_s = self._settings.feedback.alarm_s
+        self._engine.test_with(neutral_pairs(self._codec))
+        self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
+        for first in range(0, len(rows), _PAIRS_AT_ONCE):
+            part = rows[first : first + _PAIRS_AT_ONCE]
+            self._thread.submit(self._submit, part).add_done_callback(_report)
+        return sum(row.state == "queued" for row in rows)
+
+    def learn_soon(self, pair_ids: Sequence[int]) -> None:
+        """Learn stored pairs behind the caller, in the order of the calls."""
+        if pair_ids:
+            self._thread.submit(self._learn, tuple(pair_ids)).add_done_callback(_report)
+
+    def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:
+        """Learn what a version taken back had learned, once it is `recorded` which that was."""
+
+        def relearn() -> None:
+            if recorded is not None:
+                recorded.result()
+            self._learn(self._store.read(lambda db: taken_back(db, adapter)))
+
+        self._thread.submit(relearn).add_done_callback(_report)
+
+    def learn_from(self, written: Future[tuple[int, ...]]) -> None:
+        """Learn the pairs that a write came to; nothing when it failed."""
+        if not written.cancelled() and not written.exception():
+            self.learn_soon(written.result())
+
+    def configure(self, settings: Settings) -> None:
+        """Take over other settings; where learning is switched on, what came before is handed over now."""
+        self._settings = settings
+        if settings.align.enabled:
+            self._thread.submit(self._release).add_done_callback(_report)
+
+    def settled(self) -> Future[None]:
+        """Resolves when everything that was to be learned until now has reached the engine."""
+        return self._thread.submit(lambda: None)
+
+    def close(self) -> None:
+        """Stop; pairs that were not handed over yet are in the store, and the next start resumes them."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _learn(self, pair_ids: Sequence[int]) -> None:
+        self._submit(self._store.read(lambda db: get_pairs(db, pair_ids)))
+
+    def _release(self) -> None:
+        """On the teacher's thread: hand over what was withheld, as it is in the store by now."""
+        withheld, self._withheld = self._withheld, set()
+        if withheld:
+            rows = self._store.read(lambda db: load_open_pairs(db, self._ref_model))
+            self._submit([row for row in rows if row.id in withheld])
+
+    def _submit(self, rows: Sequence[PairRow]) -> None:
+        if not self._settings.align.enabled:
+            self._withheld |= {row.id for row in rows}
+            return
+        pairs: list[TokenPair] = []
+        for row in rows:
+            try:
+                pair, note = tokenize_pair(self._codec, row, self._settings.align.max_pair_tokens)
+            except (TokenizerError, UnusablePrompt) as error:
+                log.warning("pair %d cannot be learned: %s", row.id, error)
+                self._skip(row, str(error))
+                continue
+            pairs.append(pair)
+            if note and note != row.note:
+                self._store.write(partial(set_pair_note, pair_id=row.id, note=note))
+        self._engine.submit_pairs(pairs)
+
+    def _skip(self, row: PairRow, reason: str) -> None:
+        """Retire a pair that has no tokens."""
+        skipped = PairRetired(row.id, row.adapter, "skipped", 0, row.epochs_done, reason)
+        written = self._store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
+        written.add_done_callback(lambda _: self._tell([skipped]))
+
+
+def _report(handed_over: Future[None]) -> None:
+    if not handed_over.cancelled() and (error := handed_over.exception()):
+        log.error("pairs were not handed to the engine; a restart will: %s", error)

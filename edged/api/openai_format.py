@@ -1,0 +1,165 @@
+"""OpenAI's response objects as JSON-ready dicts.
+
+Owns their shapes. Must not know how answers come about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edged.api.generation import Ask, ChoiceText, Generation, TokenLogprob
+from edged.api.limits import Remaining
+from edged.scheduler.task import ServiceClass
+from edged.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON; numbers that JSON cannot say (infinite, not a number) become null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def server_event(value: Json) -> bytes:
+    """One server-sent event."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def rate_headers(remaining: Mapping[str, Remaining]) -> dict[str, str]:
+    """What is left of a user's limits, in OpenAI's headers."""
+    headers: dict[str, str] = {}
+    for name, rate in remaining.items():
+        headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{name}"] = str(rate.left)
+        headers[f"x-ratelimit-reset-{name}"] = f"{rate.reset_s:.3f}s"
+    return headers
+
+
+STREAM_END = b"data: [DONE]\n\n"
+
+
+def usage(generation: Generation) -> Json:
+    """Token counts over all choices; the prompt counts once."""
+    prompt = len(generation.ask.prompt_ids)
+    output = sum(len(answer.token_ids) for answer in generation.answers)
+    cached = generation.answers[0].finish.cached_tokens if generation.answers[0].finish else 0
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def fingerprint(generation: Generation) -> str:
+    """Which weights answered: `ADAPTER@VERSION`, or `base` where no adapter had learned anything."""
+    version = generation.version
+    return f"{generation.ask.adapter}@{version}" if version else "base"
+
+
+def full(generation: Generation, codec: Tokenizer) -> Json:
+    """The response of a request that does not stream."""
+    ask = generation.ask
+    return {
+        **_head(ask, ask.object),
+        "system_fingerprint": fingerprint(generation),
+        "service_tier": "flex" if ask.service is ServiceClass.BATCH else "default",
+        "choices": [_full_choice(ask, answer, codec) for answer in generation.answers],
+        "usage": usage(generation),
+    }
+
+
+def chunk(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> Json | None:
+    """What is new of one choice, as a chunk of a stream; None when nothing is."""
+    ask, text, logprobs = generation.ask, answer.take_text(), answer.take_logprobs()
+    ended = answer.finish is not None
+    first = not answer.announced
+    if not (text or logprobs or ended or first):
+        return None
+    answer.announced = True
+    choice: Json = {"index": answer.index}
+    if ask.messages is not None:
+        choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        choice["logprobs"] = chat_logprobs(logprobs, codec) if logprobs else None
+    else:
+        choice["text"] = text
+        choice["logprobs"] = text_logprobs(logprobs, codec) if logprobs else None
+    choice["finish_reason"] = answer.reason if ended else None
+    return {**_head(ask, _chunk_object(ask)), "choices": [choice]}
+
+
+def usage_chunk(generation: Generation) -> Json:
+    """The last chunk of a stream that asked for usage."""
+    ask = generation.ask
+    return {
+        **_head(ask, _chunk_object(ask)),
+        "system_fingerprint": fingerprint(generation),
+        "choices": [],
+        "usage": usage(generation),
+    }
+
+
+def _chunk_object(ask: Ask) -> str:
+    return "chat.completion.chunk" if ask.object == "chat.completion" else ask.object
+
+
+def _head(ask: Ask, kind: str) -> Json:
+    return {"id": ask.completion_id, "object": kind, "created": ask.created_s, "model": ask.model}
+
+
+def _full_choice(ask: Ask, answer: ChoiceText, codec: Tokenizer) -> Json:
+    logprobs = answer.take_logprobs()
+    asked = ask.sampling.logprobs is not None
+    if ask.messages is not None:
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": chat_logprobs(logprobs, codec) if asked else None,
+            "finish_reason": answer.reason,
+        }
+    return {
+        "index": answer.index,
+        "text": answer.text,
+        "logprobs": text_logprobs(logprobs, codec) if asked else None,
+        "finish_reason": answer.reason,
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+    """Log-probabilities (natural logarithm) in the chat shape, with the bytes of each token."""
+
+    def token(token_id: int, logprob: float) -> Json:
+        data = codec.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    return {
+        "content": [
+            {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*other) for other in entry.top]}
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def text_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+    """Log-probabilities (natural logarithm) in the older shape: four parallel lists."""
+    return {
+        "tokens": [codec.token_text(entry.token_id) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [{codec.token_text(other): value for other, value in entry.top} for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }

@@ -1,0 +1,369 @@
+"""What clients may send: the JSON bodies, checked field by field.
+
+Owns the fields, their types and bounds, and what is refused rather than ignored. Must not know the engine's state.
+
+Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, ...); fields that would
+change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from edged.align.feedback.signals import SIGNALS
+from edged.api.errors import ApiError, bad_request
+from edged.scheduler.task import ServiceClass
+from edged.settings.load import USER_NAME
+
+_MOST_CHOICES = 128
+_MOST_STOPS = 16
+_MOST_TOKENS = 2**31
+_MOST_BIASES = 1024
+_TEXT_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
+_NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
+"""Values of unsupported fields that ask for nothing."""
+
+USER_PATTERN = f"^{USER_NAME.pattern}$"
+"""`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
+UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN})]
+TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+Body = TypeVar("Body", bound="_Body")
+
+
+def _refuse(message: str) -> NoReturn:
+    """Fail validation with this very sentence."""
+    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+
+
+def _clean(text: str) -> str:
+    """Text that UTF-8 can carry. JSON can say half a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        _refuse("contains half a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return text
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class TextPart(_Body):
+    """One part of a message's content."""
+
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text"]})]
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _only_text(self) -> TextPart:
+        if self.type not in ("text", "input_text") or self.text is None:
+            _refuse(f'content part of type "{self.type}" is not supported: this model reads text only')
+        return self
+
+
+class Message(_Body):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Field(json_schema_extra={"enum": [*_TEXT_ROLES]})]
+    content: str | list[TextPart]
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role not in _TEXT_ROLES:
+            _refuse(f'role "{role}" is not supported: use system, user or assistant')
+        return role
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates and the store know it: `developer` is `system`, parts are joined."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
+        return {"role": _TEXT_ROLES[self.role], "content": _clean("\n".join(parts))}
+
+    @model_validator(mode="after")
+    def _encodable(self) -> Message:
+        self.plain()
+        return self
+
+
+class StreamOptions(_Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's `response_format`; only text can be had."""
+
+    type: Literal["text"]
+
+
+def _check_user(user: str | None) -> str | None:
+    if user is not None and not USER_NAME.fullmatch(user):
+        _refuse(
+            f'"{user[:80]}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", '
+            "the first one a letter or digit"
+        )
+    return user
+
+
+class _Generation(_Body):
+    """What both kinds of completion share. vLLM's extensions are from `min_tokens` on."""
+
+    model: str | None = None
+    user: UserName | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
+    service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
+
+    _user = field_validator("user")(_check_user)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, body: Any) -> Any:
+        for name in _UNSUPPORTED:
+            if isinstance(body, dict) and body.get(name) not in _NEUTRAL:
+                _refuse(f'"{name}" is not supported: leave it out')
+        return body
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > _MOST_STOPS:
+            _refuse(f"{len(stops)} stop strings are too many: at most {_MOST_STOPS}")
+        if any(not text for text in stops):
+            _refuse("a stop string is empty")
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        if biases and len(biases) > _MOST_BIASES:
+            _refuse(f"{len(biases)} biased tokens are too many: at most {_MOST_BIASES}")
+        if any(not (key.isascii() and key.isdigit() and len(key) < 10) for key in biases or ()):
+            _refuse('keys are token ids written as text, such as "42"')
+        return biases
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def service(self) -> ServiceClass:
+        """OpenAI's "flex" processing is the batch class."""
+        return ServiceClass.BATCH if self.service_tier == "flex" else ServiceClass.INTERACTIVE
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The longest answer that is wanted."""
+        return self.max_tokens
+
+
+class ChatRequest(_Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            _refuse('"top_logprobs" needs "logprobs": true')
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """`max_completion_tokens`, or its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_alternatives(self) -> int | None:
+        """How many alternatives to report beside each token's log-probability; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Generation):
+    """`POST /v1/completions`: one prompt, as text or as token ids."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                _refuse(f"{len(prompt)} prompts in one request are not supported: send one request each")
+            prompt = prompt[0]
+        if len(prompt) == 0:
+            _refuse("is empty")
+        return _clean(prompt) if isinstance(prompt, str) else prompt
+
+    @model_validator(mode="after")
+    def _best_of_n(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            _refuse('"best_of" other than "n" is not supported: leave it out')
+        return self
+
+    @property
+    def top_alternatives(self) -> int | None:
+        """How many alternatives to report beside each token's log-probability; None reports nothing."""
+        return self.logprobs
+
+
+class _Own(_Body):
+    """Bodies of edged's own routes: an unknown field is a mistake."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class SignalRequest(_Own):
+    """`POST /v1/feedback` about a completion."""
+
+    completion_id: Annotated[str, Field(min_length=1, max_length=200)]
+    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
+    user: UserName | None = None
+    choice: int | None = None
+    text: str | None = None
+    seconds: float | None = None
+
+    _user = field_validator("user")(_check_user)
+
+    @field_validator("text", "completion_id", "signal")
+    @classmethod
+    def _encodable(cls, text: str | None) -> str | None:
+        return None if text is None else _clean(text)
+
+
+class PairRequest(_Own):
+    """`POST /v1/feedback` with an explicit pair."""
+
+    user: UserName
+    chosen: str
+    rejected: str
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    _user = field_validator("user")(_check_user)
+
+    @field_validator("chosen", "rejected", "prompt")
+    @classmethod
+    def _encodable(cls, text: str | None) -> str | None:
+        return None if text is None else _clean(text)
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> PairRequest:
+        if sum(given is not None for given in (self.messages, self.prompt, self.prompt_ids)) != 1:
+            _refuse('give either "messages", "prompt" or "prompt_ids"')
+        return self
+
+
+class RollbackRequest(_Own):
+    """`POST /v1/adapters/{name}/rollback`."""
+
+    version: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+
+
+class QuarantineRequest(_Own):
+    """`POST /v1/quarantine/{pair}`."""
+
+    action: Literal["release", "drop"]
+
+
+class UserQuarantineRequest(QuarantineRequest):
+    """`POST /v1/quarantine`."""
+
+    user: UserName
+
+    _user = field_validator("user")(_check_user)
+
+
+def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
+    """Either form of feedback, told apart by its fields. Raises ApiError."""
+    if "completion_id" in body or "signal" in body:
+        return validate(SignalRequest, body)
+    if "chosen" in body or "rejected" in body:
+        return validate(PairRequest, body)
+    raise bad_request(
+        'feedback is {"completion_id", "signal", ...} or {"user", "messages" or "prompt", "chosen", "rejected"}'
+    )
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises ApiError."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {str(error)[:200]}", code="malformed_json") from None
+    if not isinstance(body, dict):
+        raise bad_request("the body is not a JSON object", code="malformed_json")
+    return body
+
+
+def validate(kind: type[Body], body: dict[str, Any]) -> Body:
+    """`body` as `kind`. Raises ApiError that names the first field at fault."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first field's error as a sentence; of a union's branches, that of the one which went deepest."""
+    found: list[Any] = error.errors(include_url=False, include_input=True)
+    same_field = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
+    first = max(same_field, key=lambda item: len(_fields(item["loc"])))
+    where = _fields(first["loc"])
+    param = ".".join(map(str, where)) or None
+    message = str(first["msg"])
+    if first["type"] == "missing":
+        return bad_request(f'"{param}" is missing', param)
+    if first["type"] == "extra_forbidden":
+        return bad_request(f'unknown field "{param}"', param)
+    if param is None or first["type"] == "edged":
+        return bad_request(message if param is None else f'"{param}": {message}', param)
+    return bad_request(f'"{param}" = {_short(first["input"])}: {message[0].lower() + message[1:]}', param)
+
+
+def _fields(location: tuple[int | str, ...]) -> list[int | str]:
+    """The parts of pydantic's location that name fields and indices, without those that name a union's branches."""
+    return [part for part in location if isinstance(part, int) or not ("[" in part or part in ("str", "int"))]
+
+
+def _short(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except ValueError:
+        text = "a number that is too long"
+    return text if len(text) <= 60 else text[:57] + "..."

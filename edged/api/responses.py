@@ -1,0 +1,397 @@
+"""What the routes answer: the JSON bodies as models, from which the OpenAPI document is made.
+
+Owns the names and types of the answers' fields. Must not know how they come about: `edged.api.openai_format` and the
+routes make them as plain dicts, and `tests/api/test_openapi.py` holds the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Answer(BaseModel):
+    """An answer may say more than is written here, never less."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(_Answer):
+    """What went wrong: a sentence, its kind, the field at fault, a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Answer):
+    """The answer of every status from 400 on."""
+
+    error: ErrorDetail
+
+
+class PromptTokenDetails(_Answer):
+    """Of the prompt's tokens, whose K/V were there already."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Tokens over all choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokenDetails
+
+
+class TokenAlternative(_Answer):
+    """A token with its log-probability (natural logarithm) and its bytes."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class TokenLogprobs(TokenAlternative):
+    """A sampled token, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(_Answer):
+    """Log-probabilities of a chat's answer."""
+
+    content: list[TokenLogprobs]
+    refusal: None
+
+
+class AssistantMessage(_Answer):
+    """The answer's text."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class _Completion(_Answer):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default", "flex"]
+    usage: Usage
+
+
+class ChatCompletion(_Completion):
+    """OpenAI's chat completion. `system_fingerprint` names the weights: ADAPTER@VERSION, or base."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextLogprobs(_Answer):
+    """Four parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+class TextChoice(_Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(_Completion):
+    """OpenAI's text completion."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Model(_Answer):
+    """The base model, or the same with a user's adapter; `max_model_len` is the context in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    parent: str | None
+    adapter: str | None
+
+
+class ModelList(_Answer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class FeedbackTaken(_Answer):
+    """Feedback that is on disk, and the pairs that follow from it."""
+
+    id: str
+    object: Literal["feedback"]
+    pair_ids: list[int]
+    reason: str | None
+    duplicate: bool
+
+
+class PairProgress(_Answer):
+    """What became of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
+
+    pair_id: int
+    adapter: str
+    state: Literal["queued", "trained", "learnt", "held_out", "quarantined", "skipped"]
+    version: int | None
+    seconds: float | None
+    waits_for: str | None
+    text: str
+
+
+class FeedbackProgress(_Answer):
+    """What became of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
+
+    id: str
+    object: Literal["feedback.progress"]
+    user: str
+    reason: str | None
+    settled: bool
+    blocked: bool
+    pairs: list[PairProgress]
+
+
+class Adapter(_Answer):
+    """What was learned for one user; means are None where there is nothing to take them over."""
+
+    adapter: str
+    version: int
+    pairs_seen: int
+    pairs_trained: int
+    pairs_queued: int
+    pairs_held_out: int
+    pairs_quarantined: int
+    quarantine_reason: str | None
+    win_rate: float | None
+    clpd: float | None
+    reward_accuracy: float | None
+    reward_margin: float | None
+    loss: float | None
+    reward_accuracy_recent_interval: list[float] | None
+    win_rate_recent_interval: list[float] | None
+    verdict: str
+    clpd_per_token_recent: float | None
+    chosen_logratio_per_token_recent: float | None
+    held_out_kl_nats: float | None
+    neutral_nll_change: float | None
+    answer_tokens_recent: float | None
+    answer_repetition_recent: float | None
+
+
+class AdapterList(_Answer):
+    """Every adapter, with `disk_bytes` and `last_used_at`."""
+
+    adapters: list[Adapter]
+
+
+class AdapterVersion(_Answer):
+    """One published version; `step_s` is the wall time of the step that made it, in seconds."""
+
+    version: int
+    created_at: str
+    parent: int
+    reason: str
+    restored: int | None
+    pairs: int
+    loss: float | None
+    grad_norm: float | None
+    step_s: float
+    path: str | None
+    on_disk: bool
+    held_out_reward_accuracy: float | None
+    held_out_pairs: int
+    kl_nats: float | None
+    neutral_nll_change: float | None
+    tested_at: str | None
+    problem: str | None
+    answer: str | None
+
+
+class AdapterDetail(Adapter):
+    """One adapter with its versions, newest first, and a row for each of its latest pairs, oldest first."""
+
+    versions: list[AdapterVersion]
+    series: list[dict[str, Any]]
+
+
+class RolledBack(_Answer):
+    """`version` is served now, with the weights of `restored`."""
+
+    adapter: str
+    version: int
+    restored: int
+
+
+class Examined(_Answer):
+    """`version` is tested now; GET /v1/adapters/{name} tells what came of it."""
+
+    adapter: str
+    version: int
+
+
+class Forgotten(_Answer):
+    """What was deleted, by table."""
+
+    adapter: str
+    forgotten: Literal[True]
+    rows_deleted: dict[str, int]
+
+
+class Imported(_Answer):
+    """A user's newest version came from elsewhere."""
+
+    adapter: str
+    version: int
+    reason: Literal["imported", "rebuilt"]
+
+
+class Quarantine(_Answer):
+    """Pairs that wait for a decision; `count` of them in all."""
+
+    pairs: list[dict[str, Any]]
+    count: int
+
+
+class Decided(_Answer):
+    """What became of a pair; `left` of its user still wait."""
+
+    pair_id: int
+    adapter: str
+    decision: Literal["released", "dropped"]
+    left: int
+
+
+class AllDecided(_Answer):
+    """What became of all pairs of a user that waited; `left` came meanwhile."""
+
+    user: str
+    decision: Literal["released", "dropped"]
+    pair_ids: list[int]
+    left: int
+
+
+class StoreReport(_Answer):
+    """The database's sizes in bytes, and what it holds."""
+
+    path: str
+    database_bytes: int
+    used_bytes: int
+    log_bytes: int
+    max_bytes: int
+    rows: dict[str, int]
+    deleted: dict[str, int]
+
+
+class Pruned(_Answer):
+    """Rows that were deleted, by table, and the database after that."""
+
+    deleted: dict[str, int]
+    store: StoreReport
+
+
+class Vacuumed(_Answer):
+    """The database's size before and after."""
+
+    bytes_before: int
+    bytes_after: int
+
+
+class SettingsInUse(_Answer):
+    """All settings by section, tokens left out; `store.data_dir` is the folder in use."""
+
+
+class Reloaded(_Answer):
+    """Settings that hold now, and those that need a restart: each with `setting`, `old` and `new`."""
+
+    applied: list[dict[str, Any]]
+    needs_restart: list[dict[str, Any]]
+
+
+class Trace(_Answer):
+    """A document in Chrome's trace event format."""
+
+    displayTimeUnit: str
+    otherData: dict[str, Any]
+    traceEvents: list[dict[str, Any]]
+
+
+class KnownCaller(_Answer):
+    """Who asks. `users` are those it may speak for: names, beginnings of names with "*", or "*" for all."""
+
+    name: str
+    roles: list[Literal["use", "train", "metrics", "admin"]]
+    users: list[str]
+
+
+class Status(_Answer):
+    """What the daemon does; `degraded` has a sentence for everything that is not as it should be."""
+
+    version: str
+    phase: Literal["loading", "ready", "draining"]
+    uptime_s: float
+    caller: KnownCaller
+    degraded: list[str]
+    open_requests: int
+    queue: dict[str, int]
+    rates: dict[str, float]
+    latency: dict[str, Any]
+    totals: dict[str, float]
+    model: dict[str, Any]
+    paths: dict[str, Any]
+    pages: dict[str, int]
+    prefix: dict[str, Any]
+    finetune: dict[str, Any]
+    device: dict[str, Any]
+    governors: dict[str, Any]
+    quarantine: dict[str, int | None]
+    store: dict[str, Any]
+
+
+class Health(_Answer):
+    """The process should be left alone."""
+
+    status: Literal["ok"]
+    phase: Literal["loading", "ready", "draining"]
+
+
+class Ready(_Answer):
+    """Completions are served."""
+
+    status: Literal["ready"]
+
+
+class Document(_Answer):
+    """The OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]

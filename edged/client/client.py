@@ -1,0 +1,303 @@
+"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events, JSON lines. Standard library only.
+
+Owns connections and the translation of failures into sentences. Must not know click, rich or any command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
+
+CONNECT_TIMEOUT_S = 10.0
+_ASK_AGAIN_S = 0.5
+"""Between two tries while the model is being loaded."""
+
+
+class DaemonError(Exception):
+    """The daemon could not be asked, or refused; the message says what and how to go on."""
+
+
+class NotRunning(DaemonError):
+    """Nothing answers at the address."""
+
+
+class Refused(DaemonError):
+    """The daemon answered with an error. `status` is HTTP's, `kind` and `code` are OpenAI's error fields."""
+
+    def __init__(self, status: int, message: str, kind: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the daemon is: Unix sockets in order of preference, or one TCP host and port with its token."""
+
+    sockets: tuple[Path, ...] = ()
+    host: str = ""
+    port: int = 0
+    token: str = ""
+
+    def __str__(self) -> str:
+        return f"http://{self.host}:{self.port}" if self.host else " or ".join(map(str, self.sockets))
+
+
+def find_address(
+    socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] | None = None
+) -> Address:
+    """The address that flags name, else the environment.
+
+    That is `url`, else `socket_path`, else `EDGED_URL`, else `EDGED_SOCKET`, else every runtime folder where a daemon
+    of this user or of the system may listen. Raises DaemonError on a malformed URL.
+    """
+    env = os.environ if environ is None else environ
+    if not socket_path:
+        url = url or env.get("EDGED_URL", "")
+    if url:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port or 80
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or not port:
+            raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
+        return Address(host=parts.hostname, port=port, token=token)
+    return Address(sockets=socket_paths(socket_path, env))
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over the first of several Unix sockets that accepts."""
+
+    def __init__(self, paths: tuple[Path, ...], timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._paths = paths
+
+    def connect(self) -> None:
+        last: OSError = FileNotFoundError("no socket path")
+        for path in self._paths:
+            if too_long(path):
+                raise DaemonError(f"socket path {path} is longer than {MOST_PATH_BYTES} bytes: use a shorter one")
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.settimeout(CONNECT_TIMEOUT_S)
+            try:
+                self.sock.connect(str(path))
+            except PermissionError:
+                self.close()
+                raise DaemonError(
+                    f"no permission for {path}: whoever runs edged lets accounts in by the socket's mode and group "
+                    "(api.socket_mode; under systemd SocketMode= and SocketGroup= of edged.socket)"
+                ) from None
+            except OSError as error:
+                self.close()
+                last = error
+            else:
+                self.sock.settimeout(self.timeout)
+                return
+        raise last
+
+
+class Client:
+    """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data.
+
+    A request that finds the daemon loading its model, as the one that starts it does, is sent again for `patience_s`;
+    `on_wait` is told so once.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float = 300.0,
+        patience_s: float = 0.0,
+        on_wait: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._patience_s, self._on_wait = patience_s, on_wait
+        self._connection: http.client.HTTPConnection | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection; the daemon cancels what was still being generated for it."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`."""
+        return self.call("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send `body` to `path` and return the JSON answer."""
+        return self.call("POST", path, body)
+
+    def upload(self, path: str, data: bytes, content_type: str) -> dict[str, Any]:
+        """POST bytes to `path` and return the JSON answer. Raises like `call`."""
+        return _object(self._body(self._open("POST", path, data, content_type)))
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
+        return _object(self._body(self._open(method, path, body)))
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST `body` and yield each server-sent event's JSON until `[DONE]`.
+
+        Leaving the iteration early closes the connection, which cancels the request.
+        """
+        done = False
+        try:
+            for line in self._lines("POST", path, body):
+                if line == b"data: [DONE]":
+                    done = True
+                elif line.startswith(b"data: "):
+                    event = _object(line[len(b"data: ") :])
+                    if "error" in event:
+                        raise _refusal(200, event)
+                    yield event
+        finally:
+            if not done:
+                self.close()
+        if not done:
+            raise DaemonError(f"the daemon at {self.address} ended the answer before it was complete")
+
+    def json_lines(self, path: str) -> Iterator[dict[str, Any]]:
+        """The objects of a JSON-lines document at `path`, as they arrive."""
+        for line in self._lines("GET", path, None):
+            if line:
+                yield _object(line)
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        """The lines of the document at `path`, as they arrive."""
+        return self._lines("GET", path, None)
+
+    def download(self, path: str) -> tuple[http.client.HTTPMessage, Iterator[bytes]]:
+        """The headers of the answer at `path`, and the document, as it arrives."""
+        response = self._open("GET", path, None)
+        return response.headers, self._pieces(response)
+
+    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            while data := response.read1(1 << 20):
+                yield data
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
+    def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
+        response = self._open(method, path, body)
+        rest = b""
+        try:
+            # Not readline: it takes a connection that breaks between two chunks for the end of the document.
+            while data := response.read1(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield line.rstrip(b"\r")
+            if rest:
+                yield rest
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
+    def _open(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str = "application/json"
+    ) -> http.client.HTTPResponse:
+        """`_ask`, again while the model is being loaded."""
+        told, until = False, time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._ask(method, path, body, content_type)
+            except Refused as refused:
+                if refused.code != "loading" or time.monotonic() >= until:
+                    raise
+                if not told:
+                    self._on_wait(str(refused))
+                told = True
+                time.sleep(_ASK_AGAIN_S)
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str
+    ) -> http.client.HTTPResponse:
+        """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
+        payload = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = {"Content-Type": content_type} if payload is not None else {}
+        if self.address.token:
+            headers["Authorization"] = f"Bearer {self.address.token}"
+        while True:
+            kept = self._connection is not None
+            connection = self._connection or self._connect()
+            self._connection = connection
+            try:
+                # A daemon that refuses a body early may close before it was all sent; its answer is still to be read.
+                with contextlib.suppress(BrokenPipeError):
+                    connection.request(method, path, payload, headers)
+                response = connection.getresponse()
+            except TimeoutError:
+                self.close()
+                raise DaemonError(f"the daemon at {self.address} gave no answer for {self.timeout_s:g} s") from None
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if not kept:
+                    raise self._lost(error) from None
+            else:
+                break
+        if response.status >= 400:
+            data = self._body(response)
+            raise _refusal(response.status, _object(data) if data.startswith(b"{") else {})
+        return response
+
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection
+        if self.address.host:
+            connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self.timeout_s)
+        else:
+            connection = _UnixConnection(self.address.sockets, self.timeout_s)
+        try:
+            connection.connect()
+        except OSError:
+            raise NotRunning(f'no daemon answers on {self.address}: start it with "edged serve"') from None
+        return connection
+
+    def _lost(self, error: Exception) -> DaemonError:
+        self.close()
+        return DaemonError(f"the connection to {self.address} broke: {str(error) or type(error).__name__}")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise DaemonError(f"the answer is not a JSON object: {data[:80]!r}; is another program on that address?")
+    return value
+
+
+def _refusal(status: int, body: dict[str, Any]) -> Refused:
+    error = body.get("error")
+    error = error if isinstance(error, dict) else {}
+    message = str(error.get("message") or f"the daemon answered {status} {http.client.responses.get(status, '')}")
+    return Refused(status, message, str(error.get("type") or ""), str(error.get("code") or ""))

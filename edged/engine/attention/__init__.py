@@ -1,0 +1,1 @@
+"""What packed tokens attend to, by each implementation."""

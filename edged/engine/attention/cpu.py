@@ -1,0 +1,100 @@
+"""Decode attention by the compiled kernels: each context is read once, where it lies.
+
+Owns the call. Must not know segments' owners or the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from edged.engine.kv.pruned_layout import HeadTables
+from edged.engine.kv.store import KvStore
+from edged.engine.native.library import CPages, kernels, why_no_kernels
+
+_MOST_PAGE_SIZE = 4096
+"""A piece's scores lie on the stack."""
+
+
+def why_not(kv: KvStore) -> str:
+    """Why this path cannot be used on this K/V storage; "" when it can."""
+    if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
+        return f"the compiled kernels are for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
+    if kv.page_size > _MOST_PAGE_SIZE:
+        return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
+    return why_no_kernels()
+
+
+class NativeDecode:
+    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
+
+    def __init__(
+        self, kv: KvStore, tables: torch.Tensor, context: torch.Tensor, heads: int, pruned: HeadTables | None
+    ) -> None:
+        """`tables` [n, width] and `context` [n] as in `PackedBatch`; `pruned` where any sequence was."""
+        self._pruned = pruned
+        self._addresses = kv.keys.data_ptr(), kv.values.data_ptr()
+        self._layer_bytes = kv.keys.stride(0) * kv.keys.element_size()
+        self._kept = [tables.contiguous(), context]
+        n, width = tables.shape
+        self._pages = CPages(
+            tables=self._kept[0].data_ptr(),
+            context=context.data_ptr(),
+            slabs=None if pruned is None else pruned.slabs.data_ptr(),
+            n=n,
+            width=width,
+            page_size=kv.page_size,
+            kv_heads=kv.kv_heads,
+            head_dim=kv.head_dim,
+            heads=heads,
+        )
+        library = kernels()
+        assert library is not None
+        self._library = library
+        piece_pages = max(1, ctypes.c_int64.in_dll(library, "edged_piece").value // kv.page_size)
+        # Of a sequence the heads' blocks are kv_heads * width at most, also where some heads have more than others.
+        pieces = n * kv.kv_heads * (width // piece_pages + 2)
+        self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2), dtype=torch.float32)
+        self._begins = torch.empty(n * kv.kv_heads + 1, dtype=torch.int64)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """`query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
+        pages = self._pages
+        pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
+        pages.scaling, pages.softcap, pages.window = scaling, softcap or 0.0, window or 0
+        if self._pruned is not None:
+            # No window is shorter than the contexts of pruned sequences.
+            pages.window = 0
+            pages.counts = self._pruned.counts[layer].data_ptr()
+            pages.offsets = self._pruned.offsets[layer].data_ptr()
+        heads, n, d = query.shape
+        out = query.new_empty(n, heads, d)
+        # Whole rows, the two of `new` alike.
+        query = query if query.stride(2) == 1 else query.contiguous()
+        keys, values = (None, None) if new is None else new
+        if keys is not None and values is not None and (keys.stride() != values.stride() or keys.stride(2) != 1):
+            keys, values = keys.contiguous(), values.contiguous()
+        self._library.edged_decode(
+            ctypes.byref(pages),
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            None if keys is None else keys.data_ptr(),
+            None if values is None else values.data_ptr(),
+            0 if keys is None else keys.stride(0),
+            0 if keys is None else keys.stride(1),
+            out.data_ptr(),
+            self._scratch.data_ptr(),
+            self._begins.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out

@@ -1,0 +1,143 @@
+"""Decode attention on the CPU that reads each context's K/V where it lies: no copy, no padding.
+
+Owns the mapping of paged attention to two of torch's sparse products. Must not know segments' owners or the model.
+
+Each query head of each sequence is a row of a sparse matrix whose columns are the K/V rows that it sees. The scores are
+the product of queries and keys sampled at that pattern; the output is the sum of the value rows weighted by the scores'
+softmax, an embedding bag. Both read a row once per query head, from cache after the first head of a group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from edged.engine.attention.packed_batch import Segment
+from edged.engine.kv.store import KvStore
+
+# torch calls its CSR tensors a beta feature, once per process.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+
+def why_not(kv: KvStore) -> str:
+    """Why this path cannot be used on this K/V storage; "" when it can."""
+    if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
+        return f"torch has the sparse products for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
+    if kv.keys[0].numel() // kv.head_dim >= 2**31:
+        return "the cache has more rows than 32 bits can number"
+    return ""
+
+
+class RaggedDecode:
+    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them).
+
+    Where sequences were pruned this is one layer of them: see `RowsByHead`.
+    """
+
+    def __init__(self, kv: KvStore, columns: np.ndarray, seen: list[int], equal: int) -> None:
+        """`columns` are the rows that the query heads see, one after the other; `equal` heads at a time `seen[i]`."""
+        self._kv, self._rows = kv, len(seen) * equal
+        self._columns = torch.from_numpy(columns)
+        offsets = np.zeros(self._rows + 1, np.int32)
+        np.cumsum(np.repeat(seen, equal), out=offsets[1:])
+        self._offsets = torch.from_numpy(offsets)
+        self._weights = torch.empty(len(columns), dtype=kv.keys.dtype)
+        self._pattern = torch.sparse_csr_tensor(
+            self._offsets,
+            self._columns,
+            # Zeros, not empty: torch adds them to the scores after a product with beta 0, which a NaN would survive.
+            torch.zeros(len(columns), dtype=kv.keys.dtype),
+            (self._rows, len(kv.rows(0)[0])),
+            check_invariants=False,
+        )
+        self._runs = _runs(seen, equal)
+
+    @classmethod
+    def of(cls, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> RaggedDecode:
+        """Sequences that were not pruned: the same in all layers with this window."""
+        return cls(kv, *_columns(decodes, heads, kv, window), heads)
+
+    def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
+        """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
+        keys, values = self._kv.rows(layer)
+        flat = query.reshape(self._rows, -1)
+        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        for start, stop, length in self._runs:
+            torch.softmax(scores[start:stop].view(-1, length), dim=-1, out=self._weights[start:stop].view(-1, length))
+        out = F.embedding_bag(self._columns, values, self._offsets[:-1], mode="sum", per_sample_weights=self._weights)
+        return out.view(query.shape)
+
+
+def _columns(decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> tuple[np.ndarray, list[int]]:
+    """The K/V rows that every query head of every sequence sees, one after the other, and how many by sequence."""
+    lengths = np.array([segment.context + 1 for segment in decodes])
+    first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
+    seen = lengths - first
+    ends = np.cumsum(seen * heads)
+    columns = np.empty(int(ends[-1]), np.int32)
+    head_rows = (np.arange(heads) // (heads // kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
+    start = 0
+    for segment, begin, length, stop in zip(decodes, first.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+        rows = _first_heads_rows(segment.pages[begin // kv.page_size : -(-length // kv.page_size)], kv)
+        skipped = begin % kv.page_size
+        np.add(head_rows, rows[skipped : skipped + length - begin], out=columns[start:stop].reshape(heads, -1))
+        start = stop
+    return columns, seen.tolist()
+
+
+class RowsByHead:
+    """The rows of one iteration's decodes where sequences were pruned: heads see different ones, and not as many."""
+
+    def __init__(self, decodes: Sequence[Segment], heads: int, kv: KvStore) -> None:
+        self._kv, self._group = kv, heads // kv.kv_heads
+        none = np.zeros((kv.layers, kv.kv_heads), np.int64)
+        head_rows = (np.arange(kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
+        self._sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        """Of each: the rows of all heads in its compacted pages, in order; the later ones by head; the counts."""
+        for segment in decodes:
+            slabs = segment.compacted.slabs if segment.compacted else 0
+            counts = segment.compacted.counts if segment.compacted else none
+            length = segment.context + 1 - slabs * kv.page_size
+            later = _first_heads_rows(segment.pages[slabs : slabs - (-length // kv.page_size)], kv)[:length]
+            # A page's blocks lie one after the other.
+            starts = (segment.pages[:slabs] * (kv.kv_heads * kv.page_size)).astype(np.int32)
+            kept = starts[:, None] + np.arange(kv.kv_heads * kv.page_size, dtype=np.int32)
+            self._sequences.append((kept.reshape(-1), later + head_rows, counts * kv.page_size))
+
+    def layer(self, layer: int) -> RaggedDecode:
+        """How the decodes attend in `layer`."""
+        columns: list[np.ndarray] = []
+        seen: list[int] = []
+        for kept, later, counts in self._sequences:
+            stop = 0
+            for rows, own in zip(counts[layer].tolist(), later, strict=True):
+                start, stop = stop, stop + rows
+                columns += [kept[start:stop], own] * self._group
+                seen.append(rows + len(own))
+        return RaggedDecode(self._kv, np.concatenate(columns), seen, self._group)
+
+
+def _first_heads_rows(pages: np.ndarray, kv: KvStore) -> np.ndarray:
+    """The rows of KV head 0 in whole `pages`; those of head h lie h * page_size behind them."""
+    first = (pages * (kv.kv_heads * kv.page_size)).astype(np.int32)
+    return (first[:, None] + np.arange(kv.page_size, dtype=np.int32)).reshape(-1)
+
+
+def _runs(seen: list[int], equal: int) -> list[tuple[int, int, int]]:
+    """(start, stop, row length) of neighbouring rows of equal length, one softmax each; `equal` rows see `seen[i]`."""
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for length in seen:
+        stop = start + length * equal
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], stop, length)
+        else:
+            runs.append((start, stop, length))
+        start = stop
+    return runs

@@ -1,0 +1,94 @@
+"""What other threads have for the engine thread: commands, and the order to stop.
+
+Owns the wait for them, and that nothing is taken in once the thread has ended. Must not know what a command does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from edged.engine.heartbeat import Heartbeat
+from edged.engine.request import EngineStopping
+
+log = logging.getLogger("edged.engine")
+_STOPPING_WAIT_S = 0.01
+"""Between two looks at whether what runs has ended, and time is up."""
+STOPPING = "the daemon is stopping"
+"""Why nothing is taken in, where nothing went wrong."""
+T = TypeVar("T")
+
+
+class CommandQueue:
+    """Any thread posts, asks and stops; the engine thread takes, waits and closes."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake = threading.Condition()
+        self._closed = ""
+        """Why nothing is taken in any more; "" while it is."""
+        self.stopping = False
+        self.deadline_s = math.inf
+        """What runs then is cancelled (monotonic clock)."""
+
+    # -- from any thread ---------------------------------------------------------------------------------------------
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Have the engine thread run a command. Raises EngineStopping when it has ended."""
+        with self._wake:
+            if self._closed:
+                raise EngineStopping(self._closed)
+            self._commands.append(command)
+            self._wake.notify()
+
+    def ask(self, command: Callable[[], T]) -> Future[T]:
+        """Have the engine thread run a command; the future has what it returns or raises. Raises EngineStopping."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def stop(self, deadline_s: float) -> None:
+        """Have the engine thread end when nothing runs any more, at the latest at `deadline_s`."""
+        with self._wake:
+            # In this order: they are read without the lock.
+            self.deadline_s = deadline_s
+            self.stopping = True
+            self._wake.notify()
+
+    # -- from the engine thread --------------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        """Whether no command waits."""
+        return not self._commands
+
+    def take(self) -> None:
+        """Run the commands that wait, and those that they post."""
+        while self._commands:
+            try:
+                self._commands.popleft()()
+            except Exception:
+                log.exception("a command failed")
+
+    def wait(self, seconds: float | None, rest: Heartbeat) -> None:
+        """Rest until there is a command or the order to stop, at most `seconds`."""
+        with self._wake, rest:
+            if not self._commands:
+                self._wake.wait(_STOPPING_WAIT_S if self.stopping else seconds)
+
+    def close(self, reason: str) -> None:
+        """Take nothing in any more; whoever comes is told the reason."""
+        with self._wake:
+            self._closed = reason

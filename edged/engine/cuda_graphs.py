@@ -1,0 +1,296 @@
+"""Decode iterations as CUDA graphs: captured by batch size at start, replayed instead of launched kernel by kernel.
+
+Owns the fixed tensors that captures read and write, their filling, and the captures. Must not know requests or
+policies. A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one
+launch.
+
+A batch of n sequences runs in the next larger captured size. The rows beyond n are padding: they write to page 0,
+which nobody owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one
+without, and so is each of the two plain ways of drawing; rows with penalties or truncated distributions are drawn
+without one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from edged.engine.attention.packed_batch import PackedBatch, Segment, packed_rows, page_tables
+from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.attention.selection import Backends
+from edged.engine.kv.store import KvStore
+from edged.engine.lora import triton as triton_lora
+from edged.engine.lora.segments import LoraTiles
+from edged.engine.model.served_model import ServedModel
+from edged.engine.sampling.sampler import (
+    SampledRows,
+    SamplingRow,
+    choose,
+    choose_greedy,
+    is_plain,
+    plain_parameters,
+    sample,
+)
+from edged.runtime import logs
+from edged.tensors.device_copy import upload
+from edged.tensors.oom import out_of_memory
+
+log = logging.getLogger("edged.engine")
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_TOLERANCE = 0.02
+"""Of the largest logit: what a replay may differ by from the launches that it stands for."""
+Replay = Callable[[], None]
+
+
+class OutOfGraphMemory(RuntimeError):
+    """A capture did not fit into the memory that is there or allowed."""
+
+
+class GraphRecorder(Protocol):
+    """Makes launches over fixed tensors repeatable."""
+
+    memory_bytes: int
+    """What the recordings hold."""
+
+    def record(self, run: Replay) -> Replay:
+        """Run `run`, and return what does the same again. Raises OutOfGraphMemory, or what allocators raise."""
+
+
+class CudaGraphRecorder:
+    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
+        self._device, self._most_bytes = device, most_bytes
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        self._aside = torch.cuda.Stream(device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+        self.memory_bytes = 0
+
+    def record(self, run: Replay) -> Replay:
+        """See `GraphRecorder`. A capture that adds memory, so that all would hold more than the limit, is given up."""
+        # Also what a capture before this one held, if it was given up.
+        torch.cuda.empty_cache()
+        held = self._held()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        # What is compiled, tuned or allocated at the first run must not be part of the capture.
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            run()
+            # A wait for the device would break the capture, and a broken one torch's allocator for good.
+            with _no_waits():
+                run()
+        current.wait_stream(self._aside)
+        # A capture that fails may leave its stream in place.
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
+        ):
+            run()
+        # What the first run left in the allocator's cache is no capture's.
+        torch.cuda.empty_cache()
+        self.memory_bytes = self._held()
+        if is_too_much(self.memory_bytes, self.memory_bytes - held, self._most_bytes):
+            raise OutOfGraphMemory(
+                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
+            )
+        return graph.replay
+
+    def _held(self) -> int:
+        return max(0, torch.cuda.memory_reserved(self._device) - self._before)
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    """What makes the host wait for the GPU raises RuntimeError, in any thread: others begin later."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def is_too_much(held: int, added: int, most: int) -> bool:
+    """Whether to give up a capture that added some of the bytes `held` now, of which there should be at most `most`.
+
+    The pool goes on holding what a capture that was given up had: those that find their room in it cost nothing.
+    """
+    return held > most and added > 0
+
+
+class _Fixed:
+    """What captures read and write, for the largest size; a smaller one uses the first rows."""
+
+    def __init__(self, rows: int, width: int, vocab: int, device: torch.device) -> None:
+        self.ints = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        """Token id, position (and context), page and offset in it, by row."""
+        self.tables = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.tiles = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        self.parameters = torch.zeros(3, rows, dtype=torch.float64, device=device)
+        """`plain_parameters` of the rows."""
+        self.order = torch.arange(rows, device=device)
+        self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def fill(self, rows: int, segments: Sequence[Segment], parameters: np.ndarray | None, page_size: int) -> bool:
+        """This iteration's values, and whether any has an adapter; `segments` are single tokens, the rest padding."""
+        values, runs = packed_rows(segments, page_size)
+        tables = page_tables(segments, page_size)
+        ints, tiles = np.zeros((4, rows), np.int64), np.zeros((rows, 3), np.int64)
+        padded = np.zeros((rows, tables.shape[1]), np.int64)
+        ints[:, : len(segments)], padded[: len(segments)] = values, tables
+        if runs:
+            used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
+            tiles[: len(used)] = used
+        # Doubles travel as the integers that they look like: one transfer.
+        drawn = [] if parameters is None else [parameters.reshape(-1).view(np.int64)]
+        moved = upload([ints.reshape(-1), tiles.reshape(-1), padded.reshape(-1), *drawn], self.ints.device)
+        self.ints[:, :rows].copy_(moved[0].view(4, rows))
+        self.tiles[:rows].copy_(moved[1].view(rows, 3))
+        self.tables[:rows, : padded.shape[1]].copy_(moved[2].view(padded.shape))
+        if drawn:
+            self.parameters[:, : len(segments)].copy_(moved[3].view(torch.float64).view(3, -1))
+        return bool(runs)
+
+
+def _left_out(rows: int, error: Exception) -> None:
+    """Say that a size found no memory; any other error is raised again."""
+    if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
+        raise error
+    log.warning("decode iterations of %d sequences are not captured: %s", rows, logs.first_line(error))
+
+
+class DecodeGraphs:
+    """All captured sizes of one model; one thread at a time uses it."""
+
+    def __init__(
+        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: GraphRecorder, most_rows: int, width: int
+    ) -> None:
+        """Captures batches of up to `most_rows` sequences of at most `width` pages, the largest size first: the smaller
+        ones then find its memory. A size that does not fit is left out."""
+        self._model, self._kv, self._paths, self._recorder = model, kv, paths, recorder
+        self._replays: dict[int, dict[str, Replay]] = {}
+        self.replayed = 0
+        sizes = [rows for rows in _SIZES if rows < most_rows]
+        sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
+        started = time.monotonic()
+        try:
+            for rows in reversed(self._make_room(sizes, width)):
+                self._add(rows)
+        except Exception as error:
+            # What was captured and compared before is right.
+            log.warning("no more decode iterations are captured: %s", logs.first_line(error))
+        if self._replays:
+            seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
+            captured = ", ".join(map(str, sorted(self._replays)))
+            log.info("decode iterations of %s sequences captured: %.1f s, %d MiB", captured, seconds, megabytes)
+
+    def _make_room(self, sizes: list[int], width: int) -> list[int]:
+        """The fixed tensors, for as large a size as finds memory; the sizes that they have room for."""
+        for count in range(len(sizes), 0, -1):
+            rows = sizes[count - 1]
+            try:
+                self._fixed = _Fixed(rows, width, self._model.shape.vocab_size, self._model.device)
+                return sizes[:count]
+            except Exception as error:
+                _left_out(rows, error)
+        return []
+
+    def _add(self, rows: int) -> None:
+        """Capture one size, if there is memory for it."""
+        try:
+            self._replays[rows] = self._capture(rows)
+        except Exception as error:
+            _left_out(rows, error)
+
+    @torch.inference_mode()
+    def _capture(self, rows: int) -> dict[str, Replay]:
+        """The forward with adapters and without, and both plain ways of drawing, for `rows` rows."""
+        replays = {}
+        for name, adapted in (("adapted", True), ("base", False)):
+            replays[name] = self._recorder.record(partial(self._forward, rows, adapted))
+            # The recorder has run it once, and a capture computes nothing.
+            wanted = self._fixed.logits[:rows].clone()
+            self._fixed.logits.zero_()
+            replays[name]()
+            if not bool((self._fixed.logits[:rows] - wanted).abs().max() <= _TOLERANCE * wanted.abs().max()):
+                raise RuntimeError("a replay gives other numbers than the launches that were captured")
+        replays["greedy"] = self._recorder.record(partial(self._greedy, rows))
+        replays["draw"] = self._recorder.record(partial(self._draw, rows))
+        return replays
+
+    def _forward(self, rows: int, adapted: bool) -> None:
+        fixed, lora = self._fixed, self._model.lora
+        ids, positions, pages, offsets = fixed.ints[:, :rows]
+        batch = PackedBatch(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            write_rows=self._kv.row_index(pages, offsets),
+            logit_rows=fixed.order[:rows],
+            runs=[],
+            decodes=[],
+            decode_rows=fixed.order[:rows],
+            decode_tables=fixed.tables[:rows],
+            decode_context=positions,
+            prefills=[],
+            tiles=None,
+            lora_tiles=None,
+        )
+        assert lora is not None
+        tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
+        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), lora.tiled(tiles):
+            logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+        fixed.logits[:rows].copy_(logits)
+
+    def _greedy(self, rows: int) -> None:
+        self._take(rows, *choose_greedy(self._fixed.logits[:rows]))
+
+    def _draw(self, rows: int) -> None:
+        self._take(rows, *choose(self._fixed.logits[:rows], self._fixed.parameters[:, :rows]))
+
+    def _take(self, rows: int, tokens: torch.Tensor, broken: torch.Tensor) -> None:
+        self._fixed.tokens[:rows].copy_(tokens)
+        self._fixed.broken[:rows].copy_(broken)
+
+    def fits(self, sequences: int) -> bool:
+        """Whether a batch of so many was captured."""
+        return sequences <= max(self._replays, default=0)
+
+    def run(self, segments: Sequence[Segment], rows: Sequence[SamplingRow]) -> SampledRows:
+        """The next token of each of `segments`: single tokens, as many as fit, those of one adapter side by side."""
+        n, fixed = len(segments), self._fixed
+        size = min(size for size in self._replays if size >= n)
+        replays = self._replays[size]
+        plain = all(map(is_plain, rows))
+        greedy = plain and all(row.sampling.temperature == 0 for row in rows)
+        parameters = plain_parameters(rows) if plain and not greedy else None
+        adapted = fixed.fill(size, segments, parameters, self._kv.page_size)
+        replays["adapted" if adapted else "base"]()
+        self.replayed += 1
+        if not plain:
+            return sample(fixed.logits[:n], rows)
+        replays["greedy" if greedy else "draw"]()
+        return SampledRows(fixed.tokens[:n], fixed.broken[:n], rows, fixed.logits[:n])
+
+    def watch(self, through: Callable[[Replay], Replay]) -> None:
+        """From now on every forward is replayed as what `through` makes of its replay."""
+        for replays in self._replays.values():
+            replays |= {name: through(replays[name]) for name in ("adapted", "base")}
+
+    def report(self) -> dict[str, object]:
+        """Captured batch sizes, their memory and use."""
+        return {
+            "sizes": sorted(self._replays),
+            "memory_mb": self._recorder.memory_bytes / 2**20,
+            "replayed": self.replayed,
+        }

@@ -1,0 +1,527 @@
+"""Fine-tuning as the engine asks for it: pairs in, steps opened when they are due, versions made and taken back.
+
+Owns whether steps are opened, their LoRA slots and pages while they last, the pause after want of memory, and what
+other threads may read of it all. Must not know what a step does in an iteration, nor how an adapter gets from disk and
+back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from itertools import islice
+from typing import Any
+
+import torch
+
+from edged.align.adapters.adapter import AdapterState
+from edged.align.adapters.loader import AdapterLoader
+from edged.align.adapters.writer import AdapterWriter
+from edged.align.dpo.step import DpoStep
+from edged.align.feedback.outliers import OutlierHistory
+from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
+from edged.engine.build import EngineParts
+from edged.engine.model.memory_model import open_steps
+from edged.engine.model.memory_plan import free_bytes, kept_graph_bytes, unused_bytes
+from edged.engine.model_runner import FineTuneJob, RunnerOutput
+from edged.runtime import logs
+from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.settings.load import AlignSettings, Settings
+from edged.tensors.oom import out_of_memory
+
+log = logging.getLogger("edged.align")
+_MOST_TRIED = 256
+"""Adapters of which one iteration asks whether a step of theirs finds a slot."""
+
+
+class FinetuneJobs:
+    """Used by the engine thread alone, but for `versions` and `report`."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        steps: FinetuneSteps,
+        on_publish: Callable[[AdapterState, int], None],
+        on_fetched: Callable[[str, str, float], None],
+        post: Callable[[Callable[[], None]], None],
+        journal: Callable[[list[Record]], Future[None] | None],
+    ) -> None:
+        """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetcher`."""
+        self._parts, self._steps, self._journal = parts, steps, journal
+        self._on_publish, self._on_fetched = on_publish, on_fetched
+        self._trainer, self._scheduler = parts.trainer, parts.scheduler
+        self._settings = parts.settings
+        self.versions: dict[str, int] = self._trainer.versions()
+        self.pairs_queued = self.pairs_waiting = 0
+        self.alarms: tuple[str, ...] = ()
+        """Users whose new pairs are quarantined unseen, for a burst."""
+        self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
+        """Whether pairs can ever be learnt here; where not, they stay in the store."""
+        self._paused = False
+        self._held = False
+        """Governors allow no step."""
+        self._slotless, self._slotless_s = "", math.inf
+        """The adapter whose step waits longest for a LoRA slot, and since when."""
+        self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
+        self.fetcher = AdapterLoader(self._trainer, self._fetched, post)
+        self._saver = AdapterWriter(self._trainer.adapter_cache, parts.settings.store, post, journal)
+        self._trainer.on_publish(self._published)
+        self._trainer.on_copied(self._saver.bring)
+
+    # -- pairs -------------------------------------------------------------------------------------------------------
+
+    def submit(self, pairs: list[TokenPair]) -> None:
+        """Hand pairs to the trainer."""
+        if not self.trains:
+            return
+        self._trainer.pair_queues.tick(time.monotonic())
+        self._trainer.submit(pairs)
+        self.versions = self._trainer.versions()
+
+    def recall(self, pasts: dict[str, OutlierHistory]) -> None:
+        """See `PairQueues.recall`."""
+        self._trainer.pair_queues.tick(time.monotonic())
+        for adapter, past in pasts.items():
+            self._trainer.pair_queues.recall(adapter, past)
+
+    def test_with(self, neutral: list[TokenPair]) -> None:
+        """Test versions with this neutral text, too."""
+        self._trainer.pair_queues.neutral = neutral
+
+    def examine(self, adapter: str) -> None:
+        """See `Trainer.examine`."""
+        self._trainer.examine(adapter)
+
+    def calm(self, adapter: str) -> None:
+        """See `PairQueues.calm`."""
+        self._trainer.pair_queues.calm(adapter)
+
+    # -- when steps are opened ---------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Open no new steps, or go on."""
+        self._paused = paused
+
+    def configure(self, settings: Settings) -> None:
+        """Take over other settings; steps under way end as they began."""
+        self._settings = settings
+        self._trainer.configure(settings.align, settings.guard)
+        self._steps.configure(settings.align)
+        self._saver.configure(settings.store)
+
+    @property
+    def _opens(self) -> bool:
+        """Whether steps are opened at all."""
+        return self._settings.align.enabled and not (self._paused or self._held)
+
+    def hold(self, held: bool) -> None:
+        """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
+        if held and not self._held:
+            self._steps.abandon_all()
+        self._held = held
+
+    def feed(self, now: float, slots_wanted: bool) -> None:
+        """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
+
+        While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, and the one that waits
+        longest, once it has waited for as long as serving may starve fine-tuning.
+        """
+        self._trainer.pair_queues.tick(now)
+        if self._scheduler.degraded:
+            self._steps.abandon_all()
+        rested = self._steps.rested(now)
+        if not self._opens or self._scheduler.degraded or not rested:
+            return
+        ready = self._trainer.pair_queues.ready()
+        if self._slotless not in ready:
+            self._slotless, self._slotless_s = "", math.inf
+        if len(self._steps.jobs) >= self._most_open:
+            return
+        for adapter in list(islice(ready, _MOST_TRIED)):
+            if len(self._steps.jobs) >= self._most_open or not self._steps.rested(now):
+                return
+            # One may have joined another's step meanwhile.
+            if adapter in ready:
+                self._begin(adapter, now, slots_wanted)
+
+    def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
+        """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
+        overdue = adapter == self._slotless and now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
+        # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
+        spare = self._parts.slots.count if slots_wanted and not overdue else 0
+        if self._trainer.adapter_cache.resident(adapter):
+            slot = self._steps.open(adapter, now, spare)
+        else:
+            slot = overdue or self._parts.slots.idle > spare
+            if slot and self.fetcher.count < self._most_open:
+                self.fetcher.fetch(adapter)
+        if not slot and not self._slotless:
+            self._slotless, self._slotless_s = adapter, now
+
+    @property
+    def wanted(self) -> set[str]:
+        """Who stays in memory until there is a LoRA slot for its step."""
+        return {self._slotless} if self._slotless else set()
+
+    def close_finished(self, now: float) -> None:
+        """Take finished steps in; bring the others' tasks up to date."""
+        if self._steps.close_finished(now):
+            self.versions = self._trainer.versions()
+
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def _published(self, state: AdapterState, previous: int) -> None:
+        self._on_publish(state, previous)
+        self.versions = self._trainer.versions()
+
+    def _fetched(self, adapter: str, problem: str, now: float) -> None:
+        if not problem:
+            self.versions = self._trainer.versions()
+        self._on_fetched(adapter, problem, now)
+
+    def introduce(self, adapter: str) -> None:
+        """See `Trainer.introduce`."""
+        self._trainer.introduce(adapter)
+
+    def saved(self, adapter: str, version: int) -> Future[None]:
+        """See `AdapterWriter.saved`."""
+        return self._saver.saved(adapter, version)
+
+    def rollback(self, adapter: str, version: int) -> int:
+        """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
+        self._steps.abandon(adapter)
+        return self._trainer.rollback(adapter, version)
+
+    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> int:
+        """See `Trainer.import_adapter`."""
+        self._steps.abandon(adapter)
+        return self._trainer.import_adapter(adapter, weights, reason)
+
+    def suspect(self, adapter: str, version: int) -> None:
+        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served."""
+        if self._trainer.suspect(adapter, version):
+            log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
+            self._steps.abandon(adapter)
+            self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
+
+    def release(self, busy: Collection[str]) -> bool:
+        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
+
+        One that cannot be saved stays, and is tried again as often as ever.
+        """
+        adapter_cache = self._trainer.adapter_cache
+        before = adapter_cache.count
+        self._trainer.tidy(busy, 0)
+        return adapter_cache.count < before
+
+    def forget(self, adapter: str, pair_ids: Collection[int]) -> Future[None]:
+        """Remove an adapter, and the pairs of these ids from all adapters; the future resolves when its files are gone.
+
+        Raises UnknownAdapter.
+        """
+        self.fetcher.forget(adapter)
+        for name in self._trainer.pair_queues.holding(pair_ids):
+            self._steps.abandon(name)
+        self._trainer.pair_queues.drop(pair_ids)
+        self._steps.abandon(adapter)
+        if self._parts.runner.trie is not None:
+            self._parts.runner.trie.expire_all(adapter)
+        self._trainer.forget(adapter)
+        self._parts.slots.forget(adapter)
+        self.versions = self._trainer.versions()
+        return self._saver.forget(adapter)
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def flush(self, now: float) -> None:
+        """Hand records to the journal and a due version to the saver."""
+        self.pairs_queued, self.pairs_waiting = (
+            self._trainer.pair_queues.pairs_queued,
+            self._trainer.pair_queues.waiting(),
+        )
+        self.alarms = self._trainer.pair_queues.alarms()
+        if self._trainer.records:
+            records, self._trainer.records = self._trainer.records, []
+            self._count(records)
+            self._journal(records)
+        self._saver.save_due(now)
+
+    def _count(self, records: list[Record]) -> None:
+        totals = self._parts.stats.totals
+        for record in records:
+            if isinstance(record, StepSkipped):
+                totals.steps_skipped += 1
+            elif isinstance(record, VersionPublished):
+                totals.rollbacks += record.reason.startswith("rollback")
+                totals.guard_rollbacks += record.reason.startswith("guard")
+
+    def next_due_s(self) -> float | None:
+        """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
+        dues_s = (self._saver.next_save_s(), self._trainer.pair_queues.next_pair_s())
+        return min((due for due in dues_s if due is not None), default=None)
+
+    def close(self) -> None:
+        """Abandon steps, save every unsaved version."""
+        try:
+            self._steps.abandon_all()
+            self.flush(float("inf"))
+            self.fetcher.close()
+        finally:
+            self._saver.close()
+
+    def progress(self) -> tuple[int, int]:
+        """(optimizer steps, pairs trained) since start."""
+        return self._trainer.steps, self._trainer.pairs_trained
+
+    def _reason(self) -> str:
+        if self._scheduler.degraded:
+            return self._scheduler.degraded
+        if self._steps.resumes_s < math.inf:
+            return "memory ran out in a step: it is tried again in a moment, with fewer pairs"
+        policy = self._scheduler.policy
+        return "" if policy.trains else f"the policy {policy.name} does not train"
+
+    def report(self) -> dict[str, Any]:
+        """The finetune part of the status."""
+        jobs = list(self._steps.jobs.values())
+        return {
+            "enabled": self.trains
+            and self._settings.align.enabled
+            and not self._paused
+            and not self._scheduler.degraded,
+            "held": self._held,
+            "reason": self._parts.model.trainable_error or self._reason(),
+            "pairs_queued": self.pairs_queued,
+            "pairs_waiting": self.pairs_waiting,
+            "pairs_trained": self._trainer.pairs_trained,
+            "steps": self._trainer.steps,
+            "active_adapters": list(jobs[0].step.adapters) if jobs else [],
+            "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "alarms": list(self.alarms),
+            "adapters_active": self._parts.slots.adapters,
+            "adapters_loaded": self._trainer.adapter_cache.count,
+        }
+
+
+_GRAPH_SHARE = 0.25
+"""Of the free memory: what a step's kept graph may take."""
+
+
+class FinetuneSteps:
+    """All steps and tests of adapters that have begun and not ended."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._trainer, self._scheduler = parts, parts.trainer, parts.scheduler
+        self._align = parts.settings.align
+        self._page_size = parts.runner.pool.page_size
+        self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
+        self._tasks: dict[int, Task] = {}
+        self.jobs: dict[int, FineTuneJob] = {}
+        """What the executor works on, by task id."""
+        self._failed: dict[int, Exception] = {}
+        self.resumes_s = math.inf
+        """After want of memory: when steps are opened again."""
+
+    def configure(self, align: AlignSettings) -> None:
+        """Open steps by other settings; those under way end as they began."""
+        self._align = align
+
+    def rested(self, now: float) -> bool:
+        """Whether no step waits for memory at `now`."""
+        if now >= self.resumes_s:
+            self.resumes_s = math.inf
+        return self.resumes_s == math.inf
+
+    # -- begin and end -----------------------------------------------------------------------------------------------
+
+    def open(self, adapter: str, now: float, spare: int = 0) -> bool:
+        """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
+
+        It leaves `spare` idle slots to requests, those others at least half of all: each is held until the step ends.
+        """
+        slots: dict[str, int] = {}
+
+        def admit(name: str) -> bool:
+            state = self._trainer.adapter_cache.peek(name)
+            if state is None:
+                return False
+            slot = self._parts.slots.acquire(state, max(spare, self._parts.slots.count // 2) if slots else spare)
+            if slot is not None:
+                slots[name] = slot
+            return slot is not None
+
+        try:
+            if not admit(adapter):
+                return False
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
+            self._shrink(now)
+            return False
+        try:
+            step = self._trainer.open(adapter, self._may_keep_graph(), admit)
+        except Exception as error:
+            log.exception("a step of %s could not be opened", ", ".join(slots))
+            self._release(slots)
+            if out_of_memory(error):
+                self._shrink(now)
+            return False
+        task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
+        self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
+        self._parts.stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
+        self._sync(task)
+        self._scheduler.add(task, now)
+        return True
+
+    def _release(self, slots: dict[str, int]) -> None:
+        for slot in slots.values():
+            self._parts.slots.release(slot)
+
+    def _may_keep_graph(self) -> bool:
+        """Whether the next step may spend memory to save time.
+
+        Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
+        free: then it is the packed forward that saves time.
+        """
+        model = self._parts.model
+        counts = self._scheduler.counts()
+        serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
+        if not self._align.keep_graph or self._trainer.size.graphs_fail or (serving and model.device.type == "cuda"):
+            return False
+        # A step that is open and has computed nothing yet has its memory still to take.
+        free = free_bytes(model.device)[0] + unused_bytes(model.device)
+        return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
+
+    def close_finished(self, now: float) -> bool:
+        """Have the trainer take finished steps in, and bring the others' tasks up to date. True if any was finished."""
+        closed = False
+        for task_id in list(self._tasks):
+            task, job = self._tasks[task_id], self.jobs[task_id]
+            if task_id in self._failed:
+                self._give_up(task_id, self._failed[task_id], now)
+            elif job.step.finished:
+                self._drop(task_id)
+                strikes = self._trainer.size.strikes
+                self._trainer.close(job.step, now - job.opened_s)
+                if self._trainer.size.strikes > strikes:
+                    self._pause_for_memory(now)
+                closed = True
+            else:
+                self._sync(task)
+                self._scheduler.update(task)
+        return closed
+
+    def _drop(self, task_id: int) -> None:
+        job = self.jobs.pop(task_id)
+        self._tasks.pop(task_id)
+        self._release(job.slots)
+
+    def _skip(self, task_id: int, reason: str) -> None:
+        step = self.jobs[task_id].step
+        self._drop(task_id)
+        self._trainer.skip(step, reason)
+
+    def abandon(self, adapter: str) -> None:
+        """Drop the step that the adapter has part in; the pairs of all who share it stay queued."""
+        for task_id, job in list(self.jobs.items()):
+            if adapter in job.step.adapters:
+                self._scheduler.remove(task_id)
+                self._drop(task_id)
+        self._trainer.abandon(adapter)
+
+    def abandon_all(self) -> None:
+        """Drop every step; the pairs stay queued."""
+        for job in list(self.jobs.values()):
+            self.abandon(job.step.adapters[0])
+
+    # -- an iteration ------------------------------------------------------------------------------------------------
+
+    def _sync(self, task: Task) -> None:
+        """Bring a task's view of its step up to date."""
+        step = self.jobs[task.task_id].step
+        streams = step.group.streams
+        task.tokens, task.next_unit = step.tokens_left, 0
+        task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
+        task.loss = self._trainer.loss(step)
+        task.context = sum(stream.done for stream in streams)
+        task.held_pages = sum(len(stream.pages) for stream in streams)
+        # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
+        unfinished = sum(stream.left > 0 for stream in streams)
+        task.capacity = task.context - unfinished * self._page_size
+
+    def after(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
+        """What came of the fine-tune grants."""
+        tokens = {id(job): n for job, n in work.finetuned}
+        outcomes = []
+        for grant in plan.grants:
+            job = self.jobs.get(grant.task.task_id)
+            if job is None:
+                continue
+            task_id = grant.task.task_id
+            ended = job.step.finished or task_id in work.failed
+            kind = None if ended else Kind.FINETUNE
+            outcomes.append(TaskOutcome(grant.task, tokens.get(id(job), 0), work.units_run.get(task_id, 0), kind))
+        self._failed = work.failed
+        return outcomes
+
+    def preempt(self, task_id: int, now: float) -> bool:
+        """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
+        if task_id not in self.jobs:
+            return False
+        step, task = self.jobs[task_id].step, self._tasks[task_id]
+        step.restart()
+        self._scheduler.restart(task, step.tokens_left, now)
+        task.underway = step.groups_done > 0
+        self._sync(task)
+        self._scheduler.update(task)
+        return True
+
+    def restart_above(self, page: int) -> None:
+        """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""
+        for task_id, job in list(self.jobs.items()):
+            if any((stream.pages >= page).any() for stream in job.step.group.streams):
+                self.preempt(task_id, time.monotonic())
+
+    # -- failures and want of memory ---------------------------------------------------------------------------------
+
+    def fail(self, task_ids: set[int], reason: str) -> None:
+        """An iteration failed: the steps that were in it are skipped, with the reason on record."""
+        for task_id in task_ids & self.jobs.keys():
+            self._scheduler.remove(task_id)
+            self._skip(task_id, reason)
+
+    def _give_up(self, task_id: int, error: Exception, now: float) -> None:
+        """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
+        job, reason = self.jobs[task_id], logs.first_line(error, with_kind=True)
+        if out_of_memory(error):
+            self.starved({task_id}, reason, now)
+            message = f"memory ran out in fine-tuning, which waits {self._trainer.size.pause_s:.3g} s ({reason})"
+            logs.event(log, logging.WARNING, "memory_short", message)
+        elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
+            log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
+            self._trainer.size.distrust_graphs()
+            self._drop(task_id)
+            self._trainer.abandon(job.step.adapters[0])
+        else:
+            self._skip(task_id, reason)
+
+    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
+        """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
+        starved = task_ids & self.jobs.keys()
+        for task_id in starved:
+            step = self.jobs[task_id].step
+            self._scheduler.remove(task_id)
+            self._drop(task_id)
+            self._trainer.starved(step, len(starved) == 1, reason)
+        self._shrink(now)
+
+    def _shrink(self, now: float) -> None:
+        self._trainer.size.shrink()
+        self._pause_for_memory(now)
+
+    def _pause_for_memory(self, now: float) -> None:
+        self.resumes_s = now + self._trainer.size.pause_s

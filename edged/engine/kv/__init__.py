@@ -1,0 +1,1 @@
+"""Where the KV cache lies."""

@@ -1,0 +1,78 @@
+"""What decoding shows of a sequence's heads and rows: how large the heads' outputs are, which rows they look at.
+
+Owns these observations. Must not know when they are made, nor what follows from them (`edged.engine.pruner`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from edged.engine.kv.store import KvStore
+
+_FADING = 0.9
+"""Weight of what was seen before against what is seen now."""
+_GROWTH_ROWS = 256
+
+
+class AttentionStats:
+    """Observations of one sequence, on its device; they are made by iteration, and none is waited for.
+
+    `norms` [layers, kv_heads] are sums over `observations` of the L2 norms of the attention outputs, each the mean over
+    the query heads of a KV head. `shares` [layers, kv_heads, rows] are fading sums of the attention that a row gets,
+    `last_used` the iteration in which a query head last gave it more than the uniform share of its attention.
+    """
+
+    def __init__(self, kv: KvStore, iteration: int) -> None:
+        """The rows of a sequence before its `iteration`-th token count as used then."""
+        shape, device = (kv.layers, kv.kv_heads), kv.keys.device
+        self.observations = 0
+        self.iteration = iteration
+        self.norms = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.shares = torch.zeros(*shape, 0, dtype=torch.float32, device=device)
+        self.last_used = torch.zeros(*shape, 0, dtype=torch.int32, device=device)
+
+    def begin(self, iteration: int, rows: int) -> None:
+        """An observation: each layer will be seen once, over at most `rows` rows of a head."""
+        self.iteration = iteration
+        self.observations += 1
+        self.reserve(rows)
+
+    def reserve(self, rows: int) -> None:
+        """Room for `rows` rows of a head; new ones count as used in the latest iteration that was observed."""
+        missing = rows - self.shares.shape[2]
+        if missing > 0:
+            more = (*self.norms.shape, missing + _GROWTH_ROWS)
+            self.shares = torch.cat((self.shares, self.shares.new_zeros(more)), dim=2)
+            self.last_used = torch.cat((self.last_used, self.last_used.new_full(more, self.iteration)), dim=2)
+
+    def see(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        keys: torch.Tensor,
+        lengths: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> None:
+        """`query` and `out` [heads, d], `keys` [kv_heads, rows, d] of which each head has `lengths` [kv_heads]."""
+        kv_heads, rows = keys.shape[:2]
+        scores = (query.view(kv_heads, -1, query.shape[-1]) @ keys.mT).float() * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = torch.arange(rows, device=keys.device) >= lengths[:, None]
+        attention = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
+        used = (attention * lengths[:, None, None] > 1.0).any(1)
+        self.norms[layer] += out.reshape(kv_heads, -1, out.shape[-1]).float().norm(dim=-1).mean(-1)
+        self.shares[layer, :, :rows].mul_(_FADING).add_(attention.mean(1))
+        self.last_used[layer, :, :rows].masked_fill_(used, self.iteration)
+
+    def mean_norms(self) -> torch.Tensor:
+        """a_h of MACE 4.3: [layers, kv_heads]."""
+        return self.norms / max(1, self.observations)
+
+    def rearrange(self, order: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Rows are pruned: row i is what was row `order[..., i]`, as far as `lengths` [layers, kv_heads] go."""
+        gone = torch.arange(order.shape[2], device=order.device) >= lengths[..., None]
+        self.shares = self.shares.gather(2, order).masked_fill_(gone, 0.0)
+        self.last_used = self.last_used.gather(2, order).masked_fill_(gone, self.iteration)

@@ -1,0 +1,300 @@
+"""Where evicted prefix pages are kept: pinned host memory, or a file.
+
+Owns the copies and their way between the K/V tensors and there. Must not know which pages are worth keeping: that is
+`edged.cache.prefix_trie`'s.
+
+On CUDA copies run on a stream of their own, between what was launched before and what is launched after `join`; the
+engine thread waits for none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import torch
+
+from edged.engine.kv.store import KvStore
+from edged.engine.model.memory_plan import has_own_memory
+from edged.settings.load import CacheSettings
+from edged.tensors.oom import out_of_memory
+
+log = logging.getLogger("edged.engine")
+_HOST_SHARE = 0.25
+"""Most of the box's free memory that pinned copies take."""
+_BUFFER_BYTES = 64 << 20
+"""Pages on their way to the file, of 4 to 64."""
+_READ_BUFFERS = 8
+_DISK_WAIT_S = 0.02
+"""Most that one iteration waits for the disk, and a page's reading beyond it."""
+
+Slab = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one page, each [layers, kv_heads, page_size, head_dim]."""
+
+
+class CopyStream:
+    """Copies in order with the compute stream, beside it on CUDA; on the CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pins = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if self.pins else None
+        self._behind = False
+
+    def copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
+        """Copy after all that was launched; returns when that is done, None for now."""
+        if self._stream is None:
+            _copy(targets, sources)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            _copy(targets, sources)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._behind = True
+        return done
+
+    def join(self) -> None:
+        """What is launched from now on comes after all copies."""
+        if self._stream is not None and self._behind:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._behind = False
+
+
+def _copy(targets: Slab, sources: Slab) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+class _NoMemory(Exception):
+    """A copy found none on its way: what it was of is not saved, or not found."""
+
+
+class _Copies:
+    """Numbered places for pages, which are the trie's handles."""
+
+    kind = ""
+
+    def __init__(self, kv: KvStore, capacity: int) -> None:
+        self.capacity = capacity
+        self._kv = kv
+        self._stream = CopyStream(kv.keys.device)
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def full(self) -> bool:
+        """Whether a handle must be dropped before the next page can be saved."""
+        return not self._free
+
+    def _copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
+        """See `CopyStream.copy`. Raises _NoMemory."""
+        try:
+            return self._stream.copy(targets, sources)
+        except Exception as error:
+            if out_of_memory(error):
+                raise _NoMemory from error
+            raise
+
+    def settle(self) -> None:
+        """What is launched from now on may write the pages whose copies are under way."""
+        self._stream.join()
+
+    def join(self) -> None:
+        """An iteration begins: what it launches comes after the copies that were made for it."""
+        self.settle()
+
+    def _slab(self, page: int) -> Slab:
+        heads = self._kv.kv_heads
+        keys, values = (store.narrow(1, page * heads, heads) for store in (self._kv.keys, self._kv.values))
+        return keys, values
+
+    def _buffers(self, count: int) -> torch.Tensor:
+        """Host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
+        kv = self._kv
+        shape = (count, 2, kv.layers, kv.kv_heads, kv.page_size, kv.head_dim)
+        return torch.empty(shape, dtype=kv.keys.dtype, pin_memory=self._stream.pins)
+
+
+class HostOffload(_Copies):
+    """Copies in one buffer of host memory, which is pinned on CUDA."""
+
+    kind = "host"
+
+    def __init__(self, kv: KvStore, capacity: int) -> None:
+        super().__init__(kv, capacity)
+        self._copies = self._buffers(capacity)
+
+    def save(self, page: int) -> int | None:
+        """The place that a page is copied to; None when all are taken."""
+        if not self._free:
+            return None
+        handle = self._free.pop()
+        try:
+            self._copy(_halves(self._copies[handle]), self._slab(page))
+        except _NoMemory:
+            self._free.append(handle)
+            return None
+        return handle
+
+    def load(self, handle: int, page: int) -> bool:
+        """Copy back into a page; False where the copy finds no memory."""
+        try:
+            self._copy(self._slab(page), _halves(self._copies[handle]))
+        except _NoMemory:
+            return False
+        return True
+
+    def drop(self, handle: int) -> None:
+        """Give a place to the next page; copies are made in order, so one under way is not disturbed."""
+        self._free.append(handle)
+
+    def close(self) -> None:
+        """Nothing to end: the memory goes with this object."""
+
+
+class DiskOffload(_Copies):
+    """Copies in a file without a name, so that it goes with the process however that ends.
+
+    A thread writes, in order. The engine thread reads, and waits for the disk at most `wait_s` an iteration: what would
+    take longer is not saved, or not found.
+    """
+
+    kind = "disk"
+
+    def __init__(self, kv: KvStore, capacity: int, folder: Path, wait_s: float = _DISK_WAIT_S) -> None:
+        super().__init__(kv, capacity)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="spill-", buffering=0)  # noqa: SIM115
+        self._wait_s = self._left_s = wait_s
+        reading = self._buffers(_READ_BUFFERS)
+        self._bytes = reading[0].nbytes
+        self._reading: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque((part, None) for part in reading)
+        self._idle: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for part in self._buffers(min(64, max(4, _BUFFER_BYTES // self._bytes))):
+            self._idle.put(part)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="edged-spill")
+        self._written: dict[int, Future[None]] = {}
+        self._failed = False
+
+    def join(self) -> None:
+        """An iteration begins, with its own time for the disk."""
+        super().join()
+        self._left_s = self._wait_s
+
+    def save(self, page: int) -> int | None:
+        """The place that a page will be written to; None when all are taken, or the disk is too slow, or failed."""
+        if not self._free or self._failed:
+            return None
+        started = time.perf_counter()
+        try:
+            buffer = self._idle.get(timeout=max(0.0, self._left_s))
+        except queue.Empty:
+            return None
+        finally:
+            self._left_s -= time.perf_counter() - started
+        handle = self._free.pop()
+        try:
+            copied = self._copy(_halves(buffer), self._slab(page))
+        except _NoMemory:
+            self._idle.put(buffer)
+            self._free.append(handle)
+            return None
+        self._written[handle] = self._writer.submit(self._write, handle, buffer, copied)
+        return handle
+
+    def load(self, handle: int, page: int) -> bool:
+        """Read back into a page; False when this iteration has waited long enough, or the copy is lost."""
+        if self._left_s <= 0.0:
+            return False
+        started = time.perf_counter()
+        try:
+            self._written[handle].result(timeout=self._left_s)
+            return self._read(handle, page)
+        except (OSError, TimeoutError, _NoMemory):
+            return False
+        finally:
+            self._left_s -= time.perf_counter() - started
+
+    def drop(self, handle: int) -> None:
+        """Give a place to the next page; pages are written in order, so the newest stays."""
+        self._written.pop(handle)
+        self._free.append(handle)
+
+    def close(self) -> None:
+        """End the writing; the file is gone."""
+        self._writer.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def _read(self, handle: int, page: int) -> bool:
+        buffer, copied = self._reading[0]
+        if copied is not None:
+            copied.synchronize()
+        if os.preadv(self._file.fileno(), [_bytes(buffer)], handle * self._bytes) < self._bytes:
+            return False
+        self._reading[0] = (buffer, self._copy(self._slab(page), _halves(buffer)))
+        self._reading.rotate(-1)
+        return True
+
+    def _write(self, handle: int, buffer: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            written = os.pwrite(self._file.fileno(), _bytes(buffer), handle * self._bytes)
+            if written < self._bytes:
+                raise OSError(f"{written} of {self._bytes} bytes were written")
+        except OSError as error:
+            if not self._failed:
+                log.warning("cached prefixes are not spilled to disk any more: %s", error)
+            self._failed = True
+            raise
+        finally:
+            self._idle.put(buffer)
+
+
+KvOffload = HostOffload | DiskOffload
+
+
+def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload | None:
+    """Where evicted pages go, or None when they are dropped.
+
+    "auto": a discrete GPU's go to host memory. Others share the box's, where keeping them would win nothing.
+    """
+    device = kv.keys.device
+    kind = settings.spill
+    if kind == "auto":
+        kind = "host" if has_own_memory(device) else "off"
+    if kind == "off":
+        return None
+    budget = settings.spill_mb << 20
+    if kind == "host":
+        budget = min(budget, int(psutil.virtual_memory().available * _HOST_SHARE))
+        if device.type == "cuda":
+            # Pinned memory comes in powers of two.
+            budget = 1 << max(0, budget.bit_length() - 1)
+    page_bytes = kv.bytes_per_page(kv.page_size, kv.layers, kv.kv_heads, kv.head_dim, kv.keys.dtype)
+    capacity = budget // page_bytes
+    if not capacity:
+        log.warning("no page of %d bytes fits cache.spill_mb: evicted prefixes are dropped", page_bytes)
+        return None
+    try:
+        spill = HostOffload(kv, capacity) if kind == "host" else DiskOffload(kv, capacity, folder)
+    except (OSError, RuntimeError) as error:
+        log.warning("evicted prefixes are dropped, cache.spill %s is not possible: %s", kind, error)
+        return None
+    log.info("evicted prefixes go to %s: %d pages of %d bytes", kind, capacity, page_bytes)
+    return spill
+
+
+def _halves(buffer: torch.Tensor) -> Slab:
+    return buffer[0], buffer[1]
+
+
+def _bytes(buffer: torch.Tensor) -> memoryview:
+    return buffer.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,1 @@
+"""Updates of many adapters in one packed batch."""

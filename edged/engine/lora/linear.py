@@ -1,0 +1,185 @@
+"""LoRA in the packed batch: every target linear is wrapped once and holds slots for several adapters.
+
+Owns which weights a packed token sees. What the weights are, and their files, is `edged.align.adapters.adapter`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from edged.align.dpo.decoder import LoraRows
+from edged.engine.lora.segments import LoraSegments, LoraTiles, LoraUpdates, Run
+
+LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
+
+
+class LoraLinear(nn.Module):
+    """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
+
+    def __init__(self, base: nn.Module, name: str, runs: LoraSegments, down: torch.Tensor, up: torch.Tensor) -> None:
+        """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] are filled by `LoraSlots`."""
+        super().__init__()
+        self.base, self.name, self._runs = base, name, runs
+        self.in_features, self.out_features = down.shape[1], up.shape[2]
+        self.register_buffer("down", down, False)
+        self.register_buffer("up", up, False)
+        self._updates = LoraUpdates(runs, down, up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` is [1, tokens, in_features]."""
+        y = self.base(x)
+        state = self._runs
+        if state.training:
+            return y + self._update(x, state.training)
+        if state.tiles is not None:
+            from edged.engine.lora import triton as triton_lora
+
+            y = y.contiguous()
+            rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
+            triton_lora.add_updates(*rows, self.down, self.up, state.tiles)  # type: ignore[arg-type]
+        elif state.few or state.single or state.together is not None:
+            # Rows may lie apart (one product for several linears), but not a row's features.
+            x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))
+            self._updates.add(x.view(-1, self.in_features), y.view(-1, self.out_features))
+        return y
+
+    def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
+        """Every adapter's update of its own rows, with autograd."""
+        # One adapter's rows are all of them: neither the way there nor the way back copies anything.
+        alone = len(rows) == 1
+        parts = [x] if alone else x.split([part.stop - part.start for part in rows], dim=1)
+        updates = []
+        for own, part in zip(parts, rows, strict=True):
+            a, b = part.leaves.weights[self.name]
+            updates.append((own @ a.t().to(x.dtype)) @ (b.t() * part.leaves.scaling).to(x.dtype))
+        return updates[0] if alone else torch.cat(updates, dim=1)
+
+
+class NoSuchLinears(ValueError):
+    """`target_modules` name no linear of the model."""
+
+
+def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """Names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
+
+    "all-linear" is every linear of the decoder but the language-model head. Raises NoSuchLinears when nothing matches.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
+    ]
+    if targets == "all-linear":
+        return linears
+    # Slow to import: it brings whatever quantization packages there are.
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = LoraConfig(target_modules=targets)
+    found = [name for name in linears if check_target_module_exists(config, name)]
+    if not found:
+        raise NoSuchLinears(f'align.target_modules = {targets!r} matches no linear of the model; try "all-linear"')
+    return found
+
+
+class _SlotMatrices:
+    """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once."""
+
+    def __init__(self, side: int, names: list[str], whole: torch.Tensor) -> None:
+        """`whole` [linears, slots, in_features, rank]; of B [linears, slots, rank, out_features]."""
+        self._side, self._names, self._whole = side, names, whole
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every linear's own slots, by its name."""
+        return zip(self._names, self._whole.unbind(), strict=True)
+
+    def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
+        """Copy an adapter's matrices into `slot`, transposed, with the scaling folded into B."""
+        together = torch.stack([weights[name][self._side] for name in self._names])
+        if self._side == 1:
+            together.mul_(scaling)
+        self._whole[:, slot].copy_(together.transpose(1, 2))
+
+
+class LoraSlots:
+    """All wrapped linears of a model, and which adapter version sits in which slot."""
+
+    def __init__(self, model: nn.Module, targets: list[str], slots: int, rank: int, dtype: torch.dtype) -> None:
+        self.runs = LoraSegments()
+        self.linears: dict[str, LoraLinear] = {}
+        self.slots, self.rank, self.dtype = slots, rank, dtype
+        self.device = next(model.parameters()).device
+        bases = {name: model.get_submodule(name) for name in targets}
+        downs, ups = (self._banks(side, bases) for side in (0, 1))
+        self._all_banks = downs + ups
+        down, up = (dict(itertools.chain.from_iterable(bank.parts() for bank in banks)) for banks in (downs, ups))
+        for name, base in bases.items():
+            parent_name, _, attribute = name.rpartition(".")
+            wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
+            setattr(model.get_submodule(parent_name), attribute, wrapped)
+            self.linears[name] = wrapped
+
+    def _banks(self, side: int, bases: Mapping[str, nn.Module]) -> list[_SlotMatrices]:
+        """Empty slots of one side of all linears, those of one size on one device together."""
+        alike: dict[tuple[int, torch.device], list[str]] = {}
+        for name, base in bases.items():
+            alike.setdefault(_size_and_device(base, side), []).append(name)
+        banks = []
+        for (size, device), names in alike.items():
+            shape = (self.rank, size) if side else (size, self.rank)
+            banks.append(
+                _SlotMatrices(side, names, torch.zeros(len(names), self.slots, *shape, dtype=self.dtype, device=device))
+            )
+        return banks
+
+    @property
+    def size_bytes(self) -> int:
+        """What the slots hold."""
+        weights = sum(x.in_features + x.out_features for x in self.linears.values()) * self.rank * self.slots
+        return weights * self.dtype.itemsize
+
+    @torch.no_grad()
+    def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
+        """Put an adapter's weights into `slot`."""
+        for bank in self._all_banks:
+            bank.load(slot, weights, scaling)
+
+    @contextmanager
+    def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
+        """Rows of the packed batch see their own slot."""
+        self.runs.set(runs, self.device, tiles)
+        try:
+            yield
+        finally:
+            self.runs.set([], self.device)
+
+    @contextmanager
+    def tiled(self, tiles: LoraTiles | None) -> Iterator[None]:
+        """Rows see the slots of tiles that outlive the forward; None: all see the base."""
+        self.runs.tiles = tiles
+        try:
+            yield
+        finally:
+            self.runs.tiles = None
+
+    @contextmanager
+    def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:
+        """Rows see their own adapter's weights, with autograd; `rows` cover them all, in order."""
+        self.runs.training = rows
+        try:
+            yield
+        finally:
+            self.runs.training = ()
+
+
+def _size_and_device(linear: nn.Module, side: int) -> tuple[int, torch.device]:
+    """Its in_features (side 0) or out_features (side 1), and where its weights are."""
+    size = int(linear.out_features if side else linear.in_features)  # type: ignore[arg-type]
+    return size, next(itertools.chain(linear.parameters(), linear.buffers())).device

@@ -1,0 +1,95 @@
+"""Which adapter version sits in which LoRA slot.
+
+Owns residency: who holds a slot, what may be replaced, and what a publish does. Must not know where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from edged.align.adapters.adapter import AdapterState
+from edged.engine.attention.packed_batch import NO_SLOT
+from edged.engine.lora.linear import LoraSlots
+
+
+class SlotTable:
+    """Slots are held by running sequences and fine-tune steps; free ones keep their version until it is replaced."""
+
+    def __init__(self, lora: LoraSlots) -> None:
+        self._lora = lora
+        self._content: list[tuple[str, int] | None] = [None] * lora.slots
+        self._holders = [0] * lora.slots
+        self._where: dict[tuple[str, int], int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict((slot, None) for slot in range(lora.slots))
+
+    @property
+    def count(self) -> int:
+        """All slots, held or idle."""
+        return len(self._holders)
+
+    @property
+    def idle(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._idle)
+
+    def held(self, adapter: str, version: int) -> bool:
+        """Whether somebody holds a slot with this version: it may be shared."""
+        slot = self._where.get((adapter, version))
+        return slot is not None and slot not in self._idle
+
+    @property
+    def adapters(self) -> int:
+        """Adapter versions that are resident."""
+        return len(self._where)
+
+    def acquire(self, state: AdapterState, spare: int = 0) -> int | None:
+        """A slot with the state's current version, held until `release`; None when all are held but `spare` ones.
+
+        The untrained version 0 needs none: NO_SLOT.
+        """
+        if state.version == 0:
+            return NO_SLOT
+        key = (state.name, state.version)
+        slot = self._where.get(key)
+        if (slot is None or slot in self._idle) and len(self._idle) <= spare:
+            return None
+        if slot is None:
+            slot = next(iter(self._idle))
+            self._put(slot, state)
+        self._idle.pop(slot, None)
+        self._holders[slot] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Let go of a slot that `acquire` gave."""
+        if slot == NO_SLOT:
+            return
+        self._holders[slot] -= 1
+        if self._holders[slot] == 0:
+            self._idle[slot] = None
+
+    def publish(self, state: AdapterState, previous: int, hot: bool) -> int | None:
+        """A new version is there. Hot: it replaces `previous` in its slot, under whoever runs there.
+
+        Returns that slot, or None when running sequences keep what they have.
+        """
+        slot = self._where.get((state.name, previous))
+        if slot is None or not (hot or self._holders[slot] == 0):
+            return None
+        self._put(slot, state)
+        return slot
+
+    def _put(self, slot: int, state: AdapterState) -> None:
+        before = self._content[slot]
+        if before is not None:
+            self._where.pop(before, None)
+            # Where loading fails, the slot holds nobody's weights.
+            self._content[slot] = None
+        self._lora.load(slot, state.weights, state.spec.scaling)
+        self._content[slot] = (state.name, state.version)
+        self._where[state.name, state.version] = slot
+
+    def forget(self, adapter: str) -> None:
+        """Sequences that run keep their slots; nobody else finds them."""
+        for key in [key for key in self._where if key[0] == adapter]:
+            self._content[self._where.pop(key)] = None

@@ -1,0 +1,176 @@
+"""LoRA updates of a packed batch of many adapters on a GPU: two Triton kernels over tiles of rows.
+
+Owns the kernels, the table of tiles, and when they can be used. Must not know who the adapters belong to.
+
+The first kernel shrinks a tile's rows to the rank, x A^T, in parts of the input features where there are few tiles; the
+second adds the parts in a fixed order, expands them, (x A^T) B^T, and adds that to the tile's own rows of the output.
+Every row lies in one tile and every sum has one order: results do not depend on which program ends first.
+
+A launch depends on the number of tiles and of packed rows alone, never on what the table says. A table that outlives an
+iteration (a CUDA graph's) is padded with tiles of 0 rows, whose programs return at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import torch
+
+from edged.engine.lora.segments import LoraTiles, Run
+from edged.engine.native import triton_device
+from edged.tensors.device_copy import upload
+
+FEW_ROWS, _MANY_ROWS = 16, 64
+"""Rows of a tile: what a matrix unit multiplies at least, for batches of decodes; more where there is a longer run."""
+_OUT_BLOCK, _RANKS = 64, 16
+"""Output features of one program, and ranks of one of its steps."""
+_IN_ELEMENTS = 2048
+"""Elements of A that one step of a program reads."""
+_PROGRAMS = 128
+"""Programs wanted at once: input features are split until there are about so many."""
+_MOST_SPLITS = 16
+_SPLIT_FEATURES = 256
+"""Fewest input features of a part."""
+_MOST_RANK = 128
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    # What differs between iterations must not make another variant, which would be compiled while users wait.
+    @triton.jit(do_not_specialize=["tiles", "rows"])
+    def _shrink(
+        x,
+        down,
+        low,
+        tiles,
+        rows,
+        size,
+        RANK: tl.constexpr,
+        LINE: tl.constexpr,
+        RANK_PAD: tl.constexpr,
+        TILE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        tile, part, splits = tiles + tl.program_id(0) * 3, tl.program_id(1), tl.num_programs(1)
+        count = tl.load(tile + 1)
+        if count == 0:
+            return
+        slot = tl.load(tile + 2)
+        line = tl.arange(0, TILE)
+        ranks = tl.arange(0, RANK_PAD)
+        row = tl.load(tile) + line
+        share = tl.cdiv(tl.cdiv(size, splits), BLOCK) * BLOCK
+        start = part * share
+        stop = tl.minimum(start + share, size)
+        total = tl.zeros((TILE, RANK_PAD), tl.float32)
+        for begin in range(start, stop, BLOCK):
+            feature = begin + tl.arange(0, BLOCK)
+            there = (line[:, None] < count) & (feature[None, :] < stop)
+            own = tl.load(x + row[:, None] * size + feature[None, :], mask=there, other=0.0)
+            there = (feature[:, None] < stop) & (ranks[None, :] < RANK)
+            a = tl.load(down + (slot * size + feature)[:, None] * LINE + ranks[None, :], mask=there, other=0.0)
+            total += tl.dot(own, a, input_precision="ieee")
+        at = (part * rows + row)[:, None] * RANK + ranks[None, :]
+        tl.store(low + at, total, mask=(line[:, None] < count) & (ranks[None, :] < RANK))
+
+    @triton.jit(do_not_specialize=["tiles", "rows", "splits"])
+    def _expand(
+        y,
+        low,
+        up,
+        tiles,
+        rows,
+        splits,
+        size,
+        RANK: tl.constexpr,
+        RANKS: tl.constexpr,
+        TILE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        tile = tiles + tl.program_id(0) * 3
+        count = tl.load(tile + 1)
+        if count == 0:
+            return
+        slot = tl.load(tile + 2)
+        line = tl.arange(0, TILE)
+        row = tl.load(tile) + line
+        feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        added = tl.zeros((TILE, BLOCK), tl.float32)
+        # Few ranks at a time, or float32 (which no matrix unit multiplies) would not fit in registers.
+        for begin in range(0, RANK, RANKS):
+            ranks = begin + tl.arange(0, RANKS)
+            total = tl.zeros((TILE, RANKS), tl.float32)
+            there = (line[:, None] < count) & (ranks[None, :] < RANK)
+            for part in range(0, splits):
+                total += tl.load(low + (part * rows + row)[:, None] * RANK + ranks[None, :], mask=there, other=0.0)
+            there = (ranks[:, None] < RANK) & (feature[None, :] < size)
+            b = tl.load(up + (slot * RANK + ranks)[:, None] * size + feature[None, :], mask=there, other=0.0)
+            added += tl.dot(total.to(b.dtype), b, input_precision="ieee")
+        at = y + row[:, None] * size + feature[None, :]
+        there = (line[:, None] < count) & (feature[None, :] < size)
+        tl.store(at, tl.load(at, mask=there, other=0.0).to(tl.float32) + added, mask=there)
+
+
+def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
+    """Why the kernels cannot be used for adapters of `rank`; "" when they can."""
+    if rank > _MOST_RANK:
+        return f"rank {rank} is larger than {_MOST_RANK}"
+    return triton_device.why_not(device, dtype)
+
+
+def cut(runs: list[Run], device: torch.device) -> LoraTiles:
+    """The tiles of an iteration's runs (at least one), in one transfer."""
+    rows = tile_rows(runs)
+    table = tiles_of(runs, rows)
+    (moved,) = upload([table.reshape(-1)], device)
+    return LoraTiles(moved.view(table.shape), rows)
+
+
+def tile_rows(runs: list[Run]) -> int:
+    """How large the tiles of `runs` (at least one) should be."""
+    return FEW_ROWS if max(stop - start for start, stop, _ in runs) <= FEW_ROWS else _MANY_ROWS
+
+
+def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
+    """`LoraTiles.table` of `runs` (at least one) in tiles of at most `rows` rows."""
+    start, stop, slot = np.array(runs, np.int64).T
+    counts = -(-(stop - start) // rows)
+    run = np.repeat(np.arange(len(runs)), counts)
+    nth = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = start[run] + nth * rows
+    return np.stack((first, np.minimum(rows, stop[run] - first), slot[run]), axis=1)
+
+
+def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, tiles: LoraTiles) -> None:
+    """y[rows] += (x[rows] @ down[slot]) @ up[slot] for the rows of every tile; all sums are made in float32.
+
+    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are of one dtype and contiguous, but
+    that the rows of `down` may lie apart.
+    """
+    n, size_in = x.shape
+    _, rank, size_out = up.shape
+    rank_pad = max(16, triton.next_power_of_2(rank))
+    count = len(tiles.table)
+    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // count, size_in // _SPLIT_FEATURES))
+    low = torch.empty(splits, n, rank, dtype=torch.float32, device=x.device)
+    in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
+    shared = {"RANK": rank, "TILE": tiles.rows}
+    _shrink[(count, splits)](
+        x,
+        down,
+        low,
+        tiles.table,
+        n,
+        size_in,
+        LINE=down.stride(1),
+        RANK_PAD=rank_pad,
+        BLOCK=in_block,
+        num_stages=2,
+        **shared,
+    )
+    blocks = -(-size_out // _OUT_BLOCK)
+    _expand[(count, blocks)](
+        y, low, up, tiles.table, n, splits, size_out, RANKS=_RANKS, BLOCK=_OUT_BLOCK, num_stages=2, **shared
+    )

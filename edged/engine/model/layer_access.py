@@ -1,0 +1,125 @@
+"""The served model as the fine-tune units see it: single layers, K/V by page, and the head.
+
+Owns the bridge between `edged.align.dpo.decoder.Decoder` and the model with its pages. Must not know losses
+or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from edged.align.dpo.activations import LayerInputs
+from edged.align.dpo.decoder import Branches, KeysValues, LoraRows
+from edged.engine.attention.paged import BranchAttention
+from edged.engine.kv.store import KvStore
+from edged.engine.model.served_model import ServedModel
+from edged.tensors.device_copy import upload
+
+
+class PagedDecoder:
+    """Implements `edged.align.dpo.decoder.Decoder`."""
+
+    def __init__(self, model: ServedModel, kv: KvStore) -> None:
+        self._model, self._kv = model, kv
+        self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
+        self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
+        assert model.lora is not None
+        self._lora = model.lora
+        prefixes = {id(module): index for index, module in enumerate(model.layers)}
+        paths = {name: prefixes[id(module)] for name, module in model.model.named_modules() if id(module) in prefixes}
+        self._linears: list[list[str]] = [[] for _ in model.layers]
+        for name in self._lora.linears:
+            owner = next((layer for path, layer in paths.items() if name.startswith(path + ".")), None)
+            if owner is not None:
+                self._linears[owner].append(name)
+
+    def layer_linears(self, layer: int) -> list[str]:
+        """See `Decoder`."""
+        return self._linears[layer]
+
+    def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
+        """See `Decoder`."""
+        (used,) = upload([pages[: -(-rows // self._kv.page_size)]], self.device)
+        keys, values = self._kv.read(layer, self._kv.block_index(used[None]), 1)
+        return keys[0, :, :rows], values[0, :, :rows]
+
+    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """See `Decoder`."""
+        return self._model.layer_calls(ids[None], positions[None])
+
+    def run_branches(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        call: Mapping[str, Any],
+        branches: Sequence[Branches],
+        rows: Sequence[LoraRows],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Decoder`."""
+        attention = BranchAttention(branches)
+        with self._lora.training(rows):
+            out = self._model.run_layer(layer, hidden, dict(call), attention)
+        return out, attention.keys, attention.values
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Decoder`."""
+        return self._model.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What one group keeps of a packed forward.
+
+    `rows` [n] of the batch go to rows `last_rows` of `last`; those of `kept_rows` [m], a run of the group's kept rows
+    that starts at `kept_start`, have their layers' calls kept in `inputs`.
+    """
+
+    last: torch.Tensor
+    rows: torch.Tensor
+    last_rows: torch.Tensor
+    inputs: LayerInputs | None
+    kept_rows: torch.Tensor | None
+    kept_start: int
+
+
+class LayerTap:
+    """Hooks that copy, during a packed forward, what fine-tune rows need: layers' calls and the last hidden states."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._takes: list[Take] = []
+        self._checks = False
+        self.broken: torch.Tensor | None = None
+        """Which rows of the latest forward are not finite, [tokens]; None where nobody asked."""
+        for index, layer in enumerate(model.layers):
+            layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+        model.norm.register_forward_pre_hook(self._norm_hook)
+
+    def arm(self, takes: list[Take], checks: bool = False) -> None:
+        """What the next forward shall keep, and whether it `checks` its rows."""
+        self._takes, self._checks, self.broken = takes, checks, None
+
+    def disarm(self) -> None:
+        """Forwards that follow keep nothing."""
+        self._takes, self._checks = [], False
+
+    def _layer_hook(self, layer: int) -> Any:
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for take in self._takes:
+                if take.inputs is not None and take.kept_rows is not None:
+                    hidden = args[0] if args else kwargs["hidden_states"]
+                    call = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+                    take.inputs.keep(layer, take.kept_start, hidden, call, take.kept_rows)
+
+        return hook
+
+    def _norm_hook(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._checks:
+            # What was not finite in any layer has stayed in the residual stream.
+            self.broken = args[0][0].isfinite().all(-1).logical_not_()
+        for take in self._takes:
+            take.last.index_copy_(0, take.last_rows, args[0][0].index_select(0, take.rows))

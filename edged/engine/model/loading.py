@@ -1,0 +1,112 @@
+"""From a checkpoint's directory to a transformers model on its device, tensor by tensor.
+
+Owns what is refused before any weight is read, and how much memory loading takes: transformers maps safetensors files
+and brings each tensor to its dtype and device by itself, so that beside the weights one tensor (a few, with threads) is
+in memory at a time, and mapped file pages, which the system may drop. Must not know pages, slots or requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from edged.engine.model import quantization
+from edged.runtime import logs
+from edged.runtime.process import frugal, quiet
+from edged.settings.load import ModelSettings
+from edged.text.remote_code import Untrusted, check_code, check_weights
+
+
+class ModelRefused(ValueError):
+    """The model cannot be served; the message says why and what to do."""
+
+
+def load_pretrained(directory: str, settings: ModelSettings, implementation: str) -> PreTrainedModel:
+    """Load what `save_pretrained` wrote, quantized or to be quantized, with the attention `implementation`.
+
+    Its `device` is what `model.device` asks for; its `dtype` what `model.dtype` asks for, unless the quantization's
+    kernels know only another. Raises ModelRefused with the reason.
+    """
+    device = pick_device(settings.device)
+    dtype = pick_dtype(settings.dtype, device)
+    path = Path(directory)
+    if path.exists() and not (path / "config.json").is_file():
+        raise ModelRefused(f'model "{directory}" has no config.json: give a directory that save_pretrained wrote')
+    quiet()
+    try:
+        check_code(path, settings.trust_remote_code)
+        check_weights(path)
+    except Untrusted as error:
+        raise ModelRefused(f'model "{directory}" is not loaded: {error}') from None
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+        stored = quantization.method_of(config)
+        if stored is not None and settings.quantize:
+            method = stored.get("quant_method")
+            raise quantization.CannotQuantize(f'it is already quantized ({method}): leave model.quantize = ""')
+        wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
+        if stored is not None:
+            quantization.check_checkpoint(stored, device)
+        options = {"quantization_config": wanted} if wanted else {}
+        with frugal():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                attn_implementation=implementation,
+                device_map={"": device} if device.type == "cuda" else None,
+                **options,
+            )
+    except Exception as error:
+        raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error
+    quantization.settle(model, model.dtype)
+    _clear_up(path, device)
+    return model.eval().requires_grad_(False)
+
+
+def _clear_up(directory: Path, device: torch.device) -> None:
+    """Give back what loading used beside the weights: unused device memory, and files that are not mapped."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    drop_cached(directory.glob("*.safetensors"))
+
+
+def drop_cached(files: Iterable[Path]) -> None:
+    """Let the system forget its copy of files that are not mapped here (as weights that are used where they lie are).
+
+    On a GPU that shares the box's memory, a checkpoint's pages are a second copy of the weights, which the system would
+    give up only under pressure.
+    """
+    with contextlib.suppress(OSError):
+        mapped = Path("/proc/self/maps").read_text()
+        for file in files:
+            if str(file.resolve()) not in mapped:
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def pick_device(setting: str) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises ModelRefused for a device that is not there."""
+    if setting == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(setting)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ModelRefused(f'model.device = "{setting}" is not there: {logs.first_line(error)}') from None
+    return device
+
+
+def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 on CPU."""
+    if setting == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[setting]

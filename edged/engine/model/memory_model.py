@@ -1,0 +1,293 @@
+"""What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone.
+
+Owns that arithmetic; no weight is read. The page pool takes what it leaves, and `edged bench memory` prints it. Must
+not know how much memory there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from edged.align.dpo.micro_batch import head_window_size
+from edged.engine.lora.linear import target_linears
+from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
+from edged.engine.model.quantization import WeightForm, is_linear, weight_count
+from edged.settings.load import Settings
+
+Linears = tuple[tuple[int, int], ...]
+"""(in_features, out_features) of some linears."""
+
+STATE_BYTES = 24
+"""Of an adapter's weight in memory: the fp32 master and AdamW's two moments, and those of the version to go back to.
+
+The second half lies on the host: a Jetson has one memory for both, a box with a card of its own has some to spare then.
+"""
+_GRADIENT_BYTES = 4
+_OPTIMIZER_BYTES = 20
+"""Of an adapter's weight in its optimizer step: the mean gradient, a root, and the masters and moments before it."""
+_ADAPTER_SHARE = 0.25
+"""Of the memory beside the base: what adapters in memory and their slots may take."""
+_FEWEST_ADAPTERS = 2
+_MASK_BYTES = 9
+"""Of a query and a key while a chunk's mask is made, beside the mask: their distance, and whether it is hidden."""
+_LOGIT_COPIES = 4
+"""Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseShape:
+    """A decoder's sizes, as far as memory depends on them."""
+
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    linears: Linears
+    """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
+    targets: Linears
+    """Those that LoRA is applied to."""
+    plain_weights: int
+    """Embeddings, norms, biases, and the head where it is not tied."""
+    in_16_bits: bool = False
+    """Whether the checkpoint's numbers are of 16 bits, as its configuration has it."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights, packed ones as what they stand for."""
+        return self.plain_weights + sum(fan_in * fan_out for fan_in, fan_out in self.linears)
+
+    def kv_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+    @classmethod
+    def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
+        """From a transformers configuration: the model is built without memory. Raises NoSuchLinears."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        text, head = config.get_text_config(), model.get_output_embeddings()
+        heads = int(text.num_attention_heads)
+        linears = linears_of(model, head)
+        named = dict(model.named_modules())
+        return cls(
+            layers=int(text.num_hidden_layers),
+            hidden_size=int(text.hidden_size),
+            vocab_size=int(text.vocab_size),
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            max_positions=int(text.max_position_embeddings),
+            linears=linears,
+            targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
+            plain_weights=weight_count(model) - sum(rows * columns for rows, columns in linears),
+            in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
+        )
+
+
+def linears_of(model: torch.nn.Module, head: torch.nn.Module) -> Linears:
+    """All linears but the head, without the wrappers around them."""
+    inside = set(head.modules())
+    return tuple(
+        _sizes(module)
+        for module in model.modules()
+        if is_linear(module) and module not in inside and not any(is_linear(child) for child in module.children())
+    )
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    return int(linear.in_features), int(linear.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes by part."""
+
+    weights: int
+    weight_copies: int
+    """What the CPU's products read instead: oneDNN's copy, and that in 16 bits."""
+    lora_slots: int
+    adapters: int
+    """Masters and optimizers of those that stay in memory."""
+    step: int
+    """The DPO steps that are open at once, one of them in a unit that recomputes a layer."""
+    kept_graph: int
+    """What a step that keeps its graph takes instead of a second forward, where it fits."""
+    iteration: int
+    """Activations, attention and logits of one packed forward."""
+    dequantized: int
+    """The one weight of a quantized base that is dequantized at a time."""
+    decode_graphs: int
+    """Captured decode iterations, on CUDA."""
+    kv_per_token: int
+    loaded_adapters: int
+    """How many stay in memory."""
+    active_adapters: int
+    """How many have a slot."""
+
+    @property
+    def total(self) -> int:
+        """Everything but K/V pages."""
+        fixed = self.weights + self.weight_copies + self.lora_slots + self.kept_graph
+        return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingMemory:
+    """Bytes that running takes beside weights, slots, pages and a kept graph: the parts of `Needs` of these names."""
+
+    adapters: int
+    step: int
+    iteration: int
+    dequantized: int
+    decode_graphs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
+
+
+def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
+    """What serving and training `shape` takes; adapters take no more than a share of `free` bytes."""
+    align = settings.align
+    plain = form.bits == 8 * dtype.itemsize
+    weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
+    copied = plain and not cuda and dtype == torch.float32 and settings.model.pack_weights
+    one = adapter_weights(shape.targets, align.rank)
+    left = max(0, free - weights)
+    loaded, active = adapters_that_fit(one, settings, dtype, left)
+    slots = active * one * dtype.itemsize
+    return Needs(
+        weights=weights,
+        weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
+        lora_slots=slots,
+        kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
+        **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
+        kv_per_token=shape.kv_per_token(dtype),
+        loaded_adapters=loaded,
+        active_adapters=active,
+    )
+
+
+def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
+    """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
+    linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
+    copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
+    narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
+    both = round(BOTH_COPIES * copy) if narrow else copy
+    return next((size for size in (both, copy) if size <= most), 0)
+
+
+def work_of(
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, left: int, quantized: bool, cuda: bool
+) -> WorkingMemory:
+    """What running takes with `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    return WorkingMemory(
+        adapters=loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
+        step=step_bytes(shape, settings, dtype, loaded),
+        iteration=iteration_bytes(shape, settings, dtype, left),
+        dequantized=largest_weight(shape, dtype) if quantized else 0,
+        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
+    )
+
+
+def adapter_weights(targets: Linears, rank: int) -> int:
+    """Weights of one adapter: A [rank, in] and B [out, rank] of every target."""
+    return rank * sum(fan_in + fan_out for fan_in, fan_out in targets)
+
+
+def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left: int) -> tuple[int, int]:
+    """(adapters in memory, adapters with a slot): as set, but no more than a share of the `left` bytes holds."""
+    align = settings.align
+    each = weights * (STATE_BYTES + dtype.itemsize)
+    fitting = max(_FEWEST_ADAPTERS, int(_ADAPTER_SHARE * left) // each) if each else align.max_loaded_adapters
+    return min(align.max_loaded_adapters, fitting), min(align.max_active_adapters, fitting)
+
+
+def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: torch.dtype) -> int:
+    """About what a window's graph takes: each linear's input and output, and as much again between them."""
+    width = 2 * sum(fan_in + fan_out for fan_in, fan_out in linears)
+    return settings.align.window_tokens * width * dtype.itemsize
+
+
+def open_steps(loaded: int) -> int:
+    """Steps open at once: one that runs, and one that follows without a gap unless memory is short of adapters."""
+    return 2 if loaded > _FEWEST_ADAPTERS else 1
+
+
+def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int) -> int:
+    """The open DPO steps beside their pages, when `loaded` adapters are in memory.
+
+    Each has its layers' inputs of a group and its gradients. One unit runs at a time: a layer's graph and a head unit
+    at most, or one member's optimizer, and that step has no inputs then.
+    """
+    align, steps = settings.align, open_steps(loaded)
+    one = adapter_weights(shape.targets, align.rank)
+    # An adapter alone may have several groups, and keeps the gradient as it was before the last; those who share a
+    # window have one group, and none is in two steps.
+    gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
+    return gradients + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
+
+
+def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
+    """One adapter's step of one group, beside its pages: of two windows, or of one window that keeps its graph."""
+    one = adapter_weights(shape.targets, settings.align.rank)
+    if not keeps_graph:
+        return _GRADIENT_BYTES * one + _units_peak(shape, settings, dtype)
+    graph = graph_bytes(shape.linears, settings, dtype) + _head_unit(shape, settings)
+    return _GRADIENT_BYTES * one + max(graph, _OPTIMIZER_BYTES * one)
+
+
+def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """What a step's units take with the layers' inputs: a layer's graph and a head unit, or the optimizer without."""
+    layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+    optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
+    return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
+
+
+def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Hidden states of a group's tokens by both policies."""
+    return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
+
+
+def _kept_inputs(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Each layer's inputs of a group's tokens, the last hidden states and their gradient."""
+    return (shape.layers + 2) * _row(shape, settings, dtype)
+
+
+def _head_unit(shape: BaseShape, settings: Settings) -> int:
+    rows = head_window_size(settings.align.window_tokens, shape.vocab_size)
+    return _LOGIT_COPIES * 4 * shape.vocab_size * rows
+
+
+def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
+    """One packed forward: some rows of the hidden size, a linear's outputs, a chunk's attention, sampled logits.
+
+    No context is longer than one whose K/V take all of the `left` bytes.
+    """
+    tokens = settings.serving.max_batch_tokens
+    widest = max((fan_out for _, fan_out in shape.linears), default=shape.hidden_size)
+    rows = tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
+    context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
+    mask = context * tokens * (dtype.itemsize + _MASK_BYTES)
+    attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
+
+
+def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
+    """What captured decode iterations may hold, and their logits."""
+    if not settings.model.graph_memory_mb:
+        return 0
+    return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
+
+
+def largest_weight(shape: BaseShape, dtype: torch.dtype) -> int:
+    """The one weight that is dequantized at a time."""
+    return max((fan_in * fan_out for fan_in, fan_out in shape.linears), default=0) * dtype.itemsize

@@ -1,0 +1,193 @@
+"""Frozen fp32 linears on the CPU, with a second copy of the weight in oneDNN's packed layout.
+
+Owns that layout's use. Must not know LoRA or batches. On the packed layout products are up to twice as fast as torch's
+own, for the price of the weights' memory again; few rows are multiplied by the compiled kernels, where there are any,
+for the price of half of it more if the weights are numbers of 16 bits.
+Linears that are given the same input are one product: every product is a meeting of all threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from edged.engine.model.quantization import is_quantized
+from edged.engine.native.fp16_weights import narrow
+from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, readable
+
+log = logging.getLogger("edged.engine")
+_ROWS = 16
+"""Rows that the layout is chosen for; other numbers work as well."""
+_TILES = (1024, 512, 256, 128, 64, 32, 16)
+"""Numbers of rows that are multiplied at once; what is left after them is fewer than the last.
+
+oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that it meets: prompts of all lengths would
+cost gigabytes, and milliseconds each time that one is new.
+"""
+COPIES_SHARE = 0.25
+"""Of the memory that is free: what copies of the weights may take."""
+BOTH_COPIES = 1.5
+"""Of the weights' bytes: oneDNN's copy and that in 16 bits."""
+_TOLERANCE = 1e-4
+"""Of the largest output, between products that add up in another order."""
+
+Place = tuple[nn.Module, str, nn.Linear]
+"""A linear, with the module and the attribute that hold it."""
+
+
+class Product:
+    """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
+
+    def __init__(self, linears: Sequence[nn.Linear], native: bool, in_16_bits: bool) -> None:
+        """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights, or
+        `in_16_bits` copies of those that lose nothing by it."""
+        # The kernels' structure holds addresses.
+        self.parts = [LinearParts.of(linear) for linear in linears]
+        weights, biases, _ = zip(*self.parts, strict=True)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        given = [bias for bias in biases if bias is not None]
+        self._bias = torch.cat(given) if given else None
+        self.sizes = [linear.out_features for linear in linears]
+        self._width = sum(self.sizes)
+        self._library = kernels() if native and readable(*weights, *biases) else None
+        if in_16_bits and self._library is not None:
+            self.parts = [part._replace(narrow=narrow(part.weight)) for part in self.parts]
+        self._group = group_of(self.parts)
+        if self._library is not None and not self._agrees():
+            self._library = None
+            self.parts = [part._replace(narrow=None) for part in self.parts]
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+        """Outputs for `_input` that nobody took yet."""
+
+    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """The output of linear `index`; nothing of `x` is kept once all have been asked for theirs."""
+        if x is not self._input or index not in self._outputs:
+            whole = self.whole(x)
+            self._input, self._outputs = x, dict(enumerate(whole.split(self.sizes, -1)))
+        out = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return out
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self._library is not None and len(rows) <= FEW_ROWS:
+            return self._natively(rows.contiguous()).view(*x.shape[:-1], self._width)
+        outs = [
+            torch.ops.mkldnn._linear_pointwise(tile, self._packed, self._bias, "none", [], "")
+            for tile in rows.split(tiles(len(rows)))
+        ]
+        whole = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return whole.view(*x.shape[:-1], whole.shape[-1])
+
+    def _agrees(self) -> bool:
+        """Whether the kernels give what the packed product gives."""
+        x = torch.linspace(-1.0, 1.0, 2 * self._group.input).view(2, -1)
+        wanted = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        # Not "above": a NaN is above nothing.
+        return bool((self._natively(x) - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
+
+    def _natively(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._library is not None
+        out = rows.new_empty(len(rows), self._width)
+        group, threads = ctypes.byref(self._group), torch.get_num_threads()
+        self._library.edged_product(group, rows.data_ptr(), len(rows), out.data_ptr(), self._width, threads)
+        return out
+
+
+def tiles(rows: int) -> list[int]:
+    """`rows` as a sum of few numbers of which there are few."""
+    found = []
+    for size in _TILES:
+        found += [size] * (rows // size)
+        rows %= size
+    return [*found, rows] if rows or not found else found
+
+
+class PackedLinear(nn.Module):
+    """`base`, computed from the packed copy wherever no gradient is asked for."""
+
+    def __init__(self, base: nn.Linear, product: Product, index: int) -> None:
+        super().__init__()
+        self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.product, self._index = product, index
+
+    @property
+    def parts(self) -> LinearParts:
+        """What the kernels read of it."""
+        return self.product.parts[self._index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.is_grad_enabled():
+            out: torch.Tensor = self.base(x)
+            return out
+        return self.product.part(x, self._index)
+
+
+def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, copies: float = 1.0) -> str:
+    """Why the weights of a model are not packed; "" when they can be. The copies take so many times their bytes."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"{dtype} on {device} has no packed product"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return "this torch has no oneDNN"
+    needed = round(copies * sum(linear.weight.nbytes for _, _, linear in _linears(model).values()))
+    free = psutil.virtual_memory().available
+    if needed > COPIES_SHARE * free:
+        return f"copies take {needed >> 20} MiB, more than a quarter of the {free >> 20} MiB that are free"
+    return ""
+
+
+def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
+    """Replace every plain linear by its packed form; `native` and `in_16_bits`: see `Product`."""
+    halved = total = 0
+    for group in _groups(_linears(model)):
+        product = Product([linear for _, _, linear in group], native, in_16_bits)
+        for index, (parent, name, linear) in enumerate(group):
+            setattr(parent, name, PackedLinear(linear, product, index))
+        halved += sum(part.narrow is not None for part in product.parts)
+        total += len(group)
+    if halved:
+        log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", halved, total)
+
+
+def _linears(model: nn.Module) -> dict[str, Place]:
+    """All plain linears, by what the model's own code calls them (a wrapper's "base" is not such a name)."""
+    return {
+        f"{path}.{name}".removesuffix(".base"): (parent, name, child)
+        for path, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and not isinstance(parent, PackedLinear) and not is_quantized(child)
+    }
+
+
+def _groups(linears: dict[str, Place]) -> Iterator[list[Place]]:
+    """Siblings that are given the same input together, everything else alone."""
+    for names in siblings(linears):
+        group = [linears[name] for name in names]
+        together = len({(linear.in_features, linear.bias is None) for _, _, linear in group}) == 1
+        yield from [group] if together else [[place] for place in group]
+
+
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What transformers' decoders call linears of one parent that are given the same input."""
+
+
+def siblings(names: Iterable[str]) -> list[list[str]]:
+    """Paths of modules, those with one input together and in the order of `_SIBLINGS`, everything else alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        first = next((group[0] for group in _SIBLINGS if leaf in group), None)
+        groups.setdefault(name if first is None else f"{parent}.{first}", []).append(name)
+    order = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
+    return [sorted(group, key=lambda name: order.get(name.rpartition(".")[2], 0)) for group in groups.values()]

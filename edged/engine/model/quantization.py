@@ -1,0 +1,371 @@
+"""Quantized bases: what a checkpoint needs, what `model.quantize` makes of a plain one, and what its linears hold.
+
+Owns everything that is said about a quantization method, and gradients through the linears whose kernels have none.
+Must not know LoRA, pages or the decoder's structure. The methods themselves are transformers' and their packages'; none
+is imported before a model asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from edged.runtime import logs
+
+_PACKAGES: dict[str, dict[str, str]] = {
+    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
+    "torchao": {"torchao": "torchao"},
+    "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
+    "awq": {"gptqmodel": "gptqmodel"},
+    "auto-round": {"auto_round": "auto-round"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "quanto": {"optimum.quanto": "optimum-quanto"},
+    "hqq": {"hqq": "hqq"},
+    "aqlm": {"aqlm": "aqlm"},
+    "fp8": {"kernels": "kernels"},
+    "mxfp4": {"triton": "triton", "kernels": "kernels"},
+}
+"""What transformers imports for a method -> what pip calls it."""
+MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
+"""Values of `model.quantize` -> the method that makes them."""
+INT4_GROUP = 64
+"""Weights that share a scale: small enough to divide the hidden size of small models, too."""
+_GPU_ONLY = ("fp8", "mxfp4")
+"""Methods that transformers dequantizes on a CPU."""
+_GPU_ONLY_INT4 = ("tile_packed_to_4d", "plain", "preshuffled", "plain_int32")
+"""torchao's int4 layouts: all of them are read by kernels of one kind of GPU."""
+
+_NO_KERNELS = (
+    "it would be dequantized to bfloat16, in up to four times the memory): give the plain checkpoint, and "
+    "model.quantize where it is too large"
+)
+
+
+class CannotQuantize(ValueError):
+    """A quantization cannot be used here; the message says which, why, and the way out."""
+
+
+def method_of(config: Any) -> dict[str, Any] | None:
+    """A checkpoint's `quantization_config` as a dictionary; None when it holds plain weights."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            return dict(found) if isinstance(found, dict) else dict(found.to_dict())
+    return None
+
+
+def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
+    """The name of a checkpoint's method. Raises CannotQuantize when its weights cannot be read or multiplied here."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+
+    method = stored.get("quant_method")
+    if method is None and (stored.get("load_in_4bit") or stored.get("load_in_8bit")):
+        method = "bitsandbytes"
+    known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZATION_CONFIG_MAPPING}
+    if method not in known:
+        # transformers itself would go on and take the packed numbers for weights.
+        raise CannotQuantize(f"quantization {method!r} is not known to transformers ({', '.join(sorted(known))})")
+    # A checkpoint that says so itself is dequantized knowingly.
+    dequantizes = bool(stored.get("dequantize"))
+    if not dequantizes:
+        if method in _GPU_ONLY and device.type == "cpu":
+            raise CannotQuantize(f"quantization {method} needs a GPU ({_NO_KERNELS}")
+        _need_packages(str(method))
+    if method == "torchao" and device.type == "cpu" and (layout := _int4_layout(stored)):
+        raise CannotQuantize(
+            f'torchao int4 in the layout "{layout}" is read by GPU kernels alone: give model.device = "cuda", or the '
+            'plain checkpoint and model.quantize = "int4"'
+        )
+    try:
+        quantizer = AutoHfQuantizer.from_config(stored, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device})
+    except Exception as error:
+        raise CannotQuantize(f"quantization {method}: {logs.first_line(error)}") from error
+    # transformers' way to say that there are no kernels for it here, with a warning that is easily missed.
+    if getattr(quantizer.quantization_config, "dequantize", False) and not dequantizes:
+        raise CannotQuantize(f"quantization {method} cannot be computed on this {device.type} ({_NO_KERNELS}")
+    return str(method)
+
+
+def _int4_layout(stored: dict[str, Any]) -> str:
+    """The GPU layout that a torchao checkpoint names; "" when it names none."""
+    kind = stored.get("quant_type", {}).get("default", {})
+    layout = kind.get("_data", {}).get("int4_packing_format", {}) if isinstance(kind, dict) else {}
+    name = str(layout.get("_data", "") if isinstance(layout, dict) else layout).lower()
+    return name if name in _GPU_ONLY_INT4 else ""
+
+
+def make_config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' configuration that quantizes a plain checkpoint while it is read: `kind` is `model.quantize`.
+
+    Raises CannotQuantize.
+    """
+    method = MADE_BY[kind]
+    _need_packages(method)
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    if kind == "llm-int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    try:
+        return TorchAoConfig(_torchao_int8() if kind == "int8" else _torchao_int4(device, dtype))
+    except ImportError as error:
+        raise CannotQuantize(
+            f'model.quantize = "{kind}" is not in this torchao ({error}): pip install -U torchao'
+        ) from error
+
+
+def _torchao_int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    # Its settings for the compiler would change the precision of every product in the process.
+    return Int8WeightOnlyConfig(set_inductor_config=False)
+
+
+def _torchao_int4(device: torch.device, dtype: torch.dtype) -> Any:
+    if device.type == "cpu":
+        from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=INT4_GROUP, set_inductor_config=False)
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (8, 0):
+        raise CannotQuantize(
+            f'model.quantize = "int4" computes in bfloat16 on GPUs of capability 8.0 or later, not in {dtype} on '
+            f'{torch.cuda.get_device_name(device)}: use "nf4"'
+        )
+    return Int4WeightOnlyConfig(
+        group_size=INT4_GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )
+
+
+def _need_packages(method: str) -> None:
+    missing = [package for module, package in _PACKAGES.get(method, {}).items() if not _there(module)]
+    if missing:
+        raise CannotQuantize(
+            f"quantization {method} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
+        )
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that `module` would be in
+        return False
+
+
+def settle(model: nn.Module, dtype: torch.dtype) -> None:
+    """After loading: 4-bit linears of bitsandbytes compute in `dtype`, and on the CPU stay as they are.
+
+    A checkpoint names the dtype it was tried with, often fp32 by default. On CPUs with AVX512-BF16 the first product
+    would pack the weights for a kernel that rounds to bfloat16 and lets no gradient through, without a word.
+    """
+    linear: Any
+    for linear in model.modules():
+        if _of_bitsandbytes(linear) and hasattr(linear, "compute_dtype"):
+            linear.compute_dtype, linear.compute_type_is_set = dtype, True
+            linear.support_avx512bf16_for_cpu = False
+
+
+# -- what linears hold -------------------------------------------------------------------------------------------------
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear of any kind, as PEFT tells them."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a linear holds its weight in another form than one plain floating-point parameter."""
+    weight = getattr(module, "weight", None)
+    return type(weight) is not nn.Parameter or not weight.is_floating_point()
+
+
+def differentiates(module: nn.Module) -> bool:
+    """Whether a quantized linear has a derivative of its own that keeps no dequantized weight for it."""
+    return _of_bitsandbytes(module)
+
+
+def _of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes")
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every plain tensor that weights are kept in, once, by name: parameters, what tensor subclasses are made of, and
+    the buffers of linears without a weight (GPTQ, AWQ)."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "__tensor_flatten__"):
+            for part in parameter.__tensor_flatten__()[0]:
+                yield f"{name}.{part}", getattr(parameter, part)
+        else:
+            yield name, parameter
+    for path, module in model.named_modules():
+        if is_linear(module) and getattr(module, "weight", None) is None:
+            for name, buffer in module.named_buffers(recurse=False):
+                yield f"{path}.{name}", buffer
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, with the scales of quantized ones."""
+    total = sum(tensor.nbytes for _, tensor in stored_tensors(model))
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes, 4 bit
+        while state is not None:
+            tensors = (getattr(state, name, None) for name in ("absmax", "code", "offset"))
+            total += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            state = getattr(state, "state2", None)
+    for module in model.modules():
+        scales = getattr(getattr(module, "state", None), "SCB", None)  # bitsandbytes, 8 bit
+        total += scales.nbytes if isinstance(scales, torch.Tensor) else 0
+    return total
+
+
+def weight_count(model: nn.Module) -> int:
+    """Weights that the model computes with: packed ones count as what they stand for, tied ones once."""
+    seen: set[int] = set()
+    total = 0
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        weight = getattr(module, "weight", None)
+        if is_linear(module) and is_quantized(module):
+            total += int(module.in_features) * int(module.out_features)  # type: ignore[arg-type]
+            own = [p for p in own if p is not weight]
+        total += sum(p.numel() for p in own)
+    return total
+
+
+# -- what they take ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How a linear's weight [out, in] is stored: `bits` a weight, and `scale_bytes` for every `group` of a row (0: the
+    whole row). Kernels may want rows and columns padded."""
+
+    bits: float
+    group: int = 0
+    scale_bytes: float = 0.0
+    pad_in: int = 1
+    pad_out: int = 1
+
+    def bytes_of(self, in_features: int, out_features: int) -> int:
+        """Bytes of one weight with its scales."""
+        columns, rows = (-(-n // pad) * pad for n, pad in ((in_features, self.pad_in), (out_features, self.pad_out)))
+        groups = rows * (-(-columns // self.group) if self.group else 1)
+        return round(rows * columns * self.bits / 8 + groups * self.scale_bytes)
+
+
+_NESTED = 1 + 4 / 256
+"""Bytes of a scale that is itself quantized to 8 bits, in blocks of 256 with an fp32 scale."""
+
+
+def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
+    """The form that `model.quantize` = `kind` makes; "" is plain `dtype`."""
+    padding = {"pad_in": 1024, "pad_out": 8} if cuda else {}
+    return {
+        "": WeightForm(8.0 * dtype.itemsize),
+        "nf4": WeightForm(4, 64, _NESTED),
+        "llm-int8": WeightForm(8, 0, 4),
+        "int8": WeightForm(8, 0, dtype.itemsize),
+        "int4": WeightForm(4, INT4_GROUP, 2 * dtype.itemsize, **padding),
+    }[kind]
+
+
+def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
+    """The form of a checkpoint's `quantization_config`. Raises CannotQuantize for one whose size is not known."""
+    method = stored.get("quant_method")
+    if stored.get("load_in_4bit"):
+        return WeightForm(4, 64, _NESTED if stored.get("bnb_4bit_use_double_quant") else 4)
+    if stored.get("load_in_8bit"):
+        return form_of_setting("llm-int8", dtype, cuda)
+    if method in ("gptq", "awq"):
+        bits = float(stored.get("bits", 4))
+        group = int(stored.get("group_size", 128))
+        return WeightForm(bits, max(group, 0), 2 + bits / 8)
+    kind = str(stored.get("quant_type", {}).get("default", {}).get("_type", "")) if method == "torchao" else ""
+    if "Int8Weight" in kind:
+        return form_of_setting("int8", dtype, cuda)
+    if "Int4Weight" in kind:
+        return form_of_setting("int4", dtype, cuda)
+    raise CannotQuantize(f"how much memory weights of quantization {method} {kind} take is not known")
+
+
+_COLUMNS = 512
+"""Of a weight that is only known by its products: how many are recovered at once."""
+
+
+class FrozenLinear(nn.Module):
+    """`base`, whose input gets the gradient upstream @ weight; the graph keeps no weight.
+
+    The weight is dequantized for each backward product and let go again.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            out: torch.Tensor = _Product.apply(x, self)
+            return out
+        plain: torch.Tensor = self.base(x)
+        return plain
+
+    def input_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] -> [..., in_features]."""
+        weight: Any = getattr(self.base, "weight", None)
+        known = type(weight).dequantize is not torch.Tensor.dequantize if isinstance(weight, torch.Tensor) else False
+        # A scale of the inputs is not in the weight.
+        if known and getattr(weight, "act_pre_scale", None) is None:
+            return upstream @ weight.dequantize().to(upstream.dtype)
+        return torch.cat([self._columns(upstream, start) for start in range(0, self.in_features, _COLUMNS)], dim=-1)
+
+    def _columns(self, upstream: torch.Tensor, start: int) -> torch.Tensor:
+        """The gradient of inputs from `start` on, by the products of unit vectors: rows of the transposed weight."""
+        count = min(_COLUMNS, self.in_features - start)
+        units = upstream.new_zeros(count, self.in_features)
+        units[:, start : start + count].fill_diagonal_(1.0)
+        rows = self.base(units[None])[0]
+        bias = getattr(self.base, "bias", None)
+        if bias is not None:
+            rows = rows - bias
+        return upstream @ rows.t().to(upstream.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, linear: FrozenLinear) -> torch.Tensor:
+        ctx.linear = linear
+        out: torch.Tensor = linear.base(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.linear.input_gradient(upstream[0]), None
+
+
+def give_gradients(model: nn.Module) -> None:
+    """Wrap every quantized linear that has no derivative of its own."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(parent, FrozenLinear) and is_linear(child) and is_frozen_alone(child):
+                setattr(parent, name, FrozenLinear(child))
+
+
+def is_frozen_alone(linear: nn.Module) -> bool:
+    """Whether a linear is quantized and leaves its derivative to us; not so wrappers, which have no weight."""
+    return not list(linear.children()) and is_quantized(linear) and not differentiates(linear)

@@ -1,0 +1,359 @@
+"""The served model: an unmodified transformers decoder, checked at start, with the handles that the engine needs.
+
+Owns loading, the check that the model can be served, and running one decoder layer or the head alone. Must not know
+requests, pages' owners or policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import IMPLEMENTATION, AttentionBackend, PagedAttention, attention_pass
+from edged.engine.kv.store import KvStore
+from edged.engine.lora.linear import LoraSlots, NoSuchLinears, target_linears
+from edged.engine.model.loading import ModelRefused as ModelRefused
+from edged.engine.model.loading import load_pretrained
+from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
+from edged.engine.model.quantization import (
+    give_gradients,
+    is_linear,
+    is_quantized,
+    stored_tensors,
+    weight_bytes,
+    weight_count,
+)
+from edged.settings.load import AlignSettings, ModelSettings
+
+log = logging.getLogger("edged.engine")
+_PROBE_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes that the cache, the cost model and the status need."""
+
+    architecture: str
+    parameters: int
+    weight_bytes: int
+    """Of all parameters, in the form in which they are kept."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    window: int | None
+    """The shortest sliding window of a layer; None when all see all that precedes."""
+
+
+class ServedModel:
+    """A decoder in eval mode whose attention is `edged.engine.attention.paged` and whose linears hold LoRA slots."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+        self.body = model.base_model
+        self.layers, self.norm = _find_decoder(self.body)
+        self.head: nn.Module = model.get_output_embeddings()
+        self.config = model.config.get_text_config()
+        _fix_frequencies(model)
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        self.logit_scale = getattr(self.config, "logit_scale", None) or 1.0 / (
+            getattr(self.config, "logits_scaling", None) or 1.0
+        )
+        self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
+        self.shape, self.trainable_error = self._probe()
+        self.fingerprint = fingerprint(model)
+        """Identifies the base weights: what was learnt or scored on others does not fit these."""
+        self.lora: LoraSlots | None = None
+
+    @classmethod
+    def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
+        """Load what `save_pretrained` wrote. Raises ModelRefused with the reason."""
+        model = load_pretrained(str(directory), settings, IMPLEMENTATION)
+        return cls(model, model.device, model.dtype)
+
+    def targets(self, align: AlignSettings) -> list[str]:
+        """Names of the linears that LoRA is for. Raises ModelRefused when there are none of the names that are set."""
+        try:
+            return target_linears(self.model, align.target_modules)
+        except NoSuchLinears as error:
+            raise ModelRefused(str(error)) from None
+
+    def attach_lora(self, align: AlignSettings, slots: int) -> None:
+        """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
+        targets = self.targets(align)
+        self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
+        give_gradients(self.model)
+        self.head = self.model.get_output_embeddings()
+        if not targets:
+            self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
+
+    def pack_weights(self, native: bool = True, in_16_bits: bool = True) -> str:
+        """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`.
+
+        With `native` few rows are multiplied by the compiled kernels, where there are any; these read the weights
+        `in_16_bits` where that changes no number, and memory allows the second copy, too.
+        """
+        reason = why_not_packed(self.model, self.device, self.dtype)
+        if not reason:
+            in_16_bits = in_16_bits and native
+            if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
+                log.info("weights are not read in 16 bits: %s", lacking)
+                in_16_bits = False
+            pack_linears(self.model, native, in_16_bits)
+            self.head = self.model.get_output_embeddings()
+        return reason
+
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, by the model's own configurations."""
+        found: set[int] = set()
+        for config in (self.config, getattr(self.model, "generation_config", None)):
+            value = getattr(config, "eos_token_id", None)
+            if value is not None:
+                found.update([value] if isinstance(value, int) else value)
+        return frozenset(found)
+
+    def new_kv(self, pages: int, page_size: int) -> KvStore:
+        """K/V storage that fits this model."""
+        s = self.shape
+        return KvStore(pages, page_size, s.layers, s.kv_heads, s.head_dim, self.dtype, self.device)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of K/V."""
+        s = self.shape
+        return KvStore.bytes_per_page(page_size, s.layers, s.kv_heads, s.head_dim, self.dtype)
+
+    def check_device(self) -> None:
+        """Raises RuntimeError where the device does nothing more, as a GPU does after an illegal access."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Logits [len(logit_rows), vocab] of a packed batch; the caller sets the attention pass and the LoRA runs."""
+        out = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows, return_dict=True
+        )
+        return out.logits[0]
+
+    def layer_calls(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """The first layer's input [tokens, hidden_size] and every layer's keyword arguments; no layer is computed."""
+        hiddens: list[torch.Tensor] = []
+        calls: list[dict[str, Any]] = []
+
+        def record(hidden_states: torch.Tensor, *_: Any, **call: Any) -> Any:
+            hiddens.append(hidden_states)
+            calls.append(call)
+            return (hidden_states,) if self._layers_give_tuples else hidden_states
+
+        before = [layer.__dict__.get("forward") for layer in self.layers]
+        try:
+            for layer in self.layers:
+                layer.forward = record
+            with torch.no_grad():
+                self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        finally:
+            for layer, own in zip(self.layers, before, strict=True):
+                del layer.forward
+                if own is not None:
+                    layer.forward = own
+        return hiddens[0][0], calls
+
+    def run_layer(
+        self, layer: int, hidden: torch.Tensor, inputs: dict[str, Any], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """One decoder layer alone: `hidden` [tokens, hidden_size], `inputs` as the model passed them."""
+        with attention_pass(attention):
+            out = self.layers[layer](hidden[None], **inputs)
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
+        out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
+        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+
+    def _probe(self) -> tuple[ModelShape, str]:
+        """Run a few tokens in two chunks through pages and compare with the model's own attention.
+
+        Returns the shape and, where the head cannot be recomputed alone, why it cannot be trained.
+        Raises ModelRefused.
+        """
+        name = type(self.model).__name__
+        spy = _ShapeSpy()
+        vocab = int(self.config.vocab_size)
+        ids = torch.arange(7, 7 + _PROBE_TOKENS, device=self.device)[None] % vocab
+        positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
+        rows = torch.arange(_PROBE_TOKENS, device=self.device)
+        tuples: list[bool] = []
+        handle = self.layers[0].register_forward_hook(lambda _module, _args, out: tuples.append(isinstance(out, tuple)))
+        with torch.inference_mode():
+            try:
+                with attention_pass(spy):
+                    self.forward(ids, positions, rows)
+            except ModelRefused:
+                raise
+            except Exception as error:
+                raise ModelRefused(f"{name} cannot be served: {error}") from error
+            handle.remove()
+            self._layers_give_tuples = any(tuples)
+            shape = self._shape_from(spy)
+            self.model.set_attn_implementation("eager")
+            wanted = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+            self.model.set_attn_implementation(IMPLEMENTATION)
+            kv = KvStore(2, _PROBE_TOKENS, shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device)
+            half = _PROBE_TOKENS // 2
+            keeper = _LastHidden(self.norm)
+            got, last = [], []
+            for first in (0, half):
+                tokens = ids[0, first : first + half].tolist()
+                batch = pack([Segment(tokens, first, np.array([1]), position=first)], kv, self.device)
+                with attention_pass(PagedAttention(batch, kv)):
+                    got.append(self.forward(batch.input_ids, batch.position_ids, rows[:half]).float())
+                last.append(keeper.value)
+            keeper.close()
+            # Some quantized products round their input: a last bit of it can move them by a step.
+            exact = self.dtype == torch.float32 and not self.quantized
+            tolerance = 1e-3 if exact else 0.1
+            scale = float(wanted.abs().max()) + 1e-6
+            if not float((torch.cat(got) - wanted).abs().max()) <= tolerance * scale:
+                raise ModelRefused(
+                    f"{name} cannot be served: over paged K/V it answers differently from its own attention "
+                    "(its attention is not plainly causal, or its positions are not rotary)"
+                )
+            alone = self.logits(torch.cat([h for h in last if h is not None]))
+            same = float((alone - wanted).abs().max()) <= tolerance * scale
+        return (
+            shape,
+            "" if same else f"{name}'s head does more than norm, linear and soft cap: it is served, not trained",
+        )
+
+    def _shape_from(self, spy: _ShapeSpy) -> ModelShape:
+        name = type(self.model).__name__
+        if sorted(spy.seen) != list(range(len(self.layers))):
+            raise ModelRefused(
+                f"{name} cannot be served: {len(spy.seen)} of its {len(self.layers)} layers use the attention "
+                "interface (layers without attention, or with their own, need a cache that edged does not page)"
+            )
+        if "chunked_attention" in (getattr(self.config, "layer_types", None) or ()):
+            raise ModelRefused(f"{name} cannot be served: its chunked attention is not causal over all that precedes")
+        if len(set(spy.seen.values())) != 1:
+            raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {spy.seen}")
+        heads, kv_heads, head_dim = spy.seen[0]
+        return ModelShape(
+            architecture=name,
+            parameters=weight_count(self.model),
+            weight_bytes=weight_bytes(self.model),
+            layers=len(self.layers),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=int(self.config.hidden_size),
+            vocab_size=int(self.config.vocab_size),
+            max_positions=_max_positions(self.config),
+            window=min(spy.windows, default=None),
+        )
+
+
+class _ShapeSpy:
+    """An attention pass that records each layer's (heads, kv_heads, head_dim) and window, and attends plainly."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int]] = {}
+        self.windows: set[int] = set()
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise ModelRefused("keys and values of different head sizes cannot share a page")
+        self.seen[layer] = (query.shape[0], key.shape[0], key.shape[2])
+        if window is not None:
+            self.windows.add(window)
+        return query.transpose(0, 1).clone()
+
+
+class _LastHidden:
+    """Catches what the final norm is given."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.value: torch.Tensor | None = None
+        self._handle = norm.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.value = args[0][0]
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+def _fix_frequencies(model: nn.Module) -> None:
+    """Have rotary embeddings keep their first frequencies: within `_max_positions` they are never others.
+
+    Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
+    """
+    for module in model.modules():
+        found = getattr(module, "rope_type", "")
+        kinds = found.values() if isinstance(found, dict) else [found]
+        if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            plain = inspect.unwrap(type(module).forward)
+            module.forward = torch.no_grad()(partial(plain, module))
+
+
+def _max_positions(config: Any) -> int:
+    """The context. LongRoPE takes other frequencies for the whole batch when one position passes the original context:
+    up to there a sequence's K/V do not depend on what shares the batch, so it ends there."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Identifies a base model by its weights: of every tensor of weights the name, the shape and its first values."""
+    digest = hashlib.sha256()
+    for name, tensor in stored_tensors(model):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().flatten()[:16].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
+    """The list of decoder layers and the final norm, by the names that transformers' decoders use."""
+    layers = next(
+        (getattr(body, n) for n in ("layers", "h", "blocks") if isinstance(getattr(body, n, None), nn.ModuleList)), None
+    )
+    norm = next(
+        (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None
+    )
+    if layers is None or norm is None:
+        raise ModelRefused(
+            f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it "
+            "(it is not a decoder-only model that edged knows how to page)"
+        )
+    return layers, norm

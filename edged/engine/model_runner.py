@@ -1,0 +1,411 @@
+"""Runs one plan: a packed forward over serving and fine-tune tokens, sampling, then fine-tune units.
+
+Owns the translation of grants into tensors and back, of a group's next tokens into segments, too. Must not know
+priorities, sockets or files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from edged.align.pair_queues import FineTuneStep
+from edged.cache.page_pool import OutOfPages, PagePool
+from edged.cache.prefix_trie import PrefixTrie
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.attention.selection import Backends
+from edged.engine.kv.offload import KvOffload
+from edged.engine.kv.store import KvStore
+from edged.engine.model.layer_access import LayerTap, PagedDecoder, Take
+from edged.engine.model.served_model import ServedModel
+from edged.engine.sampling.sampler import Drawn, SampledRows, SamplingRow, sample
+from edged.engine.sequence import Sequence
+from edged.scheduler.task import Plan, Unit
+from edged.tensors.oom import out_of_memory
+
+if TYPE_CHECKING:
+    from edged.engine.cuda_graphs import DecodeGraphs  # brings Triton, which is slow to import
+    from edged.engine.pruner import Pruner
+from collections.abc import Mapping
+
+from edged.align.dpo.micro_batch import MicroBatch, PairForward
+from edged.align.dpo.pair_layout import Piece
+from edged.engine.attention.packed_batch import NO_SLOT
+from edged.tensors.device_copy import upload
+
+log = logging.getLogger("edged.engine")
+
+
+@dataclass(slots=True)
+class FineTuneJob:
+    """A step under way, with the slots that its adapters' policy streams use."""
+
+    step: FineTuneStep
+    slots: dict[str, int]
+    opened_s: float
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """What a plan came to. `sampled` sequences are in the order of `drawn`."""
+
+    prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences whose K/V advanced, with the number of tokens."""
+    segments: list[Segment] = field(default_factory=list)
+    """Of `prefilled`, in the same order."""
+    broken: set[int] = field(default_factory=set)
+    """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
+    sampled: list[Sequence] = field(default_factory=list)
+    drawn: Drawn | None = None
+    finetuned: list[tuple[FineTuneJob, int]] = field(default_factory=list)
+    """Jobs whose forward advanced."""
+    units_run: dict[int, int] = field(default_factory=dict)
+    """Task id -> units that ran."""
+    units: list[tuple[Unit, float]] = field(default_factory=list)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    """Task id of fine-tune jobs whose unit raised -> why."""
+    forward_s: float = 0.0
+
+
+class _UnitClock:
+    """Times a row of units, on CUDA by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        """End the present lap and begin the next."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def wait(self) -> None:
+        """Until the device has come to the end of the latest lap."""
+        if self._cuda:
+            self._marks[-1].synchronize()
+
+    def laps(self) -> list[float]:
+        """Seconds of each lap."""
+        if not self._cuda:
+            return [b - a for a, b in itertools.pairwise(self._marks)]
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
+
+
+class ModelRunner:
+    """Owns the model with its pages; the engine thread alone calls it."""
+
+    def __init__(
+        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, paths: Backends
+    ) -> None:
+        assert model.lora is not None
+        self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
+        self._paths = paths
+        self.decoder = PagedDecoder(model, kv)
+        self._lora = model.lora
+        self._tap = LayerTap(model)
+        self._end_ids: frozenset[int] = frozenset()
+        self.graphs: DecodeGraphs | None = None
+        self.why_not: dict[str, str] = {}
+        """Why "decode", "prefill", "lora" or "graphs" go the slower way."""
+        """Where iterations of decodes alone are replayed."""
+        self.spill: KvOffload | None = None
+        """Where the trie's evicted pages go."""
+        self.pruner: Pruner | None = None
+        """Where sequences are pruned."""
+
+    def paths_report(self) -> dict[str, Any]:
+        """Which implementations compute attention and the adapters' updates, and why not faster ones."""
+        return {
+            "decode": self._paths.decode,
+            "prefill": "triton" if self._paths.tile_tokens else "gathered",
+            "lora": self._lora.runs.kernel,
+            "why_not": self.why_not,
+        }
+
+    def set_end_ids(self, end_ids: frozenset[int]) -> None:
+        """Tokens that end an answer; they are forbidden before `min_tokens`."""
+        self._end_ids = end_ids
+
+    def allocate(self, pages: int) -> list[int]:
+        """Free pages, evicting shared prefixes that nobody uses. Raises OutOfPages."""
+        missing = pages - self.pool.free_pages
+        if missing > 0 and self.trie is not None:
+            self.trie.evict(missing)
+        return self.pool.allocate(pages)
+
+    def evictable_pages(self) -> int:
+        """Pages of shared prefixes that nobody uses."""
+        return self.trie.evictable_pages if self.trie is not None else 0
+
+    def allocate_to_write(self, pages: int) -> list[int]:
+        """As `allocate`, for what writes before the next forward: after the copies of what was evicted for it."""
+        taken = self.allocate(pages)
+        if self.spill is not None:
+            self.spill.settle()
+        return taken
+
+    def run(
+        self,
+        plan: Plan,
+        sequences: dict[int, Sequence],
+        jobs: dict[int, FineTuneJob],
+        interrupted: Callable[[], bool],
+        meanwhile: Callable[[], None],
+    ) -> RunnerOutput:
+        """Run a plan. Between units `interrupted` may ask to stop: a request has come.
+
+        `meanwhile` is called when the forward is queued on the device and before its tokens are waited for.
+        """
+        work = RunnerOutput()
+        if self.pruner is not None:
+            self.pruner.begin_iteration()
+        segments: list[Segment] = []
+        takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
+        for grant in plan.grants:
+            if not grant.tokens:
+                continue
+            try:
+                if grant.task.task_id in sequences:
+                    segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.tokens, work))
+                else:
+                    job = jobs[grant.task.task_id]
+                    taken = job.step.group.take(grant.tokens)
+                    parts = segments_of(taken, job.slots, self.kv.page_size, self._allocate_array)
+                    takes.append((job, taken, parts))
+                    segments += parts
+            except OutOfPages:
+                # The plan was made from the same counts, so this is rare: the task simply waits an iteration.
+                continue
+        if segments:
+            started = time.perf_counter()
+            self._forward(segments, takes, work, meanwhile)
+            work.forward_s = time.perf_counter() - started
+        for grant in plan.grants:
+            if grant.units:
+                self._run_units(jobs[grant.task.task_id], grant.task.task_id, grant.units, interrupted, work)
+        return work
+
+    def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
+        first, rows = sequence.computed, sequence.rows
+        tokens = min(tokens, len(sequence.tokens) - first)
+        needed = -(-(rows + tokens) // self.kv.page_size) - len(sequence.pages)
+        if needed > 0:
+            sequence.add_pages(self.allocate(needed))
+        work.prefilled.append((sequence, tokens))
+        done = first + tokens == len(sequence.tokens)
+        if done:
+            work.sampled.append(sequence)
+        segment = Segment(
+            tokens=sequence.tokens[first : first + tokens],
+            context=rows,
+            pages=sequence.table,
+            slot=sequence.slot,
+            position=first,
+            samples=done,
+            compacted=sequence.compacted,
+            watch=self.pruner.observer(sequence) if self.pruner is not None and sequence.decoding else None,
+        )
+        work.segments.append(segment)
+        return segment
+
+    def _allocate_array(self, pages: int) -> np.ndarray:
+        return np.array(self.allocate(pages), np.int64)
+
+    def _forward(
+        self,
+        segments: list[Segment],
+        takes: list[tuple[FineTuneJob, Taken, list[Segment]]],
+        work: RunnerOutput,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        if self.spill is not None:
+            self.spill.join()
+        with torch.inference_mode():
+            alone = not takes and all(segment.is_plain_decode and segment.samples for segment in segments)
+            if self.graphs is not None and alone and self.graphs.fits(len(segments)):
+                rows: SampledRows | None = self._replay(self.graphs, segments, work)
+            else:
+                rows = self._launch(segments, takes, work)
+            meanwhile()
+            if rows is not None:
+                work.drawn = rows.read()
+            elif self._tap.broken is None and self.model.device.type == "cuda":
+                # Nothing is read, but the cost model must see the forward's time, not that of its launches.
+                torch.cuda.current_stream(self.model.device).synchronize()
+        self._find_broken(work)
+        for sequence, tokens in work.prefilled:
+            sequence.computed += tokens
+        for job, taken, _ in takes:
+            tokens = sum(piece.stop - piece.start for _, piece in taken)
+            job.step.group.advance(tokens)
+            work.finetuned.append((job, tokens))
+
+    def _find_broken(self, work: RunnerOutput) -> None:
+        """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
+        rows = work.drawn.beside if work.drawn is not None else None
+        if work.drawn is None and self._tap.broken is not None:
+            rows = self._tap.broken.cpu().numpy()
+        self._tap.broken = None
+        if rows is not None and rows.any():
+            for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
+                if rows[segment.start : segment.start + len(segment.tokens)].any():
+                    work.broken.add(sequence.task.task_id)
+
+    def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: RunnerOutput) -> SampledRows:
+        """Decodes alone, as a captured iteration."""
+        order = sorted(range(len(segments)), key=lambda index: segments[index].slot)
+        work.sampled = [work.sampled[index] for index in order]
+        return graphs.run([segments[index] for index in order], self._sampling_rows(work))
+
+    def _launch(
+        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: RunnerOutput
+    ) -> SampledRows | None:
+        """A packed forward, kernel by kernel, and the drawing of what was asked for."""
+        lora = self._lora.runs.kernel == "triton"
+        batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens, lora)
+        kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
+        self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
+        try:
+            attention = attention_pass(PagedAttention(batch, self.kv, self._paths.decode))
+            with attention, self._lora.packed(batch.runs, batch.lora_tiles):
+                logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+        finally:
+            self._tap.disarm()
+        return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
+
+    def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
+        return [sequence.row(self._end_ids) for sequence in work.sampled]
+
+    def _run_units(
+        self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: RunnerOutput
+    ) -> None:
+        clock = _UnitClock(self.model.device)
+        ran: list[Unit] = []
+        for count in range(units):
+            # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
+            begun = count or work.units or work.finetuned
+            if job.step.finished or job.step.tokens_left or (begun and interrupted()):
+                break
+            try:
+                ran.append(Unit(*job.step.run_unit()))
+            except Exception as error:
+                if not out_of_memory(error):
+                    # Not the step's fault where the device does nothing more: this raises there, too.
+                    self.model.check_device()
+                    log.exception("a fine-tune unit failed")
+                # Its frames hold what the step computed, which would stay until cycles are collected.
+                work.failed[task_id] = error.with_traceback(None)
+                break
+            clock.lap()
+            # A device that had all units queued could not be interrupted.
+            clock.wait()
+        work.units += zip(ran, clock.laps(), strict=True)
+        work.units_run[task_id] = len(ran)
+
+    def begin(self, sequence: Sequence, reserve: int, first: bool) -> None:
+        """First pages of an admitted sequence: the longest shared prefix, if there is one.
+
+        What was spilled comes back into pages of which `reserve` are left to the others of this iteration. What a
+        sequence finds that was admitted before, and not for the `first` time, is its own and counts as no hit.
+        """
+        if self.trie is None:
+            return
+        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
+        if pages:
+            sequence.add_pages(pages)
+            sequence.computed = len(pages) * self.kv.page_size
+            if first:
+                sequence.cached_tokens = sequence.computed
+
+    def share(self, sequence: Sequence) -> None:
+        """Let later sequences of the same adapter version use what this one computed."""
+        if self.trie is not None and sequence.shareable and sequence.computed:
+            full = sequence.computed // self.kv.page_size
+            self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.kv.page_size], sequence.pages[:full])
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give a sequence's pages back."""
+        if sequence.pages:
+            self.pool.release(sequence.pages)
+        if self.pruner is not None:
+            self.pruner.forget(sequence)
+        sequence.pages = []
+        sequence.computed = 0
+        sequence.compacted = sequence.watch = None
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.spill is not None:
+            self.spill.close()
+
+    def release(self, pages: np.ndarray) -> None:
+        """Give a fine-tune stream's pages back."""
+        self.pool.release(pages.tolist())
+
+
+Taken = list[tuple[PairForward, Piece]]
+
+
+def segments_of(
+    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], np.ndarray]
+) -> list[Segment]:
+    """Segments of taken pieces, in the same order, each under the slot of its pair's adapter.
+
+    Their streams' pages grow to hold them.
+    """
+    segments = []
+    for stream, piece in taken:
+        needed = -(-piece.stop // page_size) - len(stream.pages)
+        if needed > 0:
+            stream.pages = np.concatenate((stream.pages, allocate(needed)))
+        segments.append(
+            Segment(
+                tokens=stream.layout.ids[piece.start : piece.stop],
+                context=piece.start,
+                pages=stream.pages,
+                slot=NO_SLOT if stream.reference else slots[stream.pair.adapter],
+                position=piece.position,
+                hidden=piece.hidden,
+            )
+        )
+    return segments
+
+
+def take_of(group: MicroBatch, taken: Taken, segments: list[Segment], device: torch.device) -> Take:
+    """What the layer tap shall keep of a packed batch that holds `segments`."""
+    rows: list[np.ndarray] = []
+    last: list[np.ndarray] = []
+    kept: list[np.ndarray] = []
+    kept_start = -1
+    for (stream, piece), segment in zip(taken, segments, strict=True):
+        n = piece.stop - piece.start
+        packed = np.arange(segment.start, segment.start + n)
+        rows.append(packed)
+        last.append(np.arange(stream.row + piece.start, stream.row + piece.stop))
+        if stream.kept >= 0:
+            if not kept:
+                kept_start = stream.kept + piece.start
+            kept.append(packed)
+    tables = [np.concatenate(part) for part in (rows, last, kept) if part]
+    moved = upload(tables, device)
+    return Take(
+        last=group.last,
+        rows=moved[0],
+        last_rows=moved[1],
+        inputs=group.inputs if kept else None,
+        kept_rows=moved[2] if kept else None,
+        kept_start=kept_start,
+    )

@@ -1,0 +1,224 @@
+"""Norm-based K/V pruning of decoding sequences (MACE 4.3), carried out on pages.
+
+Owns which sequence is observed and pruned when, the choice of rows, and the compaction of pages. Must not know how
+budgets follow from norms (`edged.cache.pruning_budget`), nor the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from edged.cache.page_pool import PagePool
+from edged.cache.pruning_budget import SINK_PAGES, Pressure, PruningRule, head_budgets
+from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
+from edged.engine.kv.store import KvStore
+from edged.engine.sequence import Sequence
+from edged.settings.load import CacheSettings
+from edged.tensors.device_copy import upload
+
+log = logging.getLogger("edged.engine")
+_MOST_FAILURES = 3
+"""Prunings that may raise before no more are tried."""
+_FIRST_LOOKS, _LOOK_EVERY = 4, 8
+"""A sequence is observed in so many iterations at first, then in each so many-th: in the same ones as all others, for
+captured iterations cannot be observed."""
+_LATEST_LOOK = 2 * _LOOK_EVERY
+"""Tokens after which a sequence is observed that took part in none of these."""
+
+
+class Pruner:
+    """The engine thread alone uses it; `report` may be called from any thread."""
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        kv: KvStore,
+        pool: PagePool,
+        evictable_pages: Callable[[], int],
+        allocate: Callable[[int], list[int]],
+    ) -> None:
+        """`evictable_pages` are free when `allocate` needs them."""
+        assert settings.pruning != "off"
+        self._mode, self._window, self._least_norm = settings.pruning, settings.prune_window, settings.prune_norm
+        self._rule = PruningRule.of(settings)
+        self._pressure = Pressure(settings.pruning)
+        self._kv, self._pool, self._evictable_pages, self._allocate = kv, pool, evictable_pages, allocate
+        self.prunings = self.pages_returned = 0
+        """Since the start; pages that other sequences go on holding are not counted."""
+        self._live = self._kept_tokens = 0
+        self._failures = self._iteration = 0
+
+    def begin_iteration(self) -> None:
+        """The decodes that `observer` is asked for next are of one iteration."""
+        self._iteration += 1
+
+    def force(self, forced: bool) -> None:
+        """Prune whatever is free, because others on the box need memory; or no more so."""
+        self._pressure.forced = forced
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def due(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Before an iteration: those of the decoding `sequences` that are to be pruned, each before the next is asked.
+
+        The longest comes first. One is enough for an iteration, unless the next ones may find no page.
+        """
+        if self._failures >= _MOST_FAILURES:
+            return
+        decoding = [sequence for sequence in sequences if sequence.decoding]
+        pressure = self._pressure
+        pressure.update(self._free_pages, self._pool.pages, len(decoding))
+        if not pressure.pressed:
+            return
+        for sequence in sorted(decoding, key=lambda sequence: -sequence.rows):
+            if self._worth(sequence):
+                yield sequence
+                pressure.update(self._free_pages, self._pool.pages, len(decoding))
+                if not (pressure.pressed and pressure.urgent):
+                    return
+
+    @property
+    def _free_pages(self) -> int:
+        return self._pool.free_pages + self._evictable_pages()
+
+    def _worth(self, sequence: Sequence) -> bool:
+        """Whether the sequence has been observed, and what it would give back is wanted."""
+        watch, rows = sequence.watch, sequence.rows
+        looks = 1 if self._pressure.urgent else _FIRST_LOOKS
+        if watch is None or watch.observations < looks or not self._rule.returned_pages(rows):
+            return False
+        old = sequence.pages[: self._rule.old_pages(rows)]
+        freed = self._alone(old) - self._rule.budget_pages
+        # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
+        return freed > 0 or (self._mode == "on" and self._free_pages + freed >= self._pressure.wanted_pages)
+
+    def _alone(self, pages: list[int]) -> int:
+        """How many of a sequence's pages no other sequence holds."""
+        references, adopted = self._pool.references, self._pool.is_adopted
+        return sum(references(page) - adopted(page) == 1 for page in pages)
+
+    def observer(self, sequence: Sequence) -> AttentionStats | None:
+        """What shall observe the decode that `sequence` is about to do, if it is time for that."""
+        if not self._pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
+            return None
+        watch, iteration = sequence.watch, sequence.computed
+        if watch is None:
+            watch = sequence.watch = AttentionStats(self._kv, iteration)
+        least = 1 if self._iteration % _LOOK_EVERY == 0 else _LATEST_LOOK
+        if watch.observations >= _FIRST_LOOKS and iteration - watch.iteration < least:
+            return None
+        part = sequence.compacted
+        more = 0 if part is None else int(part.counts.max()) - part.slabs
+        watch.begin(iteration, (sequence.rows // self._kv.page_size + 1 + more) * self._kv.page_size)
+        return watch
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prune(self, sequence: Sequence) -> None:
+        """Compact the old pages of a sequence that is `due`. Whatever it raises, the sequence's pages are in order,
+        but perhaps not what is in them."""
+        kv, slabs, watch = self._kv, self._rule.budget_pages, sequence.watch
+        assert watch is not None
+        old, free = self._rule.old_pages(sequence.rows), self._free_pages
+        recent = sequence.rows - old * kv.page_size
+        before = sequence.compacted or PrunedLayout(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
+        have = before.counts + (old - before.slabs)
+        counts = head_budgets(watch.mean_norms().cpu().numpy(), slabs * kv.kv_heads, have, self._least_norm)
+        watch.reserve(int(have.max()) * kv.page_size + recent)
+        stale_before = sequence.computed - self._window
+        keep = rows_to_keep(watch, torch.from_numpy(have), torch.from_numpy(counts), kv.page_size, stale_before)
+        # What others hold, the trie included, stays as it is. The rows of what nobody holds can still be read below,
+        # for nothing else runs meanwhile: so the pages for what is kept may be some of those that were given up.
+        pages = list(sequence.pages)
+        self._pool.release(pages[:old])
+        own = self._allocate(slabs)
+        sequence.compact(own, old, PrunedLayout(slabs, counts, before.removed + (old - slabs) * kv.page_size))
+        self._count(before, self._free_pages - free)
+        self._move(pages[:old], before, keep, own)
+        _rearrange(watch, keep, have * kv.page_size, recent)
+
+    def _move(self, old: list[int], before: PrunedLayout, keep: torch.Tensor, own: list[int]) -> None:
+        """Copy the rows to `keep` of each layer over the pages `own`, head by head."""
+        kv, device = self._kv, self._kv.keys.device
+        context = len(old) * kv.page_size - 1
+        shape = (kv.layers, kv.kv_heads, kv.page_size)
+        before_pages, after_pages, contexts = upload([np.array(pages) for pages in (old, own, [context])], device)
+        heads = HeadTables.of([before], [context], before_pages[None], contexts, shape)
+        in_page = torch.arange(kv.page_size, device=device)
+        blocks = kv.block_index(after_pages[:, None])
+        to = (blocks[:, None] * kv.page_size + in_page).flatten()
+        # Stable: the rows of a head after those of the one before it, in their order.
+        kept = (~keep).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)[:, : len(to)]
+        for layer in range(kv.layers):
+            rows = (heads.blocks(layer)[0][..., None] * kv.page_size + in_page).flatten(1)
+            kv.move(layer, rows[kept[layer] // keep.shape[2], kept[layer] % keep.shape[2]], to)
+
+    def failed(self) -> None:
+        """A pruning raised; after a few of them no more are tried, since each costs its sequence a recomputation."""
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            log.error("K/V is not pruned any more: it failed %d times", _MOST_FAILURES)
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _count(self, before: PrunedLayout, returned: int) -> None:
+        self.prunings += 1
+        self.pages_returned += max(0, returned)
+        if not before.slabs:
+            self._live += 1
+            self._kept_tokens += self._rule.budget_pages * self._kv.page_size
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence gives its pages back."""
+        if sequence.compacted is not None:
+            self._live -= 1
+            self._kept_tokens -= sequence.compacted.slabs * self._kv.page_size
+
+    def report(self) -> dict[str, object]:
+        """What the status shows; `tokens_kept` of the compacted part of each pruned sequence, on the mean of heads."""
+        return {
+            "mode": self._mode,
+            "pressed": self._pressure.pressed,
+            "sequences": self._live,
+            "tokens_kept": self._kept_tokens,
+            "prunings": self.prunings,
+            "pages_returned": self.pages_returned,
+        }
+
+
+def rows_to_keep(
+    watch: AttentionStats, have: torch.Tensor, keep: torch.Tensor, page_size: int, stale_before: int
+) -> torch.Tensor:
+    """Which old rows of each head stay: boolean [layers, kv_heads, rows]; `have` and `keep` [layers, kv_heads] blocks.
+
+    The sinks stay. Then rows go that were last used before the iteration `stale_before` (t - t_last_used > W of MACE
+    4.3); and of the others those that get the least attention, the earlier of equals.
+    """
+    device = watch.shares.device
+    rows = int(have.max()) * page_size
+    row = torch.arange(rows, device=device).expand(*have.shape, rows)
+    shares, last_used = watch.shares[..., :rows], watch.last_used[..., :rows]
+    rank = (last_used >= stale_before).to(torch.int8)
+    rank = rank.masked_fill(row < SINK_PAGES * page_size, 2)
+    rank = rank.masked_fill(row >= (have * page_size).to(device)[..., None], -1)
+    order = row.flip(-1)
+    for key in (shares, rank):
+        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    first = row < (keep * page_size).to(device)[..., None]
+    return torch.zeros_like(first).scatter_(-1, order, first)
+
+
+def _rearrange(watch: AttentionStats, keep: torch.Tensor, old_rows: np.ndarray, recent: int) -> None:
+    """The watch's rows as they are after pruning: those kept, and the `recent` ones behind each head's `old_rows`."""
+    device = keep.device
+    old = torch.from_numpy(old_rows).to(device)[..., None]
+    row = torch.arange(watch.shares.shape[2], device=device)
+    stay = (row >= old) & (row < old + recent)
+    stay[..., : keep.shape[2]] |= keep
+    watch.rearrange((~stay).to(torch.uint8).argsort(dim=2, stable=True), stay.sum(2))

@@ -1,0 +1,260 @@
+"""Drawing the next token of every sampled row at once, each with its own parameters.
+
+Owns the meaning of the sampling parameters. A drawn token depends on its own row, seed and step alone, never on what
+else shares the batch. Must not know requests' lives or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from edged.engine.request import Sampling
+from edged.engine.sampling.penalties import Changes, TokenCounts, is_penalized
+from edged.engine.sampling.truncation import keep_nucleus, kth_best
+from edged.tensors.device_copy import upload
+
+NOT_A_TOKEN = -1
+_BLOCK = 128
+"""Tokens of a block in which the drawn one is looked for; common vocabularies are multiples of it."""
+_COLDEST = 1e-5
+"""The lowest temperature that scores are divided by."""
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One row to sample; `step` is the draw's number."""
+
+    sampling: Sampling
+    seed: int
+    step: int
+    counts: TokenCounts | None = None
+    """Of its sequence, where penalties need them."""
+    forbidden: Sequence[int] = ()
+    """Tokens that may not be drawn now (end tokens before min_tokens)."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The result on the host. `logprobs` and `tops` have an entry per row, None where not asked for.
+
+    A token is NOT_A_TOKEN where the model's scores were not numbers.
+    """
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    tops: list[list[tuple[int, float]] | None]
+    beside: np.ndarray | None = None
+    """What was to be read with the tokens."""
+
+
+def uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) that depends on (seed, step) alone: SplitMix64 (Steele, Lea and Flood 2014)."""
+    x = (seed * 0x9E3779B97F4A7C15 + (step + 1) * 0xD1B54A32D192ED03) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return ((x ^ (x >> 31)) >> 11) / float(1 << 53)
+
+
+class SampledRows:
+    """Sampling queued on the device; `read` waits for it. The one host synchronisation of an iteration."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        broken: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        raw: torch.Tensor,
+        beside: torch.Tensor | None = None,
+    ) -> None:
+        """`tokens` and `broken` [rows], `raw` scores [rows, vocab], `beside` of one dimension."""
+        self._rows = rows
+        self._asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
+        self._width = max((rows[i].sampling.logprobs or 0 for i in self._asked), default=0)
+        if self._asked:
+            index = _index(self._asked, raw.device)
+            logprobs = raw.index_select(0, index).log_softmax(-1)
+            parts.append(logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0].double())
+            if self._width:
+                best, ids = logprobs.topk(self._width)
+                parts += [best.reshape(-1).double(), ids.reshape(-1).double()]
+        self._beside = beside is not None
+        if beside is not None:
+            parts.append(beside.double())
+        # Doubles hold every token id exactly, so that ids and log-probabilities come back in one copy.
+        self._device = torch.cat(parts)
+
+    def read(self) -> Drawn:
+        """Wait for the device and give the tokens out."""
+        values = self._device.tolist()
+        n, asked, width = len(self._rows), len(self._asked), self._width
+        end = n + asked * (1 + 2 * width)
+        beside = np.array(values[end:]) if self._beside else None
+        drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, beside)
+        for position, row in enumerate(self._asked):
+            drawn.logprobs[row] = values[n + position]
+            wanted = self._rows[row].sampling.logprobs or 0
+            first = n + asked + position * width
+            ids = first + asked * width
+            drawn.tops[row] = [(int(values[ids + j]), values[first + j]) for j in range(wanted)]
+        return drawn
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tensor | None = None) -> SampledRows:
+    """Draw one token per row of `logits` [rows, vocab] (changed in place unless log-probabilities are asked for).
+
+    Order, as transformers has it: penalties, bias and forbidden tokens, temperature, top-k, top-p, min-p.
+    Temperature 0 is the argmax. Otherwise the token is where the cumulated probabilities pass a uniform number.
+    `beside` is read together with the tokens.
+    """
+    raw = logits.float().contiguous()
+    scores = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
+    changes, draws = _changes(rows, scores.shape[1]), _Draws(rows, scores.shape[1])
+    tables = changes.tables()
+    # One transfer: the forward runs on the device meanwhile, and the host waits for neither.
+    moved = upload([*tables, *draws.tables()], scores.device)
+    changes.apply(scores, moved[: len(tables)])
+    tokens, broken = choose_greedy(scores)
+    if draws.any:
+        draws.run(scores, moved[len(tables) :], tokens)
+    return SampledRows(tokens, broken, rows, raw, beside)
+
+
+def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token of each row of `scores` [rows, vocab], and whether the row's scores are no numbers."""
+    tokens = scores.argmax(-1)
+    # argmax points at a NaN where there is one.
+    return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
+
+
+def is_plain(row: SamplingRow) -> bool:
+    """Whether `choose` draws its token: nothing but temperature and min-p shapes its distribution."""
+    s = row.sampling
+    return not (is_penalized(s) or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
+
+
+def plain_parameters(rows: Sequence[SamplingRow]) -> np.ndarray:
+    """What `choose` is given for these rows: [3, rows] of temperature, min-p and uniform number."""
+    columns = [(row.sampling.temperature, row.sampling.min_p, uniform(row.seed, row.step)) for row in rows]
+    return np.ascontiguousarray(np.array(columns, np.float64).T)
+
+
+def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample` for plain rows, from `plain_parameters` on the device: no step of it depends on their values.
+
+    `scores` [rows, vocab] in float32 are left alone.
+    """
+    tokens, broken = choose_greedy(scores)
+    temperature, min_p, uniforms = parameters
+    weights = _weights(_scaled(scores, temperature))
+    _apply_min_p(weights, min_p)
+    return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
+
+
+def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return upload([np.asarray(values, np.int64)], device)[0]
+
+
+def _changes(rows: Sequence[SamplingRow], vocab: int) -> Changes:
+    """Penalties, bias and forbidden tokens of `rows`."""
+    changes = Changes(vocab)
+    for index, row in enumerate(rows):
+        if row.sampling.logit_bias:
+            changes.add(index, row.sampling.logit_bias)
+        if row.forbidden:
+            changes.add(index, dict.fromkeys(row.forbidden, float("-inf")))
+        if row.counts is not None:
+            changes.penalize(index, row.sampling, row.counts)
+    return changes
+
+
+class _Draws:
+    """Which rows are drawn at random, and from what."""
+
+    def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
+        self._drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+        self._rows = [rows[index] for index in self._drawn]
+        self._all = len(self._drawn) == len(rows)
+        self._limited = [place for place, row in enumerate(self._rows) if 0 < row.sampling.top_k < vocab]
+        self._nucleus = [place for place, row in enumerate(self._rows) if row.sampling.top_p < 1]
+        self._counts = [self._rows[place].sampling.top_k for place in self._limited]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self._drawn)
+
+    def tables(self) -> list[np.ndarray]:
+        """What `run` needs on the device, for `upload`."""
+        if not self._drawn:
+            return []
+        top_p = [self._rows[place].sampling.top_p for place in self._nucleus]
+        indices = [np.array(values, np.int64) for values in (self._drawn, self._limited, self._counts, self._nucleus)]
+        floats = [np.array(top_p, np.float64), plain_parameters(self._rows).reshape(-1)]
+        return [*indices, *(values.view(np.int64) for values in floats)]
+
+    def run(self, scores: torch.Tensor, tables: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
+        """Put the drawn rows' tokens into `tokens` [rows], by inverse transform over their truncated distributions."""
+        drawn, limited, counts, nucleus = tables[:4]
+        temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
+        scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
+        out = scaled < self._least(scaled, limited, counts) if self._limited else None
+        weights = _weights(scaled)
+        if out is not None:
+            weights.masked_fill_(out, 0.0)
+        if len(self._nucleus) == len(self._rows):
+            keep_nucleus(weights, tables[4].view(torch.float64))
+        elif self._nucleus:
+            some = weights.index_select(0, nucleus)
+            keep_nucleus(some, tables[4].view(torch.float64))
+            weights.index_copy_(0, nucleus, some)
+        if any(row.sampling.min_p > 0 for row in self._rows):
+            _apply_min_p(weights, min_p)
+        tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
+
+    def _least(self, scaled: torch.Tensor, limited: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The score [rows, 1] below which top-k leaves out; ties with the k-th best stay."""
+        some = scaled if len(self._limited) == len(self._rows) else scaled.index_select(0, limited)
+        least = scaled.new_full((scaled.shape[0], 1), float("-inf"))
+        return least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
+
+
+def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return scores / temperature.clamp_min(_COLDEST).float()[:, None]
+
+
+def _weights(scaled: torch.Tensor) -> torch.Tensor:
+    """Probabilities [rows, vocab] over the largest one of the row, in place of `scaled` scores."""
+    return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
+
+
+def _apply_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token, whose weight is 1."""
+    weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
+
+
+def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token [rows] at which the cumulated `weights` [rows, vocab] pass `uniforms` [rows] of their sum.
+
+    In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums over blocks are double:
+    a float32 sum over a large vocabulary can end visibly short of the whole.
+    """
+    rows, vocab = weights.shape
+    if vocab % _BLOCK:
+        weights = F.pad(weights, (0, _BLOCK - vocab % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniforms[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
+    place = torch.searchsorted(inside.double().cumsum(-1), target - before, right=True)
+    # Two orders of summation may differ in the last bit: never end on a token that cannot be drawn.
+    last = (inside > 0).int().mul_(torch.arange(1, _BLOCK + 1, device=inside.device)).argmax(-1, keepdim=True)
+    return (block * _BLOCK + torch.minimum(place, last))[:, 0]

@@ -1,0 +1,202 @@
+"""What the engine counted: totals, rates of the last seconds, percentiles of the latest events.
+
+Owns the counters, and how a packed forward's time is divided among its members. Written by the engine thread, read by
+any: deques and integers are replaced, never iterated in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from edged.engine.stats.iterations import IterationLog
+from edged.engine.stats.latency import LatencyRing, Wait
+from edged.scheduler.cost.model import CostModel, load_of
+from edged.scheduler.task import IterationResult, Kind, TaskOutcome
+
+MIXES = ("serving", "finetune", "hybrid")
+"""What an iteration can hold: requests alone, fine-tuning alone, both."""
+
+
+@dataclass(slots=True)
+class TimeShares:
+    """Seconds since start in which the device worked, by what for; time between iterations and launches is in none.
+
+    Written by the engine thread, read by any.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finetune_s: float = 0.0
+    iterations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MIXES, 0))
+    iteration_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MIXES, 0.0))
+    """Whole iterations, from before the pages are taken until the tokens are delivered."""
+
+    def add(self, cost: CostModel, result: IterationResult, elapsed_s: float) -> tuple[float, float, float]:
+        """Count an iteration, before its tasks advance; returns what `split` says of it."""
+        prefill_s, decode_s, finetune_s = split(cost, result)
+        self.prefill_s += prefill_s
+        self.decode_s += decode_s
+        self.finetune_s += finetune_s
+        trained = bool(result.units) or any(outcome.task.kind is Kind.FINETUNE for outcome in result.outcomes)
+        served = any(outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes)
+        mix = MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
+        self.iterations[mix] += 1
+        self.iteration_s[mix] += elapsed_s
+        return prefill_s, decode_s, finetune_s
+
+    def report(self) -> dict[str, Any]:
+        """All sums, for the status."""
+        return {
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            "finetune_s": self.finetune_s,
+            "iterations": dict(self.iterations),
+            "iteration_s": dict(self.iteration_s),
+        }
+
+
+def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float]:
+    """Seconds of a measured iteration for prefill, decode and fine-tuning; they add up to its forward and units.
+
+    Fine-tune tokens pay what they are predicted to have added to the forward (MACE packs them into what serving leaves
+    free); prefill and decode share the rest as their predicted forwards alone are to one another.
+    """
+    units_s = sum(seconds for _, seconds in result.units)
+    members = {kind: [outcome for outcome in result.outcomes if outcome.task.kind is kind] for kind in Kind}
+    prefills, decodes, finetunes = members[Kind.PREFILL], members[Kind.DECODE], members[Kind.FINETUNE]
+    serving_s = result.forward_s
+    if any(outcome.tokens for outcome in finetunes):
+        whole_s = cost.forward_s(load_of(result))
+        serving_s *= min(1.0, _forward_s(cost, prefills + decodes) / whole_s) if whole_s > 0.0 else 0.0
+    alone_s = _forward_s(cost, prefills) if prefills else 0.0
+    both_s = alone_s + (_forward_s(cost, decodes) if decodes else 0.0)
+    prefill_s = serving_s * alone_s / both_s if both_s > 0.0 else 0.0
+    return prefill_s, serving_s - prefill_s, units_s + result.forward_s - serving_s
+
+
+def _forward_s(cost: CostModel, outcomes: list[TaskOutcome]) -> float:
+    """Predicted seconds of a forward of these alone."""
+    return cost.forward_s(load_of(IterationResult(outcomes)))
+
+
+_RATE_SPAN_S = 10.0
+_BINS = 32
+"""Iterations that the status shows."""
+_WAITS = 1000
+"""Latest tokens over which percentiles and attainment go."""
+OUTCOMES = ("stop", "length", "cancelled", "error", "refused")
+"""How a request can end; "refused": the queue was full."""
+_LABELS = 8192
+
+Label = tuple[int, str, str]
+"""A task's id, the request that it serves ("" for fine-tuning), and its adapter's name (several of a joint step)."""
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the sorted values lie (nearest rank); 0 when there are none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def _latencies() -> deque[float]:
+    return deque(maxlen=1000)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since start."""
+
+    requests: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    finetune_tokens: int = 0
+    optimizer_steps: int = 0
+    pairs_trained: int = 0
+    preemptions: int = 0
+    iterations: int = 0
+    plans_foreseen: int = 0
+    """Iterations whose plan was made while the one before ran."""
+    followers: int = 0
+    """Times that a request waited for another to compute what their prompts share."""
+    prunings: int = 0
+    """Times that a sequence's K/V was pruned."""
+    pruned_pages: int = 0
+    """Pages that came back by that."""
+    steps_skipped: int = 0
+    rollbacks: int = 0
+    """Versions that were taken back because somebody asked for it."""
+    guard_rollbacks: int = 0
+    """Versions that the guard took back."""
+
+    def copy(self) -> Totals:
+        """A snapshot."""
+        return Totals(*(getattr(self, name) for name in self.__slots__))
+
+
+@dataclass(slots=True)
+class Counters:
+    """All counters of one engine; latencies in milliseconds."""
+
+    totals: Totals = field(default_factory=Totals)
+    busy: TimeShares = field(default_factory=TimeShares)
+    ttft: LatencyRing = field(default_factory=LatencyRing)
+    tbt: LatencyRing = field(default_factory=LatencyRing)
+    outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
+    """Requests that ended, by how."""
+    labels: deque[Label] = field(default_factory=lambda: deque(maxlen=_LABELS))
+    """What the latest tasks are, for those who read records of iterations."""
+    iteration_ms: deque[float] = field(default_factory=_latencies)
+    decision_ms: deque[float] = field(default_factory=_latencies)
+    iterations: IterationLog = field(default_factory=IterationLog)
+    _marks: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=256))
+
+    def mark(self, now: float) -> None:
+        """Remember the totals, at most ten times a second, so that rates can be told."""
+        if not self._marks or now - self._marks[-1][0] >= 0.1:
+            self._marks.append((now, self.totals.copy()))
+
+    def rates(self, now: float) -> dict[str, float]:
+        """Per second, over the last ten seconds at most."""
+        marks = [mark for mark in list(self._marks) if now - mark[0] <= _RATE_SPAN_S]
+        start, before = marks[0] if marks else (now, self.totals)
+        span = max(now - start, 1e-3)
+
+        def rate(name: str) -> float:
+            return float((getattr(self.totals, name) - getattr(before, name)) / span)
+
+        return {
+            "output_tokens_per_s": rate("output_tokens"),
+            "prompt_tokens_per_s": rate("prompt_tokens"),
+            "finetune_tokens_per_s": rate("finetune_tokens"),
+            "requests_per_s": rate("requests"),
+            "pairs_per_s": rate("pairs_trained"),
+        }
+
+    def report(self, now: float) -> dict[str, Any]:
+        """The parts of the status that are counted here."""
+
+        def halves(values: list[float]) -> dict[str, float]:
+            return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95)}
+
+        def milliseconds(waits: list[Wait]) -> list[float]:
+            return [seconds * 1e3 for _, seconds, _, _ in waits]
+
+        def share(waits: list[Wait]) -> float | None:
+            return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
+
+        ttft, tbt = self.ttft.latest(_WAITS), self.tbt.latest(_WAITS)
+        totals = {name: getattr(self.totals, name) for name in Totals.__slots__}
+        return {
+            "rates": self.rates(now),
+            "latency": {
+                "ttft_ms": halves(milliseconds(ttft)),
+                "tbt_ms": halves(milliseconds(tbt)),
+                "iteration_ms": halves(list(self.iteration_ms)),
+            },
+            "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
+            "totals": totals,
+            "outcomes": dict(self.outcomes),
+            "busy": self.busy.report(),
+            "slo": {"ttft_attainment": share(ttft), "tbt_attainment": share(tbt)},
+        }

@@ -1,0 +1,1 @@
+"""What `edged profile` measures."""

@@ -1,0 +1,323 @@
+"""Measures a device for the cost model: packed forwards of many shapes, and the units of fine-tune steps.
+
+Owns the grid of what is measured and the clock readings. Drives the real executor, in process and without the engine's
+thread. Must not know what prices are made of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from edged.align.adapters.adapter import AdapterState
+from edged.align.feedback.pair import TokenPair
+from edged.align.pair_queues import FineTuneStep
+from edged.engine.attention.packed_batch import NO_SLOT
+from edged.engine.build import EngineParts
+from edged.engine.model_runner import FineTuneJob, RunnerOutput
+from edged.engine.request import Request, Sampling
+from edged.engine.sequence import Sequence as Running
+from edged.scheduler.cost.model import Load
+from edged.scheduler.cost.profile import ForwardTime, UnitTime
+from edged.scheduler.task import Grant, Kind, Plan, Task
+
+DECODES = (1, 2, 4, 8, 16, 32, 64)
+CHUNKS = (4, 12, 30, 70, 150, 300, 600, 1024)
+"""Tokens of prompts. Powers of two alone would flatter a device: see `edged.engine.model.packed_linear.tiles`."""
+CONTEXTS = (16, 128, 512, 2048, 8192)
+MIXED_DECODES, MIXED_CHUNKS = (2, 8, 24), (16, 64, 256)
+ADAPTERS = (1, 4, 16)
+"""Distinct adapters in a forward, as far as there are slots."""
+ROUNDS, QUICK_ROUNDS = 12, 4
+"""Times that forwards are measured, besides one to warm up. Never one after itself, whose data would still lie in the
+caches: an engine's forwards differ from one to the next. Nor does a neighbour who is busy for some seconds meet one
+shape alone."""
+_STEPS_EVERY = 3
+"""Rounds for each that measures steps, which are many forwards and units each."""
+_LONG_S = 0.25
+"""A forward that takes longer is measured in the rounds with steps alone."""
+_DECODE_CONTEXT = 64
+"""Of the decodes beside a fine-tune forward."""
+
+Progress = Callable[[int, int, str], None]
+"""(done, of how many, what is measured now)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One packed forward: `decodes` over `context` keys each, and `chunks` of (tokens, context)."""
+
+    decodes: int = 0
+    context: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+    adapters: int = 0
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        chunks = ", ".join(f"{tokens} tokens after {context}" for tokens, context in dict.fromkeys(self.chunks))
+        parts = [f"{self.decodes} decodes over {self.context}"] if self.decodes else []
+        return ", ".join([*parts, f"{len(self.chunks)} x {chunks}"] if chunks else parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the forward."""
+        return self.decodes + sum(tokens for tokens, _ in self.chunks)
+
+    @property
+    def load(self) -> Load:
+        """What it costs by its features."""
+        load = Load(decodes=self.decodes, context=self.decodes * self.context, adapters=self.adapters)
+        for tokens, context in self.chunks:
+            load.add_chunk(tokens, context, finetune=False)
+        return load
+
+    def pages(self, page_size: int) -> int:
+        """Pages that its sequences hold together."""
+        ends = [self.context + 1] * self.decodes + [tokens + context for tokens, context in self.chunks]
+        return sum(-(-end // page_size) for end in ends)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One DPO step: `pairs` of `tokens` each for every one of `adapters`, beside `decodes`."""
+
+    tokens: int
+    pairs: int
+    keep_graph: bool
+    decodes: int = 0
+    adapters: int = 1
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        return f"a step of {self.adapters} over {self.pairs} x {self.tokens} tokens"
+
+
+def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
+    """The grid of serving forwards, as far as batch, pages and context of this engine allow.
+
+    An adapter answers in all of them: whoever has given feedback has one, and it costs time for every token.
+    """
+    serving, stride = parts.settings.serving, 2 if quick else 1
+    longest = parts.max_context_tokens
+    contexts = sorted({min(context, longest - 1) for context in CONTEXTS})
+    found = [Shape(n, context) for n in DECODES[::stride] for context in contexts[::stride]]
+    before = [0, *contexts[1::stride]]
+    found += [Shape(chunks=((tokens, context),)) for tokens in CHUNKS[::stride] for context in before]
+    found += [Shape(chunks=((tokens, 0),) * 4) for tokens in CHUNKS[1:6:stride]]
+    for number in MIXED_DECODES[::stride]:
+        for tokens in MIXED_CHUNKS:
+            found.append(Shape(number, contexts[0], ((tokens, 0),)))
+            found.append(Shape(number, contexts[-1] // 4, ((tokens, contexts[-1] // 8),)))
+    for adapters in ADAPTERS[::stride]:
+        found += [Shape(max(number, adapters), contexts[0], adapters=adapters) for number in (1, 8, 32)]
+        found.append(Shape(chunks=((128, 0),) * adapters, adapters=adapters))
+    least = min(1, parts.slots.count)
+    return sorted(
+        {
+            replace(shape, adapters=max(least, shape.adapters))
+            for shape in found
+            if shape.tokens <= serving.max_batch_tokens
+            and shape.decodes <= serving.max_sequences
+            and shape.adapters <= parts.slots.count
+            and all(tokens + context <= longest for tokens, context in shape.chunks)
+            and shape.pages(parts.runner.pool.page_size) <= parts.pages
+        },
+        key=repr,
+    )
+
+
+def step_shapes(parts: EngineParts, quick: bool) -> list[StepShape]:
+    """Steps of several window sizes, with their graph kept and without; none where the model cannot be trained."""
+    align = parts.settings.align
+    if parts.model.trainable_error:
+        return []
+    found = []
+    for eighths in (1, 4) if quick else (1, 2, 3, 4, 6, 8):
+        tokens = min(max(12, align.window_tokens * eighths // 8), align.max_pair_tokens)
+        for pairs, decodes in ((1, 0), (2, 8)):
+            found.append(StepShape(tokens, pairs, False, decodes))
+            if align.keep_graph and tokens * pairs <= align.window_tokens:
+                found.append(StepShape(tokens, pairs, True))
+    joint = [number for number in (2, 4) if number <= align.joint_adapters]
+    return found + [StepShape(max(12, align.window_tokens // 8), 1, False, adapters=number) for number in joint]
+
+
+def measure(
+    parts: EngineParts, quick: bool, progress: Progress = lambda _done, _all, _what: None
+) -> tuple[list[ForwardTime], list[UnitTime]]:
+    """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
+    prober, chance = Prober(parts), random.Random(0)
+    forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
+    for index, shape in enumerate(forwards):
+        progress(index, len(forwards), f"{shape.text}, to warm up")
+        prober.run_forward(shape, noted=False)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    for number in range(rounds):
+        with_steps = number % _STEPS_EVERY == 0
+        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or not prober.is_long(shape)]
+        work += steps if with_steps else []
+        chance.shuffle(work)
+        for index, item in enumerate(work):
+            progress(number * len(work) + index, rounds * len(work), item.text)
+            if isinstance(item, Shape):
+                prober.run_forward(item)
+            else:
+                prober.run_step(item)
+    return prober.forwards(), prober.units()
+
+
+class Prober:
+    """Runs forwards and fine-tune steps on an engine's parts, whose thread must not run, and keeps their times."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._generator = np.random.default_rng(0)
+        self._pair_ids = 0
+        self._slots: list[int] = []
+        self._forwards: dict[str, tuple[Load, list[float]]] = {}
+        self._units: dict[tuple[str, int], list[float]] = {}
+        self._latest_s: dict[Shape, float] = {}
+
+    def forwards(self) -> list[ForwardTime]:
+        """What all forwards took, by their loads, in a random order."""
+        found = [ForwardTime.of(load, _typical(times)) for _, (load, times) in sorted(self._forwards.items())]
+        random.Random(0).shuffle(found)
+        return found
+
+    def units(self) -> list[UnitTime]:
+        """What all units took, by kind and tokens, in a random order."""
+        found = [UnitTime(kind=kind, tokens=n, seconds=_typical(t)) for (kind, n), t in sorted(self._units.items())]
+        random.Random(0).shuffle(found)
+        return found
+
+    def _note(self, load: Load, seconds: float) -> None:
+        self._forwards.setdefault(repr(load), (load, []))[1].append(seconds)
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    def is_long(self, shape: Shape) -> bool:
+        """Whether the shape's forward took long when it last ran."""
+        return self._latest_s.get(shape, 0.0) > _LONG_S
+
+    def run_forward(self, shape: Shape, noted: bool = True) -> None:
+        """A shape's forward with sampling, once; `noted`: it counts."""
+        slots = self._adapter_slots(shape.adapters)
+        ends = [(1, shape.context)] * shape.decodes + list(shape.chunks)
+        running = [self._sequence(*end, slots[i % len(slots)]) for i, end in enumerate(ends)]
+        try:
+            self._latest_s[shape] = self._run(running).forward_s
+            if noted:
+                self._note(shape.load, self._latest_s[shape])
+        finally:
+            for sequence in running:
+                self._parts.runner.drop(sequence)
+
+    def _run(
+        self, running: Sequence[Running], *tuned: Grant, jobs: dict[int, FineTuneJob] | None = None
+    ) -> RunnerOutput:
+        """One plan of the executor; the sequences are as before afterwards."""
+        grants = [Grant(sequence.task, sequence.task.tokens) for sequence in running]
+        known = {sequence.task.task_id: sequence for sequence in running}
+        plan = Plan([*grants, *tuned])
+        work = self._parts.runner.run(plan, known, jobs or {}, lambda: False, lambda: None)
+        for sequence in running:
+            sequence.computed = sequence.task.context
+        return work
+
+    def _sequence(self, tokens: int, context: int, slot: int) -> Running:
+        """A sequence with `tokens` to compute after `context` others, which have pages."""
+        task = Task(next(self._parts.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
+        prompt = self._tokens(tokens + context)
+        size = self._parts.runner.pool.page_size
+        sequence = Running(
+            Request(f"probe {task.task_id}", prompt, Sampling()),
+            task,
+            seed=task.task_id,
+            submitted_s=0.0,
+            tokens=list(prompt),
+            table=np.zeros(-(-(tokens + context) // size), np.int64),
+            computed=context,
+            slot=slot,
+        )
+        sequence.add_pages(self._parts.runner.allocate(-(-context // size)))
+        return sequence
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        vocab = self._parts.model.shape.vocab_size
+        return tuple(self._generator.integers(min(8, vocab - 1), vocab, count).tolist())
+
+    def _adapter_slots(self, count: int) -> list[int]:
+        """Slots of `count` adapters with weights that are not zero."""
+        while len(self._slots) < count:
+            state = self._state(f"prober-{len(self._slots)}")
+            slot = self._parts.slots.acquire(state)
+            assert slot is not None, "shapes() asks for no more adapters than there are slots"
+            self._slots.append(slot)
+        return self._slots[:count] or [NO_SLOT]
+
+    def _state(self, name: str) -> AdapterState:
+        state = self._parts.trainer.adapter_cache.get(name)
+        if not state.version:
+            weights = {key: value + 0.01 for key, value in state.tensors().items()}
+            state.restore(weights, 1)
+        return state
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def run_step(self, shape: StepShape) -> None:
+        """One DPO step: its packed forwards and its units. RuntimeError when one of these fails."""
+        running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
+        step, began = self._open(shape), time.monotonic()
+        job = FineTuneJob(step, dict.fromkeys(step.adapters, NO_SLOT), began)
+        try:
+            while not step.finished:
+                work, chunk = self._advance(job, running)
+                if work.failed:
+                    raise RuntimeError(f"a fine-tune unit failed: {next(iter(work.failed.values()))}")
+                if chunk:
+                    load = Load(decodes=shape.decodes, context=_DECODE_CONTEXT * shape.decodes, finetune_tokens=chunk)
+                    self._note(load, work.forward_s)
+                for unit, seconds in work.units:
+                    self._units.setdefault((unit.kind, unit.tokens), []).append(seconds)
+        finally:
+            for sequence in running:
+                self._parts.runner.drop(sequence)
+        self._parts.trainer.close(step, time.monotonic() - began)
+        self._parts.trainer.records.clear()
+
+    def _advance(self, job: FineTuneJob, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
+        """The step's next piece of forward, or all units that are known; and the piece's tokens."""
+        task = Task(next(self._parts.task_ids), Kind.FINETUNE, 0.0)
+        left, most = job.step.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
+        if not left:
+            units = len(job.step.units_left())
+            return self._run((), Grant(task, 0, units), jobs={task.task_id: job}), 0
+        # Chunks of all lengths: a third of what is left, then of that, and then the rest.
+        chunk = min(most, left if left < 24 else max(24, left // 3))
+        return self._run(running, Grant(task, chunk), jobs={task.task_id: job}), chunk
+
+    def _open(self, shape: StepShape) -> FineTuneStep:
+        trainer = self._parts.trainer
+        names = [f"prober-learner-{number}" for number in range(shape.adapters)]
+        for name in names:
+            trainer.submit([self._pair(name, shape.tokens) for _ in range(shape.pairs)])
+            trainer.adapter_cache.get(name)
+        return trainer.open(names[0], shape.keep_graph, lambda name: name in names)
+
+    def _pair(self, adapter: str, tokens: int) -> TokenPair:
+        """Half prompt, a quarter each answer."""
+        answer = max(2, tokens // 4)
+        self._pair_ids += 1
+        prompt = self._tokens(max(1, tokens - 2 * answer))
+        return TokenPair(self._pair_ids, adapter, prompt, self._tokens(answer), self._tokens(answer))
+
+
+def _typical(times: list[float]) -> float:
+    """Their median: what others take from the device now and then is not its price."""
+    return sorted(times)[len(times) // 2]

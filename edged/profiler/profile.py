@@ -1,0 +1,116 @@
+"""Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them.
+
+Owns the order of that and the file's place. Must not know the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import edged
+from edged.engine.build import EngineParts, build_parts_apart
+from edged.engine.model.loading import pick_device
+from edged.engine.model.memory_plan import free_bytes, has_own_memory, total_bytes
+from edged.profiler.engine_time import engine_time
+from edged.profiler.measure import Progress, measure
+from edged.profiler.memory_peaks import measure_peaks
+from edged.scheduler.cost.profile import (
+    FOLDER,
+    DeviceMemory,
+    MemoryPeak,
+    Profile,
+    file_name,
+    fit_prices,
+    held_out_error,
+)
+from edged.settings.load import Settings
+from edged.tensors.cpu_threads import apart
+
+
+class ProfilingFailed(RuntimeError):
+    """The device could not be measured; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile and where it belongs."""
+
+    profile: Profile
+    path: Path
+
+
+def profile_device(
+    settings: Settings,
+    model_dir: Path,
+    data_dir: Path,
+    output: Path | None = None,
+    quick: bool = False,
+    progress: Progress = lambda _done, _all, _what: None,
+) -> Measured:
+    """Measure, fit and write the profile, to `output` or into the data folder.
+
+    Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
+    """
+    room = _device_memory(pick_device(settings.model.device))
+    parts = build_parts_apart(_for_measuring(settings), model_dir, None)
+    try:
+        # First, while the heap has no holes that others left.
+        progress(0, 1, "memory")
+        memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
+        forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
+        added = engine_time(parts, quick, progress)
+    except RuntimeError as error:
+        raise ProfilingFailed(str(error)) from error
+    profile = Profile(
+        subject=parts.subject,
+        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        edged_version=edged.__version__,
+        prices=fit_prices(forwards, units),
+        overhead_s=added.overhead_s,
+        rest_s=added.rest_s,
+        error_percent=held_out_error(forwards, units),
+        forwards=tuple(forwards),
+        units=tuple(units),
+        memory=memory,
+        device_memory=room,
+    )
+    path = output or data_dir / FOLDER / file_name(parts.subject)
+    profile.write(path)
+    return Measured(profile, path)
+
+
+def _for_measuring(settings: Settings) -> Settings:
+    """Steps learn from exactly the pairs that they are given, whatever they score."""
+    align = settings.align.model_copy(update={"replay_share": 0.0, "loss_threshold": 0.0, "epochs": 1})
+    guard = settings.guard.model_copy(update={"held_out_share": 0.0})
+    return settings.model_copy(update={"align": align, "guard": guard})
+
+
+def _device_memory(device: torch.device) -> DeviceMemory:
+    kind: Literal["integrated", "discrete", "cpu"] = "cpu"
+    if device.type == "cuda":
+        kind = "discrete" if has_own_memory(device) else "integrated"
+    return DeviceMemory(kind=kind, total_bytes=total_bytes(device), available_bytes=free_bytes(device)[0])
+
+
+def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
+    """`work` with the threads and the device that the engine's own thread would have."""
+    if parts.model.device.type == "cuda":
+        torch.cuda.set_device(parts.model.device)
+    if parts.threads is not None:
+        parts.threads.begin()
+    return work()
+
+
+def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
+    """None of them where this system does not tell a process's peak."""
+    try:
+        return measure_peaks(parts)
+    except OSError:
+        return {}

@@ -1,0 +1,1 @@
+"""The process: its log, heap and service manager."""

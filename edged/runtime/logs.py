@@ -1,0 +1,193 @@
+"""What the daemon says: one line per event that an operator needs, JSON under systemd, plain on a terminal.
+
+Owns the lines' form, where they go, which of them are left out, and that no secret is among them. Must not know what
+the events are, and is never given a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from edged.settings.load import LogSettings, Settings
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The request that the present task works for; every line that it causes carries it."""
+
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+"""syslog's, by level; journald takes them from a prefix `<N>` (sd-daemon(3))."""
+_SECRET_ENDS = ("TOKEN", "PASSWORD", "SECRET", "API_KEY")
+_SHORTEST_SECRET = 6
+"""Shorter ones would blank out parts of ordinary words."""
+_HIDDEN = "***"
+
+
+def event(log: logging.Logger, level: int, name: str, message: str, *, exc_info: bool = False, **fields: Any) -> None:
+    """One line about something that happened: `message` for people, `name` and `fields` for programs.
+
+    With `exc_info` the exception that is being handled is a part of it.
+    """
+    log.log(level, message, exc_info=exc_info, extra={"event": name, "fields": fields}, stacklevel=2)
+
+
+def first_line(error: BaseException, *, with_kind: bool = False) -> str:
+    """What an error says first, or else its kind, for one line of a log or a message; `with_kind`: kind, then that."""
+    said, kind = str(error).strip().partition("\n")[0][:400], type(error).__name__
+    return f"{kind}: {said}" if with_kind and said else said or kind
+
+
+def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str, str], stream: TextIO) -> None:
+    """Send all lines of this process to `stream`, in the form that the settings and `environ` ask for.
+
+    May be called again, as when settings change; `secrets` never appear from then on.
+    """
+    in_journal = _is_journal(stream, environ)
+    json_lines = writes_json(settings, environ, stream)
+    handler = _Handler(stream)
+    handler.addFilter(_with_request)
+    handler.setFormatter(_Redacted(_JsonLines(in_journal) if json_lines else _Lines(), secrets))
+    take_down()
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("edged").setLevel(settings.level.upper())
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread_failure
+
+
+def take_down() -> None:
+    """Write no more lines to where `set_up` sent them."""
+    root = logging.getLogger()
+    for handler in [known for known in root.handlers if isinstance(known, _Handler)]:
+        root.removeHandler(handler)
+
+
+def without_secrets(text: str) -> str:
+    """`text` as a line of the log would show it, for what is told elsewhere."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Redacted):
+            text = handler.formatter.redact(text)
+    return text
+
+
+def writes_json(settings: LogSettings, environ: Mapping[str, str], stream: TextIO) -> bool:
+    """Whether lines on `stream` are JSON: as the settings say, else where systemd collects them."""
+    if settings.format != "auto":
+        return settings.format == "json"
+    # A shell on a terminal may have systemd's variables too: what it starts is for people.
+    return _is_journal(stream, environ) or ("INVOCATION_ID" in environ and not stream.isatty())
+
+
+def secrets_of(settings: Settings, environ: Mapping[str, str]) -> set[str]:
+    """What must never be logged: tokens among the settings, and whatever the environment calls a secret."""
+    found = {str(value) for name, value in settings.api if "token" in name and isinstance(value, str)}
+    found |= {value for name, value in environ.items() if name.upper().endswith(_SECRET_ENDS)}
+    return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
+
+
+class Sparing:
+    """Lets few of many like events through: `burst` at once, then one every `every_s` of each `key`."""
+
+    def __init__(self, burst: int, every_s: float) -> None:
+        self._burst, self._every_s = burst, every_s
+        self._lock = threading.Lock()
+        self._state: dict[str, tuple[float, float, int]] = {}
+
+    def left_out(self, key: str, now: float | None = None) -> int | None:
+        """How many were left out since the last one that was let through; None when this one is left out."""
+        now = time.monotonic() if now is None else now
+        with self._lock:
+            tokens, then, missed = self._state.get(key, (float(self._burst), now, 0))
+            tokens = min(float(self._burst), tokens + (now - then) / self._every_s)
+            if tokens < 1.0:
+                self._state[key] = (tokens, now, missed + 1)
+                return None
+            self._state[key] = (tokens - 1.0, now, 0)
+            return missed
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """What `set_up` made: the next one takes its place."""
+
+
+class _Lines(logging.Formatter):
+    """For people: the time, the level, who speaks, the sentence, the request."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
+
+
+class _JsonLines(logging.Formatter):
+    """For programs: one object a line. `prefixed` lines begin with the level as journald reads it."""
+
+    def __init__(self, prefixed: bool) -> None:
+        super().__init__()
+        self._prefixed = prefixed
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if name := getattr(record, "event", ""):
+            line["event"] = name
+        if of_request := getattr(record, "request_id", ""):
+            line["request_id"] = of_request
+        line |= getattr(record, "fields", {})
+        if record.exc_info and record.exc_info[0] is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        return f"<{_PRIORITIES.get(record.levelno, 5)}>{text}" if self._prefixed else text
+
+
+class _Redacted(logging.Formatter):
+    """Another formatter's lines without the secrets."""
+
+    def __init__(self, inner: logging.Formatter, secrets: Collection[str]) -> None:
+        super().__init__()
+        self._inner = inner
+        # The longest first: one may be a part of another.
+        self._secrets = sorted({form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}, key=len)[
+            ::-1
+        ]
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self.redact(self._inner.format(record))
+
+    def redact(self, text: str) -> str:
+        """`text` with every secret blanked out."""
+        for secret in self._secrets:
+            text = text.replace(secret, _HIDDEN)
+        return text
+
+
+def _with_request(record: logging.LogRecord) -> bool:
+    """Name the request that a line belongs to, unless the line does so itself."""
+    own = getattr(record, "fields", {}).get("request_id") or request_id.get()
+    record.request_id, record.of_request = own, f" [{own}]" if own else ""
+    return True
+
+
+def _is_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether `stream` is the journal's, as `JOURNAL_STREAM` names it (systemd.exec(5))."""
+    try:
+        there = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}"
+
+
+def _log_thread_failure(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_value is None or isinstance(failure.exc_value, SystemExit):
+        return
+    name = failure.thread.name if failure.thread else "?"
+    caught = (failure.exc_type, failure.exc_value, failure.exc_traceback)
+    logging.getLogger("edged").error("the thread %s ended with an exception", name, exc_info=caught)

@@ -1,0 +1,122 @@
+"""What systemd is told of the daemon's life, and what it has told the daemon: sd_notify(3), sd_watchdog_enabled(3).
+
+Owns those messages and their times. Must not know the engine: its sign of life is passed in. Without systemd nothing is
+sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from edged.runtime import logs
+
+log = logging.getLogger("edged")
+
+_EXTEND_EVERY_S, _EXTEND_BY_S = 10.0, 60.0
+_LONGEST_START_S = 3600.0
+"""A model that comes from the hub over a slow line takes its time; one that hangs is given up."""
+_STOP_MARGIN_S = 30.0
+"""Beyond the drain: adapters are saved and the database is closed."""
+_TOLD_EVERY_S = 5.0
+_HUNG_AFTER_S = 60.0
+"""Without a watchdog: when the log has a line of it."""
+
+
+def notify(state: str, environ: Mapping[str, str]) -> None:
+    """Send `state` (lines of `NAME=VALUE`) to where systemd asked to be told. Nobody there is no error."""
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier,
+        contextlib.suppress(OSError),
+    ):
+        # A full queue must not hold up the event loop.
+        notifier.setblocking(False)
+        notifier.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def watchdog_s(environ: Mapping[str, str], pid: int) -> float | None:
+    """Seconds after which systemd restarts a service that sent no sign of life; None where it does not watch `pid`."""
+    microseconds, meant = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    if not microseconds.isdigit() or not int(microseconds) or meant not in ("", str(pid)):
+        return None
+    return int(microseconds) / 1e6
+
+
+class ServiceManager:
+    """One daemon's messages."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._watchdog_s = watchdog_s(environ, os.getpid())
+        self._status = ""
+
+    async def busy(self, doing: str) -> None:
+        """Until it is cancelled: say what is being done before requests are served, and ask for the time it takes."""
+        started = time.monotonic()
+        while time.monotonic() - started < _LONGEST_START_S:
+            seconds = time.monotonic() - started
+            self._tell(f"STATUS={doing} for {seconds:.0f} s", f"EXTEND_TIMEOUT_USEC={_EXTEND_BY_S * 1e6:.0f}")
+            await asyncio.sleep(_EXTEND_EVERY_S)
+
+    def ready(self, status: str) -> None:
+        """Requests are served from now on, or again after `reloading`."""
+        self._status = status
+        self._tell("READY=1", f"STATUS={status}")
+
+    def reloading(self) -> None:
+        """Settings are being read again; `ready` ends that."""
+        self._tell("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def stopping(self, drain_s: float) -> None:
+        """Nothing new is begun; running answers have `drain_s`."""
+        patience_s = drain_s + _STOP_MARGIN_S
+        self._tell(
+            "STOPPING=1",
+            f"STATUS=stopping: running answers have {drain_s:g} s",
+            f"EXTEND_TIMEOUT_USEC={patience_s * 1e6:.0f}",
+        )
+
+    async def watch(self, last_sign_s: Callable[[], float], status: Callable[[], str]) -> None:
+        """Until it is cancelled: feed the watchdog with the engine's signs of life, and say how things are.
+
+        `last_sign_s` is when the engine last did something, on the monotonic clock; "now" where it has nothing to do.
+        The watchdog is fed only after a new one, so that a hung device call starves it.
+        """
+        every_s = min(_TOLD_EVERY_S, self._watchdog_s / 4.0 if self._watchdog_s else math.inf)
+        fed_s, hung = -math.inf, False
+        while True:
+            sign_s = last_sign_s()
+            if self._watchdog_s and sign_s > fed_s:
+                fed_s = sign_s
+                self._tell("WATCHDOG=1")
+            silent_s = time.monotonic() - sign_s
+            hung = self._tell_hung(hung, silent_s)
+            now = f"no sign of life from the engine for {silent_s:.0f} s" if hung else status()
+            if now != self._status:
+                self._status = now
+                self._tell(f"STATUS={now}")
+            await asyncio.sleep(every_s)
+
+    def _tell_hung(self, hung: bool, silent_s: float) -> bool:
+        """Whether the engine is silent for too long; the first time and the end of it are in the log."""
+        if silent_s <= (self._watchdog_s / 2.0 if self._watchdog_s else _HUNG_AFTER_S):
+            if hung:
+                logs.event(log, logging.WARNING, "engine_back", "the engine goes on")
+            return False
+        if not hung:
+            then = "the watchdog will restart the service" if self._watchdog_s else "no watchdog restarts it"
+            message = f"the engine has shown no sign of life for {silent_s:.0f} s: {then}"
+            logs.event(log, logging.ERROR, "engine_hung", message, silent_s=round(silent_s, 1))
+        return True
+
+    def _tell(self, *assignments: str) -> None:
+        notify("\n".join(assignments), self._environ)

@@ -1,0 +1,1 @@
+"""What a bin will take: prices, their fit and their errors."""

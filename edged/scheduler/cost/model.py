@@ -1,0 +1,358 @@
+"""The cost model: how long a candidate bin will take, learned from the iterations that ran.
+
+Owns the features of a bin, their prices in seconds and the error of its own predictions. Must not know torch, policies
+or clocks: it is told what ran and how long it took. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from edged.scheduler.cost.drift import Drift
+from edged.scheduler.cost.error import Part, PredictionError
+from edged.scheduler.cost.regression import OnlineRegression
+from edged.scheduler.task import IterationResult, Kind, Unit
+
+if TYPE_CHECKING:
+    from edged.scheduler.cost.profile import Profile  # which is made of what is here
+
+FORWARD_PRICES = (
+    "pass",
+    "token below the knee",
+    "token beyond it",
+    "decode",
+    "key read",
+    "pair",
+    "fine-tune token",
+    "adapter",
+    "decodes beside chunks",
+    "more tokens than the knee",
+)
+"""What the seconds of a forward are made of, in the order of its prices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds per unit of each feature, at or above zero.
+
+    `forward` is in the order of FORWARD_PRICES, as far as it goes: files of older versions lack the last ones, which
+    are then 0. `units` has (seconds, seconds per token) by `Unit.kind`.
+    """
+
+    forward: tuple[float, ...]
+    knee_tokens: int
+    units: dict[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        lacking = len(FORWARD_PRICES) - len(self.forward)
+        object.__setattr__(self, "forward", (*self.forward, *(0.0,) * lacking))
+
+
+@dataclass(slots=True)
+class Load:
+    """What one packed forward computes: the features that its latency is predicted from."""
+
+    prefill_tokens: int = 0
+    decodes: int = 0
+    finetune_tokens: int = 0
+    context: int = 0
+    """Keys that the decodes read, summed over them."""
+    pairs: float = 0.0
+    """Query-key pairs of prompts' chunks: a chunk of n tokens after c others has n * (c + n / 2)."""
+    adapters: int = 0
+    """Distinct adapters that answer in it."""
+
+    def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
+        """Count a chunk of a prompt, or of preference pairs' forward.
+
+        A step's pairs are many short sequences: what their tokens attend to is in the price of a fine-tune token.
+        """
+        if finetune:
+            self.finetune_tokens += tokens
+        else:
+            self.prefill_tokens += tokens
+            self.pairs += tokens * (context + 0.5 * tokens)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the forward."""
+        return self.prefill_tokens + self.decodes + self.finetune_tokens
+
+    @property
+    def mixed(self) -> bool:
+        """Whether single tokens and chunks are attended in it: two ways of attention in every layer."""
+        return self.decodes > 0 and self.prefill_tokens + self.finetune_tokens > 0
+
+    def features(self, knee_tokens: int) -> tuple[float, ...]:
+        """Amounts in the order of FORWARD_PRICES."""
+        tokens = self.prefill_tokens + self.decodes + self.finetune_tokens
+        low = min(tokens, knee_tokens)
+        return (
+            1.0,
+            float(low),
+            float(tokens - low),
+            float(self.decodes),
+            float(self.context),
+            self.pairs,
+            float(self.finetune_tokens),
+            float(self.adapters),
+            float(self.mixed),
+            float(tokens > knee_tokens),
+        )
+
+
+class CostModel:
+    """Latency of a packed forward and of each kind of fine-tune unit.
+
+    A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
+    and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
+    of a chunk's attention, per fine-tune token and per distinct adapter, and once for decodes beside chunks and for
+    more tokens than the knee (few may go another way through the model). A unit costs a constant and a price per token,
+    by kind. When the device turns slower or faster, all of these do at once: what is predicted of the next iteration
+    is its price times the slowness of the last few; what is due later is priced alone.
+    """
+
+    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
+
+    def __init__(self, guess: Prices) -> None:
+        """Prices to start from, all above zero; a unit of another kind starts like "layer"."""
+        self._fit = OnlineRegression(guess.forward)
+        self._unit_guess = guess.units
+        self._units = {kind: OnlineRegression(start) for kind, start in guess.units.items()}
+        self._knee = guess.knee_tokens
+        self._drift = Drift()
+        self.accuracy = PredictionError()
+        self.source = "guess"
+        """Where its first prices came from: "guess", or the profile's file."""
+        self._prices = guess.forward
+
+    @classmethod
+    def guess(
+        cls,
+        parameters: int,
+        flops_per_s: float,
+        bytes_per_s: float,
+        layers: int = 24,
+        bytes_per_parameter: int = 2,
+    ) -> CostModel:
+        """A roofline for a decoder of `parameters` on a device of that speed; measurements soon replace it."""
+        return cls(roofline(parameters, flops_per_s, bytes_per_s, layers, bytes_per_parameter))
+
+    @classmethod
+    def from_profile(cls, profile: Profile, guess: Prices, source: str = "profile") -> CostModel:
+        """Prices that were measured on this device; `guess` has those of unit kinds that were not.
+
+        `source` says where the profile was found.
+        """
+        cost, prices = cls(guess), profile.prices
+        rows = [forward.load().features(prices.knee_tokens) for forward in profile.forwards]
+        cost._fit = OnlineRegression.known(
+            prices.forward, rows, [forward.seconds for forward in profile.forwards], guess.forward
+        )
+        cost._knee, cost._prices = prices.knee_tokens, tuple(cost._fit.prices)
+        for kind, known in prices.units.items():
+            seen = [unit for unit in profile.units if unit.kind == kind]
+            rows = [(1.0, float(unit.tokens)) for unit in seen]
+            guessed = guess.units.get(kind, guess.units["layer"])
+            cost._units[kind] = OnlineRegression.known(known, rows, [unit.seconds for unit in seen], guessed)
+        cost.source = source
+        return cost
+
+    @property
+    def mape(self) -> float:
+        """Mean relative error of the recent iterations' predictions, 0 to 1."""
+        return self.accuracy.recent
+
+    @property
+    def headroom(self) -> float:
+        """Share of a latency budget to leave unplanned, because predictions err by that much."""
+        return min(self.accuracy.recent, 0.5)
+
+    @property
+    def token_s(self) -> float:
+        """The price of a prompt's token where prompts fill the forward, above zero: for many iterations ahead."""
+        return max(self._prices[2], 1e-9)
+
+    @property
+    def drift(self) -> float:
+        """How many times longer work takes now than usual: in the profile, and in the last hours of work."""
+        return self._drift.now
+
+    def report(self) -> dict[str, Any]:
+        """Errors in percent, where the first prices came from, iterations they learned from, drift and slowness."""
+        return {
+            **self.accuracy.report(),
+            "source": self.source,
+            "iterations": self.accuracy.iterations,
+            "drift": self._drift.now,
+            "slowness": self._drift.slowness,
+        }
+
+    def forward_s(self, load: Load) -> float:
+        """Predicted seconds of one packed forward with sampling, the next one; 0 when there is nothing in it."""
+        return self.priced_s(load) * self._drift.slowness
+
+    def priced_s(self, load: Load) -> float:
+        """The same in the mean of some hundred iterations, however slow the device is at the moment."""
+        tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
+        if not tokens:
+            return 0.0
+        once, low, high, decode, key, pair, finetune, adapter, beside, past = self._prices
+        knee = self._knee
+        return (
+            once
+            + (low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee))
+            + decode * load.decodes
+            + key * load.context
+            + pair * load.pairs
+            + finetune * load.finetune_tokens
+            + adapter * load.adapters
+            + (beside if load.mixed else 0.0)
+        )
+
+    def prompt_s(self, tokens: int, context: int = 0) -> float:
+        """Price of a prompt's `tokens` alone in a forward, after `context` others, in seconds."""
+        return self.priced_s(Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens)))
+
+    def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
+        """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
+        once, low, high, decode, key, pair, extra, adapter, beside, past = self._prices
+        knee = self._knee
+        base = load.prefill_tokens + load.decodes + load.finetune_tokens
+        fixed = once + decode * load.decodes + key * load.context + pair * load.pairs + adapter * load.adapters
+        fixed += extra * load.finetune_tokens + (beside if load.decodes else 0.0)
+        left_s = limit_s / self._drift.slowness - fixed
+        slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
+
+        def fits(count: int) -> bool:
+            tokens = base + count
+            packed = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
+            return packed + count * (slope + curve * count) <= left_s
+
+        if fits(most):
+            return most
+        shortest, longest = 0, most
+        while longest - shortest > 1:
+            middle = (shortest + longest) >> 1
+            if fits(middle):
+                shortest = middle
+            else:
+                longest = middle
+        return shortest
+
+    def unit_s(self, unit: Unit) -> float:
+        """Predicted seconds of one fine-tune unit, the next one."""
+        return self._unit_price_s(unit) * self._drift.slowness
+
+    def _unit_price_s(self, unit: Unit) -> float:
+        fit = self._units.get(unit.kind)
+        once, token = fit.prices if fit is not None else self._unit_guess["layer"]
+        return once + token * unit.tokens
+
+    def observe(self, result: IterationResult) -> float:
+        """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
+
+        Returns the seconds of it that were fine-tuning: the units', and the part of the forward that its fine-tune
+        tokens are predicted to have added.
+        """
+        parts: dict[Part, tuple[float, float]] = {}
+        finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
+        load = load_of(result)
+        features = load.features(self._knee)
+        if result.forward_s > 0.0:
+            forward_s = self.forward_s(load)
+            if load.finetune_tokens and forward_s > 0.0:
+                without_s = self.forward_s(replace(load, finetune_tokens=0))
+                finetune_s = result.forward_s * (1.0 - without_s / forward_s)
+            chunks = load.prefill_tokens or load.finetune_tokens
+            parts[Part.PREFILL if chunks else Part.DECODE] = forward_s, result.forward_s
+            if self._fit.settled:
+                known_s, usual_s, known_measured_s = self.priced_s(load), self._fit.usual_s(features), result.forward_s
+        for unit, seconds in result.units:
+            if seconds > 0.0:
+                finetune_s += seconds
+                units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
+                fit = self._unit_fit(unit.kind)
+                if fit.settled:
+                    known_s, known_measured_s = known_s + self._unit_price_s(unit), known_measured_s + seconds
+                    usual_s += fit.usual_s((1.0, float(unit.tokens)))
+        if units_measured_s:
+            parts[Part.UNITS] = units_s, units_measured_s
+        if parts:
+            self.accuracy.observe(parts)
+        if known_s and usual_s:
+            factor = self._drift.observe(known_s, usual_s, known_measured_s)
+            if factor != 1.0:
+                for fit in (self._fit, *self._units.values()):
+                    fit.rescale(factor, self._drift.now)
+        self._learn(features, result)
+        return finetune_s
+
+    def _learn(self, features: tuple[float, ...], result: IterationResult) -> None:
+        drift = self._drift.now
+        if result.forward_s > 0.0:
+            self._fit.observe(features, result.forward_s, drift)
+        for unit, seconds in result.units:
+            if seconds > 0.0:
+                self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds, drift)
+        self._prices = tuple(self._fit.prices)
+
+    def _unit_fit(self, kind: str) -> OnlineRegression:
+        fit = self._units.get(kind)
+        if fit is None:
+            fit = self._units[kind] = OnlineRegression(self._unit_guess["layer"])
+        return fit
+
+
+def roofline(
+    parameters: int, flops_per_s: float, bytes_per_s: float, layers: int = 24, bytes_per_parameter: int = 2
+) -> Prices:
+    """Guessed prices of a decoder of `parameters`: the longer of reading its weights and computing its tokens."""
+    read_s = parameters * bytes_per_parameter / bytes_per_s
+    token_s = 2.0 * parameters / flops_per_s
+    width = math.sqrt(parameters / layers / 12.0)
+    key_s = 2.0 * layers * width * bytes_per_parameter / bytes_per_s
+    pair_s = 4.0 * layers * width / flops_per_s
+    launch_s = 2e-5
+    return Prices(
+        forward=(
+            read_s + layers * launch_s,
+            0.1 * token_s,
+            token_s,
+            launch_s,
+            key_s,
+            pair_s,
+            0.1 * token_s,
+            0.03 * read_s + layers * launch_s,
+            layers * launch_s,
+            layers * launch_s,
+        ),
+        knee_tokens=max(1, round(read_s / token_s)),
+        units={
+            "head": (4 * launch_s, 0.5 * token_s),
+            "score": (2 * launch_s, 0.2 * token_s),
+            "test": (2 * launch_s, 0.2 * token_s),
+            "layer": (10 * launch_s + 3.0 * read_s / layers, 4.0 * token_s / layers),
+            "graph": (5 * launch_s + read_s / layers, token_s / layers),
+            "grad": (5 * launch_s + 2.0 * read_s / layers, 2.0 * token_s / layers),
+            "step": (10 * launch_s, 0.1 * read_s),
+        },
+    )
+
+
+def load_of(result: IterationResult) -> Load:
+    """The forward that `result` reports, with the contexts that its tasks have before they advance."""
+    load, adapters = Load(), set()
+    for outcome in result.outcomes:
+        task, tokens = outcome.task, outcome.tokens
+        adapters.add(task.adapter)
+        if task.kind is Kind.DECODE:
+            load.decodes += 1
+            load.context += task.context - task.pruned
+        elif tokens:
+            load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
+    adapters.discard(0)
+    load.adapters = len(adapters)
+    return load

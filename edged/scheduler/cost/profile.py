@@ -1,0 +1,225 @@
+"""A device's profile: what forwards and units took, the prices that follow, and of which model on which device.
+
+Owns the file's data, its name, and the fit of prices. Must not know how anything is measured. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edged.scheduler.cost.model import Load, Prices
+from edged.scheduler.cost.regression import least_squares
+
+FOLDER = "profiles"
+"""Of the data folder."""
+KNEES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of tokens at which the price of a token may change."""
+_HELD_OUT_EVERY = 4
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message names the file and the reason."""
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Subject(_Data):
+    """What was measured: prices hold for the same model in the same form on the same device."""
+
+    model: str
+    fingerprint: str
+    device: str
+    dtype: str
+    quantization: str = ""
+    threads: int = 0
+    """CPU threads at most; 0 on other devices."""
+
+    def difference(self, other: Subject) -> str:
+        """Why prices of this are not for `other`, naming both sides; empty where they are. Names may differ."""
+        named = [
+            (name, getattr(self, name), getattr(other, name))
+            for name in ("fingerprint", "device", "dtype", "quantization", "threads")
+        ]
+        differing = [f'{name} "{own}" where "{theirs}" runs' for name, own, theirs in named if own != theirs]
+        if not differing:
+            return ""
+        models = f'it is of "{self.model}", not of "{other.model}": ' if self.model != other.model else ""
+        return models + ", ".join(differing)
+
+
+class ForwardTime(_Data):
+    """A packed forward's load (see `Load`) and the median of its times."""
+
+    prefill_tokens: int = 0
+    decodes: int = 0
+    finetune_tokens: int = 0
+    context: int = 0
+    pairs: float = 0.0
+    adapters: int = 0
+    seconds: float = Field(gt=0.0)
+
+    @classmethod
+    def of(cls, load: Load, seconds: float) -> ForwardTime:
+        """What a forward of that load took."""
+        return cls(**asdict(load), seconds=seconds)
+
+    def load(self) -> Load:
+        """Its features."""
+        return Load(self.prefill_tokens, self.decodes, self.finetune_tokens, self.context, self.pairs, self.adapters)
+
+    @property
+    def kind(self) -> str:
+        """Which error it counts to."""
+        if self.finetune_tokens:
+            return "finetune"
+        if not self.prefill_tokens:
+            return "decode"
+        return "mixed" if self.decodes else "prefill"
+
+
+class UnitTime(_Data):
+    """A fine-tune unit (see `Unit`) and the median of its times."""
+
+    kind: str
+    tokens: int
+    seconds: float = Field(gt=0.0)
+
+
+class MemoryPeak(_Data):
+    """What a piece of work took at its peak beside what was there before, modelled and measured."""
+
+    modelled_bytes: int
+    measured_bytes: int
+
+
+class DeviceMemory(_Data):
+    """What the device had of it before anything was loaded."""
+
+    kind: Literal["integrated", "discrete", "cpu"]
+    """Whose it is: a GPU's own, the box's for both, or the box's for its CPU."""
+    total_bytes: int = Field(gt=0)
+    available_bytes: int = Field(gt=0)
+
+
+class Profile(_Data):
+    """One device's file."""
+
+    subject: Subject
+    created_at: str
+    """UTC, ISO 8601."""
+    edged_version: str
+    prices: Prices
+    overhead_s: float = Field(ge=0.0)
+    """Of an iteration, outside its forward and its units: planning, bookkeeping, delivery."""
+    rest_s: float = Field(default=0.0, ge=0.0)
+    """Of an iteration that finds the engine at rest, besides; 0 in files of versions that did not measure it."""
+    error_percent: dict[str, float]
+    """MAPE by kind, of measurements that the prices were not fitted to."""
+    forwards: tuple[ForwardTime, ...] = ()
+    units: tuple[UnitTime, ...] = ()
+    memory: dict[str, MemoryPeak] = {}
+    device_memory: DeviceMemory | None = None
+    """None in files of versions that did not keep it."""
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Raises ProfileError when the file is not there or is no profile."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ProfileError(f'profile "{path}" cannot be read: {error.strerror}') from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ProfileError(f'profile "{path}" is no profile of this version: {where} {first["msg"]}') from None
+
+    def write(self, path: Path) -> None:
+        """The file is there whole or as it was before. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with draft.open("w") as file:
+                file.write(self.model_dump_json(indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def file_name(subject: Subject) -> str:
+    """`<model>@<device>.<type>.json`, without what does not belong into a file's name."""
+    kind = f"{subject.dtype}-{subject.quantization}" if subject.quantization else subject.dtype
+    model, device = (re.sub(r"[^\w.+-]+", "-", part).strip("-.") for part in (subject.model, subject.device))
+    return f"{model}@{device}.{kind}.json"
+
+
+def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Prices:
+    """Non-negative prices by least squares of relative errors; the knee is the one that leaves the smallest.
+
+    ValueError without any forward or without any unit.
+    """
+    seconds = [forward.seconds for forward in forwards]
+    fits: list[tuple[float, int, list[float]]] = []
+    for knee in KNEES:
+        rows = [forward.load().features(knee) for forward in forwards]
+        prices = least_squares(rows, seconds)
+        off = [abs(_dot(prices, row) / took - 1.0) for row, took in zip(rows, seconds, strict=True)]
+        fits.append((sum(off), knee, prices))
+    _, knee, prices = min(fits)
+    kinds: dict[str, tuple[float, float]] = {}
+    for kind in sorted({unit.kind for unit in units}):
+        seen = [unit for unit in units if unit.kind == kind]
+        once, token = least_squares([(1.0, float(unit.tokens)) for unit in seen], [unit.seconds for unit in seen])
+        kinds[kind] = once, token
+    return Prices(tuple(prices), knee, kinds)
+
+
+def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> dict[str, float]:
+    """MAPE in percent by kind of every fourth measurement, with prices fitted to the others."""
+    kept = [item for index, item in enumerate(forwards) if index % _HELD_OUT_EVERY]
+    in_turn = sorted(units, key=lambda unit: unit.kind)
+    kept_units = [unit for index, unit in enumerate(in_turn) if index % _HELD_OUT_EVERY]
+    prices = fit_prices(kept, kept_units)
+    off: dict[str, list[float]] = {}
+    for forward in forwards[::_HELD_OUT_EVERY]:
+        predicted_s = _dot(prices.forward, forward.load().features(prices.knee_tokens))
+        off.setdefault(forward.kind, []).append(abs(predicted_s / forward.seconds - 1.0))
+    for unit in in_turn[::_HELD_OUT_EVERY]:
+        if unit.kind in prices.units:
+            once, token = prices.units[unit.kind]
+            off.setdefault(unit.kind, []).append(abs((once + token * unit.tokens) / unit.seconds - 1.0))
+    return {kind: 100.0 * sum(values) / len(values) for kind, values in off.items()}
+
+
+def find_profile(setting: str, data_dir: Path | None, subject: Subject) -> tuple[Path, Profile] | None:
+    """The profile at `setting`, or the data folder's own of `subject`; None where there is none.
+
+    Raises ProfileError, naming both sides, for a profile of another model or device, and for a file that cannot be
+    read.
+    """
+    if setting:
+        path = Path(setting).expanduser()
+    elif data_dir is not None:
+        path = data_dir / FOLDER / file_name(subject)
+        if not path.exists():
+            return None
+    else:
+        return None
+    profile = Profile.read(path)
+    if reason := profile.subject.difference(subject):
+        raise ProfileError(f'profile "{path}" is not used: {reason}')
+    return path, profile
+
+
+def _dot(prices: Sequence[float], row: Sequence[float]) -> float:
+    return sum(map(float.__mul__, prices, row))

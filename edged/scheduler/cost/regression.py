@@ -1,0 +1,194 @@
+"""Non-negative prices of features, from measurements: all at once, or one after the other as they come.
+
+Owns both fits. Must not know what the features are, nor torch or clocks. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+FORGETTING = 0.99
+"""Weight of an observation against the next one: about the last hundred iterations count."""
+RIDGE = 0.005
+"""Pull of a price towards what is usual, in observations that it alone explains."""
+USUAL_S = 4 * 3600.0
+"""Seconds of work over which prices become usual; sooner as long as few were seen."""
+PATIENCE = 8
+"""First observations of a fit, all believed: the start values are guesses."""
+KNOWN_OBSERVATIONS = 20.0
+"""What a profile's measurements together count for, in observations."""
+_SWEEPS = 2000
+_REWEIGHTINGS = 5
+_CLOSE = 0.05
+"""Relative error below which all measurements count the same."""
+_FAR = 0.5
+"""Relative error from which on a larger one pulls no harder."""
+_FURTHEST = 4.0
+"""What an observation is divided by lies within this factor of its seconds."""
+_FIRST, _FIRST_SHARE = 400, 4.0
+"""Of the first observations, the n-th makes 4 / n of what is usual."""
+_LEAST_SHARE = 0.01
+"""A price that was found to be zero starts at this share of the time that its feature would take alone."""
+
+Row = Sequence[float]
+
+
+def least_squares(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
+    """Non-negative prices that minimise the sum of relative errors over all measurements.
+
+    Iteratively reweighted least squares of `row . prices / seconds - 1`, each solved by coordinate descent. A feature
+    that no row has gets the price 0. ValueError without measurements, or with one that took no time.
+    """
+    if not rows or min(seconds) <= 0.0:
+        raise ValueError("prices need measurements, all of them longer than zero seconds")
+    size = len(rows[0])
+    scaled = [[value / took for value in row] for row, took in zip(rows, seconds, strict=True)]
+    # Of every feature as much as it has in the mean: amounts of a token and of a key differ by orders of magnitude.
+    unit = [sum(row[i] for row in scaled) / len(scaled) or 1.0 for i in range(size)]
+    scaled = [[value / width for value, width in zip(row, unit, strict=True)] for row in scaled]
+    weights, shares = [1.0] * len(scaled), [1.0 / size] * size
+    for _ in range(_REWEIGHTINGS):
+        gram, moment = _normal_equations(scaled, weights)
+        shares = _descend(gram, moment, shares)
+        errors = [abs(sum(map(float.__mul__, row, shares)) - 1.0) for row in scaled]
+        weights = [1.0 / max(_CLOSE, error) for error in errors]
+    used = [any(row[i] for row in rows) for i in range(size)]
+    return [share / width if there else 0.0 for share, width, there in zip(shares, unit, used, strict=True)]
+
+
+def _normal_equations(rows: Sequence[Row], weights: Sequence[float]) -> tuple[list[list[float]], list[float]]:
+    """Gram matrix and moments of `row . x = 1`."""
+    size = range(len(rows[0]))
+    pairs = list(zip(rows, weights, strict=True))
+    gram = [[sum(weight * row[i] * row[j] for row, weight in pairs) for j in size] for i in size]
+    return gram, [sum(weight * row[i] for row, weight in pairs) for i in size]
+
+
+def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float]) -> list[float]:
+    """Coordinate descent of the normal equations over values at or above zero, until nothing moves."""
+    values = list(start)
+    for _ in range(_SWEEPS):
+        moved = 0.0
+        for i, line in enumerate(gram):
+            if line[i] <= 0.0:
+                continue
+            value = max(0.0, values[i] + (moment[i] - sum(map(float.__mul__, line, values))) / line[i])
+            moved, values[i] = max(moved, abs(value - values[i])), value
+        if moved < 1e-9:
+            break
+    return values
+
+
+class OnlineRegression:
+    """Prices fitted online to relative errors.
+
+    Each observation `(features, seconds)` enters exponentially forgotten normal equations, divided by what it was
+    predicted to take so that a short iteration counts as much as a long one; the pull of one that is far off is
+    bounded, so that a stall counts little (Huber's weights). Coordinate descent keeps every price at or above zero.
+    Prices that the latest data do not determine are the usual ones, times how much slower than usual the device is; at
+    first, near their start values times the mean ratio of measured to guessed time.
+    """
+
+    __slots__ = ("_gram", "_lately", "_log_level", "_moment", "_scale", "_seen", "_start", "_usual", "prices")
+
+    def __init__(self, start: Sequence[float]) -> None:
+        """`start`: guessed seconds per unit of each feature, all above zero."""
+        size = len(start)
+        self._start = list(start)
+        self._scale = [1.0] * size
+        self._usual = [1.0] * size
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._moment = [0.0] * size
+        self._log_level = 0.0
+        self._seen = 0
+        self._lately = False
+        self.prices = list(start)
+
+    @classmethod
+    def known(
+        cls, prices: Sequence[float], rows: Sequence[Row], seconds: Sequence[float], guess: Sequence[float]
+    ) -> OnlineRegression:
+        """Prices that were found from measurements, which hold them at first.
+
+        A price that was found to be zero can be learned: from a hundredth of what the feature would cost alone. One of
+        a feature that no measurement had is the guess.
+        """
+        used = [sum(row[i] for row in rows) for i in range(len(prices))]
+        prices = [price if amount else other for price, amount, other in zip(prices, used, guess, strict=True)]
+        least = [
+            _LEAST_SHARE * sum(seconds) / amount if amount else other for amount, other in zip(used, guess, strict=True)
+        ]
+        fit = cls([max(price, other) for price, other in zip(prices, least, strict=True)])
+        fit._scale = [price / start for price, start in zip(prices, fit._start, strict=True)]
+        fit.prices, fit._usual = list(prices), list(fit._scale)
+        fit._seen = _FIRST
+        for row in rows:
+            predicted_s = sum(map(float.__mul__, prices, row))
+            if predicted_s > 0.0:
+                shares = [start * value / predicted_s for start, value in zip(fit._start, row, strict=True)]
+                fit._enter(shares, 1.0, KNOWN_OBSERVATIONS / len(rows), 1.0)
+        return fit
+
+    @property
+    def settled(self) -> bool:
+        """Whether its prices are more than guesses."""
+        return self._seen >= PATIENCE
+
+    def usual_s(self, features: Row) -> float:
+        """Seconds at the usual prices."""
+        return sum(
+            price * usual * amount for price, usual, amount in zip(self._start, self._usual, features, strict=True)
+        )
+
+    def rescale(self, factor: float, drift: float) -> None:
+        """From here on all takes `factor` times as long as lately, which is `drift` times as long as usual.
+
+        What was not observed since the last time is set by `drift`: factors of many jumps would add up their errors.
+        """
+        if not self._lately and sum(self._scale) > 0.0:
+            factor = drift * sum(self._usual) / sum(self._scale) or factor
+        self._lately = False
+        self._gram = [[value / factor**2 for value in line] for line in self._gram]
+        self._moment = [value / factor for value in self._moment]
+        self._scale = [value * factor for value in self._scale]
+        self._log_level += math.log(factor)
+        self.prices = [price * factor for price in self.prices]
+
+    def observe(self, features: Row, seconds: float, drift: float = 1.0) -> None:
+        """Learn from one measurement of `seconds` above zero; `drift` tells how much slower than usual all is."""
+        start, scale = self._start, self._scale
+        row = [price * feature for price, feature in zip(start, features, strict=True)]
+        guessed_s = sum(row)
+        if guessed_s <= 0.0:
+            return
+        self._seen += 1
+        self._lately = True
+        if self._seen <= PATIENCE:
+            self._log_level += (math.log(seconds / guessed_s) - self._log_level) / self._seen
+            centre = [math.exp(self._log_level)] * len(row)
+            scale_s, weight, sweeps = seconds, 1.0, 8
+        else:
+            centre = [drift * usual for usual in self._usual]
+            predicted_s = sum(map(float.__mul__, scale, row))
+            scale_s = min(_FURTHEST * seconds, max(seconds / _FURTHEST, predicted_s))
+            weight, sweeps = _FAR / max(_FAR, abs(seconds - predicted_s) / scale_s), 2
+        self._enter([value / scale_s for value in row], seconds / scale_s, weight, FORGETTING)
+        gram, moment = self._gram, self._moment
+        for _ in range(sweeps):
+            for i, line in enumerate(gram):
+                own = scale[i]
+                rest = moment[i] + RIDGE * centre[i] + line[i] * own - sum(map(float.__mul__, line, scale))
+                scale[i] = rest / (line[i] + RIDGE) if rest > 0.0 else 0.0
+        self.prices = [price * factor for price, factor in zip(start, scale, strict=True)]
+        first = min(1.0, _FIRST_SHARE / self._seen) if self._seen <= _FIRST else 0.0
+        share = max(first, min(1.0, seconds / USUAL_S))
+        self._usual = [old + share * (new - old) for old, new in zip(self._usual, scale, strict=True)]
+
+    def _enter(self, row: Row, target: float, weight: float, forgetting: float) -> None:
+        """An observation of `row . scale = target` into the normal equations."""
+        gram, moment = self._gram, self._moment
+        for i, value in enumerate(row):
+            share = weight * value
+            gram[i] = [forgetting * old + share * other for old, other in zip(gram[i], row, strict=True)]
+            moment[i] = forgetting * moment[i] + share * target

@@ -1,0 +1,101 @@
+"""The plan of the iteration after the present one, made while the present one runs.
+
+Owns what is foreseen and whether it came true. Must not know how a policy decides, nor how an iteration is executed.
+A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away. What
+the plan predicts it takes was predicted before the present iteration was learned from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.task import Grant, Kind, Plan, Task
+
+_LATE = 0.25
+"""Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadPlan:
+    """`plan` is over copies of the tasks; `tasks` are these by id, as they are expected to be at `now`.
+
+    Waiting prompts that had no part in the iteration are not copied, there may be thousands: `filings` tells whether
+    they are still the same.
+    """
+
+    plan: Plan
+    tasks: dict[int, Task]
+    filings: int
+    page_size: int
+    made_s: float
+    now: float
+
+    def corrected(self, queues: TaskQueues, now: float) -> Plan | None:
+        """The plan over the real tasks, without those that have ended; None when something else came, too."""
+        late = now - self.now > _LATE * (self.now - self.made_s)
+        if self.plan.preempt or (late and any(grant.task.kind is not Kind.DECODE for grant in self.plan.grants)):
+            return None
+        live = queues.tasks
+        if queues.filings != self.filings or any(task.task_id not in self.tasks for task in queues.active()):
+            return None
+        if any(task_id in live and not _as_foreseen(copy, live[task_id]) for task_id, copy in self.tasks.items()):
+            return None
+        grants = [
+            Grant(live[grant.task.task_id], grant.tokens, grant.units)
+            for grant in self.plan.grants
+            if grant.task.task_id in live
+        ]
+        pages = sum(grant.task.pages_for(grant.tokens, self.page_size) for grant in grants)
+        return replace(self.plan, grants=grants, pages=pages, foreseen=True) if grants else None
+
+
+def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues, list[Task]]:
+    """Queues of copies, as they will be when every serving grant of `plan` has come to what was granted.
+
+    Waiting prompts that `plan` leaves waiting are in them as they are. Also returned are those of the copies that will
+    have got a token by then: their deadlines are not set.
+    """
+    ahead = TaskQueues(queues.order, queues.arrears, queues.allowance, queues.past)
+    ahead.throttled = queues.throttled
+    granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
+    started = {task.task_id for task in queues.started}
+    running = list(queues.active())
+    known = {task.task_id for task in running}
+    entered = [grant.task for grant in plan.grants if grant.task.task_id not in known]
+    ahead.waiting = queues.waiting.copy()
+    for task in entered:
+        ahead.waiting.remove(task)
+    decoded: list[Task] = []
+    for task in running + entered:
+        copy = replace(task)
+        # A prompt whose beginning was found in the cache has less to do than was granted.
+        tokens = min(granted.get(task.task_id, 0), task.tokens)
+        if tokens:
+            _advance(copy, tokens, page_size)
+            if copy.kind is Kind.DECODE:
+                decoded.append(copy)
+        ahead.file(copy, started=task.task_id in started or tokens > 0)
+    return ahead, decoded
+
+
+def _advance(task: Task, tokens: int, page_size: int) -> None:
+    pages = task.pages_for(tokens, page_size)
+    task.held_pages += pages
+    task.capacity += pages * page_size
+    task.context += tokens
+    task.tokens -= tokens
+    if not task.tokens:
+        task.kind, task.tokens = Kind.DECODE, 1
+
+
+def _as_foreseen(copy: Task, task: Task) -> bool:
+    """Whether a task is what was expected of it; its deadline may differ by what the iteration was off."""
+    return (copy.kind, copy.tokens, copy.context, copy.capacity, copy.units, copy.next_unit) == (
+        task.kind,
+        task.tokens,
+        task.context,
+        task.capacity,
+        task.units,
+        task.next_unit,
+    )

@@ -1,0 +1,238 @@
+"""A plan being drawn up: what every policy may do to it, within the iteration's resources.
+
+Owns the accounting of pages, tokens and sequences, preemption, and what a step does in one iteration. Must not know
+priorities or budgets: a policy decides who enters and how much each may do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.planning.queues import TaskQueues, by_arrival
+from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
+
+
+class BinBuilder:
+    """The bin of the coming iteration while it is being filled; it starts with every decode.
+
+    Of the `free_pages` that can still be granted, `promised_pages` are for the rest of the prompts and pair forwards
+    that entered before. Nobody enters on promised pages, so those who entered cannot starve each other.
+    """
+
+    __slots__ = (
+        "_adapters",
+        "_page_size",
+        "_queues",
+        "free_pages",
+        "load",
+        "plan",
+        "preempted",
+        "promised_pages",
+        "sequences_left",
+        "slack_s",
+        "tokens_left",
+        "total_pages",
+    )
+
+    def __init__(self, queues: TaskQueues, now: float, resources: Resources, serves: bool = True) -> None:
+        """Grants each decode its token, where it `serves`; preempts if their next tokens find no page."""
+        self._queues = queues
+        self._page_size = resources.page_size
+        self.free_pages = resources.free_pages
+        self.total_pages = resources.total_pages
+        self.tokens_left = resources.max_tokens
+        self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
+        self.preempted: set[Task] = set()
+        self.load = Load()
+        self._adapters: set[int] = {0}
+        self.plan = Plan()
+        self.slack_s = math.inf
+        """Time until the first decode's next token is due."""
+        if serves:
+            self._add_decodes(now)
+        self.promised_pages = 0
+        for task in queues.started:
+            if task not in self.preempted:
+                self.promised_pages += self.pages(task, task.tokens)
+        for task in queues.finetunes:
+            if task.context and task not in self.preempted:
+                self.promised_pages += self.pages(task, task.tokens)
+
+    def pages(self, task: Task, tokens: int) -> int:
+        """Pages that `task` must get to compute `tokens` more."""
+        return task.pages_for(tokens, self._page_size)
+
+    @property
+    def open_pages(self) -> int:
+        """Pages on which a task may enter: neither promised, nor soon needed by the decodes, one each.
+
+        None in an iteration that preempts: who was just preempted would enter again at once.
+        """
+        return 0 if self.preempted else self.free_pages - self.promised_pages - self.load.decodes
+
+    def enter(self, task: Task) -> None:
+        """Promise `task` the pages for all its tokens."""
+        self.promised_pages += self.pages(task, task.tokens)
+
+    def room(self, task: Task) -> int:
+        """Tokens that `task`, which has entered, could compute in this iteration."""
+        return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self._page_size)
+
+    def load_beside(self, task: Task) -> Load:
+        """The bin's load with `task` beside it, before any token of it: its adapter may be one more."""
+        return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
+
+    def take(self, task: Task, tokens: int, finetune: bool) -> None:
+        """Count `tokens` of `task`, which has entered, into the bin."""
+        pages = self.pages(task, tokens)
+        self.free_pages -= pages
+        self.promised_pages -= pages
+        self.plan.pages += pages
+        self.tokens_left -= tokens
+        self.load.add_chunk(tokens, task.context, finetune)
+        if task.adapter not in self._adapters:
+            self._adapters.add(task.adapter)
+            self.load.adapters += 1
+
+    def grant(self, task: Task, tokens: int) -> None:
+        """Let a prefill, which has entered, compute `tokens` of its prompt."""
+        self.take(task, tokens, finetune=False)
+        self.plan.grants.append(Grant(task, tokens))
+
+    def make_room(self, task: Task) -> None:
+        """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
+        self._preempt(self.pages(task, task.tokens), self._victims(spared=task))
+
+    def rescue(self) -> None:
+        """Last resort when nothing could be granted: preempt for the oldest task that waits for pages, and grant it.
+
+        Without this, tasks that each hold a part of the pages could wait for each other for ever.
+        """
+        queues = self._queues
+        if self.plan.grants or self.preempted:
+            return
+        stuck = min((*queues.started, *queues.waiting), key=by_arrival, default=None)
+        if stuck is None and not queues.throttled:
+            stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
+        if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
+            return
+        self.make_room(stuck)
+        tokens = self.room(stuck)
+        if tokens > 0:
+            self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
+            self.plan.grants.append(Grant(stuck, tokens))
+
+    def _add_decodes(self, now: float) -> None:
+        decodes = self._queues.decodes
+        first = self._oldest_prefill()
+        need = min(1, self.pages(first, first.tokens)) if first is not None else 0
+        earliest, context, adapters = math.inf, 0, self._adapters
+        for grant in decodes:
+            task = grant.task
+            held = task.context
+            context += held - task.pruned
+            adapters.add(task.adapter)
+            if held >= task.capacity:
+                need += self.pages(task, 1)
+            if task.deadline_s < earliest:
+                earliest = task.deadline_s
+        count = len(decodes)
+        if need > self.free_pages or count > self.tokens_left:
+            self._add_some_decodes(need, now)
+            return
+        if first is not None:
+            need -= min(1, self.pages(first, first.tokens))
+        self.plan.grants = decodes.copy()
+        self.plan.pages = need
+        self.free_pages -= need
+        self.tokens_left -= count
+        self.load.decodes = count
+        self.load.context = context
+        self.load.adapters = len(adapters) - 1
+        self.slack_s = earliest - now
+
+    def _add_some_decodes(self, need: int, now: float) -> None:
+        """The decodes that pages and tokens suffice for, those that are due first before the others."""
+        if need > self.free_pages:
+            # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
+            decoding = {grant.task for grant in self._queues.decodes}
+            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
+        chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
+        if len(chosen) > self.tokens_left:
+            chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
+        self._adapters.intersection_update((0,))
+        for grant in chosen:
+            task = grant.task
+            pages = self.pages(task, 1)
+            if pages <= self.free_pages:
+                self.free_pages -= pages
+                self.tokens_left -= 1
+                self.load.decodes += 1
+                self.load.context += task.context - task.pruned
+                self._adapters.add(task.adapter)
+                self.load.adapters = len(self._adapters) - 1
+                self.slack_s = min(self.slack_s, task.deadline_s - now)
+                self.plan.pages += pages
+                self.plan.grants.append(grant)
+
+    def _oldest_prefill(self) -> Task | None:
+        """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
+        first = min(self._queues.started, key=by_arrival, default=None)
+        decodes = self._queues.decodes
+        if first is None or (decodes and by_arrival(decodes[0].task) < by_arrival(first)):
+            return None
+        return first
+
+    def _victims(self, spared: Task | None) -> Iterable[Task]:
+        """Who holds pages, first to go first: fine-tuning by progress made, then sequences by latest arrival."""
+        queues = self._queues
+        tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
+        yield from sorted(tuning, key=lambda task: (task.next_unit - len(task.units), task.context))
+        yield from [task for task in reversed(self._holders()) if task is not spared]
+
+    def _holders(self) -> list[Task]:
+        """The sequences that hold pages, oldest first."""
+        queues = self._queues
+        sequences = [grant.task for grant in queues.decodes] + queues.started + queues.waiting
+        return sorted([task for task in sequences if task.held_pages], key=by_arrival)
+
+    def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
+        """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away
+        with a victim."""
+        for victim in victims:
+            if need <= self.free_pages:
+                break
+            self.plan.preempt.append(victim)
+            self.preempted.add(victim)
+            self.free_pages += victim.held_pages
+            if victim in decoding:
+                need -= self.pages(victim, 1)
+
+
+def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float, at_least: int) -> None:
+    """Grant forward tokens, then units, while the bin is predicted to take no longer than `limit_s`.
+
+    With `at_least` the task gets as many tokens, as far as it has them and there is room, or one unit in any case.
+    """
+    plan = draft.plan
+    tokens = units = 0
+    most = draft.room(task)
+    if most > 0:
+        left_s = limit_s - plan.predicted_units_s
+        tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
+        tokens = max(tokens, min(most, at_least))
+        if tokens > 0:
+            draft.take(task, tokens, finetune=True)
+    if tokens == task.tokens:
+        left_s = limit_s - cost.forward_s(draft.load)
+        for unit in task.units[task.next_unit :]:
+            unit_s = cost.unit_s(unit)
+            if plan.predicted_units_s + unit_s > left_s and (units or tokens or not at_least):
+                break
+            plan.predicted_units_s += unit_s
+            units += 1
+    if tokens or units:
+        plan.grants.append(Grant(task, tokens, units))

@@ -1,0 +1,162 @@
+"""What fine-tuning is owed, what it may take of the time of those who are served, and what it did before.
+
+Owns these accounts of seconds, of fine-tuning as a whole: work on any adapter pays for them. Must not know who decides:
+a policy reads what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from edged.scheduler.task import Kind, Plan, Task
+from edged.settings.load import SchedulerSettings
+
+LONGEST_WAITS, LONGEST_S = 2.0, 5.0
+"""Waits count up to this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while there was no
+memory for fine-tuning must not stop serving later."""
+
+
+class FinetuneDeficit:
+    """The time since when fine-tuning waits, moved towards now by the work that it gets.
+
+    A second of work pays for `1 / finetune_min_share` seconds of waiting. A sliver of work therefore does not count as
+    if nothing were owed any more, and the share holds over any longer time. Time without any fine-tune task is no wait.
+    """
+
+    __slots__ = ("_longest_s", "_since_s", "_stopped_s", "share")
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.configure(settings)
+        self._since_s = 0.0
+        self._stopped_s = 0.0
+
+    def configure(self, settings: SchedulerSettings) -> None:
+        """Take over another share and another longest wait; what is owed stays owed."""
+        self.share = settings.finetune_min_share
+        self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds that fine-tuning has waited."""
+        return min(max(0.0, now - self._since_s), self._longest_s)
+
+    def start(self, now: float) -> None:
+        """There is a fine-tune task again: what was owed when the last one left still is, and the clock runs on."""
+        owed_s = self.wait_s(self._stopped_s)
+        self._since_s = now - owed_s if owed_s else max(now, self._since_s)
+
+    def stop(self, now: float) -> None:
+        """The last fine-tune task has left."""
+        self._stopped_s = now
+
+    def pay(self, task: Task, work_s: float, now: float, prepaid: bool) -> None:
+        """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter.
+
+        Work beyond what was owed is forgotten, unless it was `prepaid`: then the next wait begins that much later.
+        """
+        paid_s = work_s / self.share if self.share > 0.0 else self._longest_s
+        oldest_s = now - self._longest_s
+        task.arrival_s = min(now, max(task.arrival_s, oldest_s) + paid_s)
+        latest_s = now + self._longest_s if prepaid else max(now, self._since_s)
+        self._since_s = min(latest_s, max(self._since_s, oldest_s) + paid_s)
+
+
+SPAN_S = 10.0
+"""Seconds over which the load is told, and the slow-down is a mean: what was not taken is not made up for later."""
+
+
+class SlowdownBudget:
+    """Seconds of work beside serving that keep the mean time between tokens within `tbt_slowdown` of serving alone.
+
+    Where serving takes a share rho of the time, a request's time in a processor-sharing queue grows as 1 / (1 - rho); a
+    share f of other work makes that 1 / (1 - rho - f), so f = (tbt_slowdown - 1) * (1 - rho) of the serving time is
+    earned, to first order. The first span is granted in advance. Work beyond what is left (a share that was owed, a
+    unit that took longer than predicted) is paid back by less work later, but for what is older than the span.
+    """
+
+    __slots__ = ("_busy_s", "_most_s", "_now", "_rate", "left_s")
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.configure(settings)
+        self._busy_s = self._now = 0.0
+        self.left_s = self._most_s
+        """Seconds of work that may be done now; below zero where more was done than that."""
+
+    def configure(self, settings: SchedulerSettings) -> None:
+        """Earn at another rate from now on."""
+        self._rate = settings.tbt_slowdown - 1.0
+        self._most_s = SPAN_S * self._rate
+
+    def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
+        """Account for an iteration in which somebody was served: the time for that, and the time that it grew by."""
+        self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + serving_s
+        self._now = now
+        earned_s = self._rate * serving_s * max(0.0, 1.0 - self._busy_s / SPAN_S)
+        self.left_s = min(self._most_s, max(-self._most_s, self.left_s + earned_s - finetune_s))
+
+
+_MOST_SAVED_S = 0.1
+"""Time that was not used is not made up for beyond this: heat is a matter of the present."""
+
+
+class DutyCycle:
+    """Open while fine-tuning has had no more than its `share` of the time; of 1, always."""
+
+    __slots__ = ("_left_s", "_now", "share")
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self._left_s = self._now = 0.0
+
+    def settle(self, finetune_s: float, now: float) -> None:
+        """Account for an iteration in which fine-tuning worked for `finetune_s`."""
+        self._left_s = self._left(now) - finetune_s
+        self._now = now
+
+    def closed(self, now: float) -> bool:
+        """Whether fine-tuning has to wait."""
+        return self.share < 1.0 and self._left(now) <= 0.0
+
+    def opens_s(self, now: float) -> float:
+        """From when on it has not; inf if never."""
+        return now + max(0.0, -self._left(now)) / self.share if self.share else math.inf
+
+    def _left(self, now: float) -> float:
+        return min(_MOST_SAVED_S, self._left_s + self.share * (now - self._now))
+
+
+@dataclass(slots=True)
+class RetrainHistory:
+    """Written once per iteration, when its plan is settled; a plan that is only foreseen leaves no trace."""
+
+    began_s: float | None = None
+    """The first iteration: fixed intervals are counted from it."""
+    caught_up_s: float = -math.inf
+    """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
+    tuning: bool = False
+    """Whether there was any fine-tune task before the latest iteration."""
+    tuned: bool = False
+    """The latest iteration in which anything ran began with fine-tuning: it served nobody."""
+
+    def begin(self, now: float, tuning: bool) -> None:
+        """An iteration is about to be planned; `tuning` tells whether there is any fine-tune task."""
+        if self.began_s is None:
+            self.began_s = self.caught_up_s = now
+        self.tuning = tuning
+        if not tuning:
+            self.caught_up_s = now
+
+    def arrive(self, now: float) -> None:
+        """The only fine-tune task comes: an engine that rested till now was caught up; after a step it is the next."""
+        if not self.tuning and self.began_s is not None:
+            self.caught_up_s = now
+
+    def settle(self, plan: Plan) -> None:
+        """This plan will run."""
+        if plan.grants:
+            self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
+
+    def interval_start_s(self, now: float, every_s: float) -> float:
+        """When the present interval of `every_s` seconds began."""
+        began_s = now if self.began_s is None else self.began_s
+        return began_s + math.floor((now - began_s) / every_s) * every_s

@@ -1,0 +1,97 @@
+"""The live tasks, filed by what they wait for, each queue in an order that time does not change.
+
+Owns where a task is filed. Must not know priorities, costs or resources.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from edged.scheduler.planning.finetune_budget import FinetuneDeficit, RetrainHistory, SlowdownBudget
+from edged.scheduler.task import Grant, Kind, Task
+
+Order = Callable[[Task], tuple[float, int]]
+by_arrival: Order = attrgetter("arrival_s", "task_id")
+by_deadline: Order = attrgetter("deadline_s", "task_id")
+
+
+def _decode_arrival(grant: Grant) -> tuple[float, int]:
+    return by_arrival(grant.task)
+
+
+class TaskQueues:
+    """Tasks by state. `decodes`, by arrival, are kept as the grant that each gets in every iteration; `started`
+    prefills hold pages already, `waiting` ones do not need to, both in the policy's order; `finetunes` are in none.
+
+    Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
+    """
+
+    __slots__ = (
+        "allowance",
+        "arrears",
+        "decodes",
+        "filings",
+        "finetunes",
+        "order",
+        "past",
+        "started",
+        "tasks",
+        "throttled",
+        "waiting",
+    )
+
+    def __init__(self, order: Order, arrears: FinetuneDeficit, allowance: SlowdownBudget, past: RetrainHistory) -> None:
+        self.order = order
+        self.tasks: dict[int, Task] = {}
+        """All of them, by id."""
+        self.arrears = arrears
+        self.allowance = allowance
+        self.past = past
+        self.decodes: list[Grant] = []
+        self.started: list[Task] = []
+        self.waiting: list[Task] = []
+        self.filings = 0
+        """How often a prompt was put among the waiting ones; while it stays the same, none came and none changed."""
+        self.finetunes: list[Task] = []
+        self.throttled = False
+        """Fine-tuning has had its share of the time: it waits, but for giving its pages back."""
+
+    def get(self, task_id: int) -> Task | None:
+        """The live task of that id."""
+        return self.tasks.get(task_id)
+
+    def file(self, task: Task, started: bool = False) -> None:
+        """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
+        self.tasks[task.task_id] = task
+        if task.kind is Kind.DECODE:
+            insort(self.decodes, Grant(task, 1), key=_decode_arrival)
+        elif task.kind is Kind.FINETUNE:
+            self.finetunes.append(task)
+        elif started:
+            insort(self.started, task, key=self.order)
+        else:
+            self.filings += 1
+            insort(self.waiting, task, key=self.order)
+
+    def active(self) -> Iterator[Task]:
+        """All tasks but the waiting prompts."""
+        yield from [grant.task for grant in self.decodes]
+        yield from self.started
+        yield from self.finetunes
+
+    def take(self, task: Task) -> bool:
+        """Take a task out of its queue, before its kind changes; True if it was a started prefill."""
+        del self.tasks[task.task_id]
+        if task.kind is Kind.DECODE:
+            at = next(index for index, grant in enumerate(self.decodes) if grant.task is task)
+            del self.decodes[at]
+        elif task.kind is Kind.FINETUNE:
+            self.finetunes.remove(task)
+        elif task in self.started:
+            self.started.remove(task)
+            return True
+        else:
+            self.waiting.remove(task)
+        return False

@@ -1,0 +1,1 @@
+"""MACE, and MACE without one part."""

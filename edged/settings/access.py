@@ -1,0 +1,133 @@
+"""The settings `[access]` and `[limits]`: who may do what, for whom, and how much of it.
+
+Owns their names, defaults and bounds, and what names a user. Must not know who is calling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+"""What a user (and so an adapter) may be called: it becomes a folder's name."""
+SELF = "@self"
+"""Among `users` of a rule: the peer's own name."""
+API_TOKEN = "api.token"
+"""What the operator's token is called; no other may be."""
+_USERS = re.compile(r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?")
+_PEER = re.compile(r"(user|group):[^\s:]+|(uid|gid):[0-9]{1,10}")
+
+Role = Literal["use", "train", "metrics", "admin"]
+Limit = Annotated[int, Field(ge=0)]
+
+
+class _AccessTable(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class _Grant(_AccessTable):
+    """What both rules and tokens give."""
+
+    roles: list[Role]
+    users: list[str] = [SELF]
+
+    @field_validator("users")
+    @classmethod
+    def _name_users(cls, users: list[str]) -> list[str]:
+        for user in users:
+            if not _USERS.fullmatch(user):
+                _refuse(f'"{user}" names no user: give a name, a name\'s beginning with "*", "*" for all, or "{SELF}"')
+        return users
+
+    @model_validator(mode="after")
+    def _admins_speak_for_all(self) -> _Grant:
+        if "admin" in self.roles and not {"*", SELF}.issuperset(self.users):
+            _refuse('"admin" speaks for everybody: leave "users" out')
+        return self
+
+
+class AccessRule(_Grant):
+    """What some peers of the Unix socket may do."""
+
+    peers: Annotated[list[str], Field(min_length=1)]
+
+    @field_validator("peers")
+    @classmethod
+    def _name_peers(cls, peers: list[str]) -> list[str]:
+        for peer in peers:
+            if not _PEER.fullmatch(peer):
+                _refuse(f'"{peer}" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"')
+        return peers
+
+
+class AccessToken(_Grant):
+    """What the holder of a token may do over TCP."""
+
+    name: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    users: list[str] = []
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not USER_NAME.fullmatch(name) or name == API_TOKEN:
+            _refuse(f'"{name}" cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"')
+        return name
+
+    @model_validator(mode="after")
+    def _no_self(self) -> AccessToken:
+        if SELF in self.users:
+            _refuse(f'a token has no name of its own on this box, so "{SELF}" means nobody: name its users')
+        return self
+
+
+class AccessSettings(_AccessTable):
+    """Who may do what: see docs/security.md."""
+
+    rules: list[AccessRule] = Field([], description="of peers of the Unix socket, the first that fits counts")
+    tokens: list[AccessToken] = Field([], description="of TCP callers, as edged token new prints them")
+
+    @field_validator("rules", "tokens", mode="before")
+    @classmethod
+    def _from_the_environment(cls, value: Any) -> Any:
+        """An environment variable holds the list as JSON."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            return _refuse(f"it is neither a list of tables nor JSON: {error}")
+
+    @field_validator("tokens")
+    @classmethod
+    def _named_once(cls, tokens: list[AccessToken]) -> list[AccessToken]:
+        names = [token.name for token in tokens]
+        for name in names:
+            if names.count(name) > 1:
+                _refuse(f'two tokens are named "{name}": give each a name of its own')
+        return tokens
+
+
+class LimitSettings(_AccessTable):
+    """What one user may take; 0: as much as there is."""
+
+    requests_per_minute: Limit = Field(0, description="completions that a user may ask for; 0: no limit")
+    tokens_per_minute: Limit = Field(0, description="tokens of a user's prompts and answers; 0: no limit")
+    concurrent_requests: Limit = Field(0, description="a user's answers at once, n choices count n; 0: no limit")
+    feedback_per_minute: Limit = Field(0, description="signals and pairs of a user; 0: no limit")
+    stored_mb: Limit = Field(0, description="what is kept of a user / 2^20; 0: no limit")
+    header_s: Annotated[float, Field(gt=0.0)] = Field(10.0, description="how long a request's header may take to come")
+    body_s: Annotated[float, Field(gt=0.0)] = Field(30.0, description="how long its body may take")
+    idle_s: Annotated[float, Field(gt=0.0)] = Field(75.0, description="how long a connection may wait between requests")
+    stalled_s: Annotated[float, Field(gt=0.0)] = Field(
+        30.0, description="how long a client may leave a full buffer unread before it is dropped"
+    )
+
+
+def _refuse(message: str) -> Any:
+    """Fail validation with this very sentence."""
+    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})

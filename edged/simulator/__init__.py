@@ -1,0 +1,1 @@
+"""The scheduler and the lives of requests in virtual time."""

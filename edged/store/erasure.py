@@ -1,0 +1,166 @@
+"""Forgetting a user to the end: the tombstone, the deletion, and the search that shows that nothing is left.
+
+Owns what is searched for and where. Must not know the engine or HTTP.
+
+A row in `forgetting` stands from the deletion until everything is gone; a start that finds one finishes the work. What
+the user did after `started_at` is new and stays.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.store.adapters import forget_adapter
+from edged.store.maintenance import checkpoint
+
+_MOST_TEXTS = 32
+_LEAST_CHARS = 24
+"""Shorter texts are what anybody says."""
+_OTHERS = {
+    "completions": "user IS NOT :name AND adapter IS NOT :name",
+    "choices": "completion_id IN (SELECT id FROM completions WHERE user IS NOT :name AND adapter IS NOT :name)",
+    "signals": "user != :name",
+    "pairs": "adapter != :name",
+}
+"""Rows of people who may have said the same words by themselves."""
+_DATED = (
+    *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
+    *("shelved_metrics", "shelved_versions", "shelved_steps"),
+)
+_NEW = {table: "created_at >= :since" for table in _DATED}
+_NEW["choices"] = "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)"
+"""Rows that came after the forgetting began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What the deletion took: rows by table, ids of the pairs, and some of the user's texts to search for."""
+
+    rows: dict[str, int]
+    pair_ids: set[int]
+    texts: tuple[str, ...]
+
+
+def begin_forgetting(db: Database, name: str, now: str) -> Erased:
+    """Delete the user's rows and leave the tombstone, in one transaction."""
+    texts = _texts_of(db, name)
+    rows, pair_ids = forget_adapter(db, name)
+    db.execute("INSERT OR REPLACE INTO forgetting VALUES (?, ?)", [name, now])
+    return Erased(rows, pair_ids, texts)
+
+
+def unfinished(db: Database) -> list[tuple[str, str]]:
+    """(user, when it began) of what a crash interrupted."""
+    return [(name, at) for name, at in db.execute("SELECT adapter, started_at FROM forgetting").fetchall()]
+
+
+def end_forgetting(db: Database, name: str) -> None:
+    """Everything is gone: take the tombstone away."""
+    db.execute("DELETE FROM forgetting WHERE adapter = ?", [name])
+
+
+def erase_bytes(db: Database) -> None:
+    """Give the room back and empty the write-ahead log, so that no byte of what was deleted is in either file.
+
+    To be run by `Store.write_alone`. Needs as much room on the disk as the database itself.
+    """
+    db.execute("VACUUM")
+    empty_log(db)
+
+
+def empty_log(db: Database) -> None:
+    """Write the log into the database and cut it to nothing. Raises RuntimeError when somebody reads all the while.
+
+    Writes wait for it, so that it does not wait long for readers (see `edged.store.maintenance.checkpoint`).
+    """
+    if not checkpoint(db):
+        raise RuntimeError("another program reads the database: its write-ahead log could not be emptied")
+
+
+def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
+    """Look through every text column for the user's name and texts.
+
+    Keys: columns (searched), texts (searched for), found: a list of {table, column, rows, what}; said_by_others: rows
+    of other people that hold one of the texts; new_rows: rows that came after `since`.
+    """
+    report: dict[str, Any] = {"columns": 0, "texts": len(texts), "found": [], "said_by_others": 0, "new_rows": 0}
+    for table in db.tables:
+        if table.name == "forgetting":
+            continue
+        others, new = _OTHERS.get(table.name, "0"), _NEW.get(table.name, "0")
+        values: dict[str, Any] = {"name": name, "since": since, **_needles(texts)}
+        for column in [column.name for column in table.columns if column.type.upper() == "TEXT"]:
+            report["columns"] += 1
+            for what, match in (("name", _NAME.format(c=f'"{column}"')), ("text", _any_text(column, texts))):
+                hits = f'SELECT count(*) FROM "{table.name}" WHERE ({match})'
+                found = _count(db, f"{hits} AND NOT ({others} AND :what = 'text') AND NOT ({new})", values, what)
+                report["new_rows"] += _count(db, f"{hits} AND ({new})", values, what)
+                if what == "text":
+                    report["said_by_others"] += _count(db, f"{hits} AND ({others}) AND NOT ({new})", values, what)
+                if found:
+                    report["found"].append({"table": table.name, "column": column, "rows": found, "what": what})
+    return report
+
+
+def search_files(folder: Path, name: str) -> list[str]:
+    """Paths under `folder` that bear the user's name, or whose JSON names the user as their adapter.
+
+    A file that cannot be read is another user's trouble, unless it lies under the name: that path is told anyway.
+    """
+    found = [str(path) for path in folder.rglob("*") if path.name == name] if folder.is_dir() else []
+    wanted = f'"adapter": {json.dumps(name)}'
+    for path in folder.rglob("*.json") if folder.is_dir() else ():
+        with suppress(OSError):
+            if wanted in path.read_text(errors="replace"):
+                found.append(str(path))
+    return found
+
+
+_NAME = "{c} = :name OR instr({c}, '/' || :name || '/')"
+
+
+def _any_text(column: str, texts: tuple[str, ...]) -> str:
+    parts = [f'instr("{column}", :t{i})' for i in range(2 * len(texts))]
+    return " OR ".join(parts) or "0"
+
+
+def _needles(texts: tuple[str, ...]) -> dict[str, str]:
+    """The texts as they are, and as JSON writes them."""
+    both = [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
+    return {f"t{i}": form for i, form in enumerate(both)}
+
+
+def _count(db: Database, sql: str, values: dict[str, Any], what: str) -> int:
+    (count,) = db.execute(sql, {**values, "what": what}).fetchone()
+    return int(count)
+
+
+def _texts_of(db: Database, name: str) -> tuple[str, ...]:
+    """Some of what the user said and was told: the longest of each table."""
+    own = "FROM completions WHERE user = :name OR adapter = :name"
+    last_message = "SELECT json_extract(messages, '$[#-1].content') AS text"
+    sources = (
+        f"SELECT prompt AS text {own}",
+        f"{last_message} {own}",
+        f"SELECT text FROM choices WHERE completion_id IN (SELECT id {own})",
+        "SELECT text FROM signals WHERE user = :name",
+        "SELECT chosen AS text FROM pairs WHERE adapter = :name",
+        "SELECT rejected AS text FROM pairs WHERE adapter = :name",
+        "SELECT prompt AS text FROM pairs WHERE adapter = :name",
+        f"{last_message} FROM pairs WHERE adapter = :name",
+    )
+    texts: dict[str, None] = {}
+    for source in sources:
+        rows = db.execute(
+            f"SELECT text FROM ({source}) WHERE length(text) >= {_LEAST_CHARS} ORDER BY length(text) DESC "
+            f"LIMIT {_MOST_TEXTS // len(sources)}",
+            {"name": name},
+        )
+        texts.update((str(text), None) for (text,) in rows.fetchall())
+    return tuple(texts)

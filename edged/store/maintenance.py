@@ -1,0 +1,362 @@
+"""The database over months: retention, giving pages back, the write-ahead log, the query planner's statistics.
+
+Owns when each is done, and that nobody waits for it: what may go is looked for by a reader and deleted in writes of a
+few rows each, between those of everyone else. Must not know what feedback means.
+
+Two things hold whatever the settings say: what a signal or a pair refers to stays as long as these do, and so do pairs
+that wait for training, are held out, or are replayed. The newest rows of a table stay whatever their date says, since
+a box may have lived in 1970 until its clock was set.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.settings.load import StoreSettings
+from edged.store.completions import UNUSED
+from edged.store.database import Store, frees_pages, vacuum
+from edged.store.feedback import REPLAY_PAIRS
+from edged.store.timestamps import utc_now, utc_text
+
+log = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 600.0
+FIRST_SWEEP_S = 30.0
+"""After the start, which has other things to do."""
+CHECK_LOG_EVERY_S = 10.0
+OPTIMIZE_EVERY_S = 86400.0
+PAUSE_S = 0.01
+"""Between two slices."""
+SLICE_PAGES = 256
+"""Most pages that are given back in one write."""
+FREE_SHARE = 0.1
+"""Of the file's pages may be free: they are filled again."""
+LONG_LOG_BYTES = 16 * 2**20
+"""From this size on, the write-ahead log is emptied as soon as readers let it."""
+LOG_WAIT_MS = 500
+"""Longest time that writes wait for readers to let go of the log."""
+_TABLES = (
+    *("completions", "choices", "signals", "pairs", "alignment_metrics", "adapter_versions", "skipped_steps"),
+    *("iteration_samples", "shelved_metrics", "shelved_progress", "shelved_versions", "shelved_steps"),
+)
+
+
+class Maintenance:
+    """Keeps one store in order, on a thread of its own between `start` and `stop`."""
+
+    def __init__(self, store: Store, settings: StoreSettings) -> None:
+        self._store, self._settings = store, settings
+        self._stopping = threading.Event()
+        self._sweeping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
+        self._deleted: dict[str, int] = {}
+        self._rows: dict[str, int | None] = dict.fromkeys(_TABLES)
+        """By table, when they were last counted, which takes long in a large one: None before the first time."""
+        self._facts = self._store.read(_facts_of)
+        self._full_told = False
+
+    def configure(self, settings: StoreSettings) -> None:
+        """Keep to other settings from the next sweep on."""
+        self._settings = settings
+
+    def start(self) -> None:
+        """Begin: rows are counted at once, the first sweep comes a while later."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the slice under way."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def sweep(self) -> dict[str, int]:
+        """Delete what may go and give its pages back; rows deleted by table. Blocks. Raises StoreError."""
+        with self._sweeping:
+            deleted: dict[str, int] = {}
+            values = self._store.read(lambda db: parameters(db, self._settings, utc_now()))
+            for rule in BY_AGE_AND_NUMBER:
+                self._apply(rule, values, deleted)
+            for rule in BY_SIZE:
+                self._apply(rule, values, deleted, only_while_large=True)
+            self._give_back()
+            for table, count in deleted.items():
+                self._deleted[table] = self._deleted.get(table, 0) + count
+            self._look()
+            self._tell_full()
+            return deleted
+
+    def vacuum(self) -> tuple[int, int]:
+        """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
+        with self._sweeping:
+            before = self._store.path.stat().st_size
+            self._store.write_alone(vacuum).result()
+            self.empty_log()
+            self._look()
+            return before, self._store.path.stat().st_size
+
+    def empty_log(self) -> bool:
+        """Bring the write-ahead log into the file and cut it to nothing; whether readers let it. Raises StoreError.
+
+        Readers never wait. Writes do, until those who read an older state have ended, but no longer than LOG_WAIT_MS.
+        """
+        return self._store.write_alone(checkpoint).result()
+
+    def report(self, fresh: bool = False) -> dict[str, Any]:
+        """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
+
+        Sizes are of now; the rest is of the last sweep, unless `fresh`, which reads the tables. Rows that were not
+        counted yet are None. Raises StoreError.
+        """
+        if fresh:
+            self._look()
+        return {
+            "path": str(self._store.path),
+            "database_bytes": _size(self._store.path),
+            "log_bytes": self._log_bytes(),
+            "max_bytes": self._settings.max_database_mb << 20,
+            **self._facts,
+            "rows": dict(self._rows),
+            "deleted": dict(self._deleted),
+        }
+
+    # -- on the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sweep_s = time.monotonic() + FIRST_SWEEP_S
+        optimize_s = sweep_s
+        self._try(self._look)
+        while not self._stopping.wait(CHECK_LOG_EVERY_S):
+            now = time.monotonic()
+            self._try(self._shorten_log)
+            if now >= sweep_s:
+                sweep_s = now + SWEEP_EVERY_S
+                self._try(self.sweep)
+            if now >= optimize_s:
+                optimize_s = now + OPTIMIZE_EVERY_S
+                self._try(lambda: self._store.write_alone(_optimize).result())
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            # A full or failing disk may be well again the next time; nothing else depends on this.
+            log.error("the database was not kept in order this time: %s", error)
+
+    def _shorten_log(self) -> None:
+        if self._log_bytes() > LONG_LOG_BYTES:
+            self.empty_log()
+
+    def _apply(
+        self, rule: Rule, values: dict[str, Any], deleted: dict[str, int], only_while_large: bool = False
+    ) -> None:
+        """Delete a rule's rows slice by slice, the oldest first."""
+        after = -1
+        while not self._stopping.is_set() and not (only_while_large and not self._too_large()):
+            rowids = self._store.read(partial(find, rule=rule, values=values, after=after))
+            if not rowids:
+                return
+            after = rowids[-1]
+            gone = self._store.write(partial(delete, rule=rule, values=values, rowids=rowids))
+            deleted[rule.table] = deleted.get(rule.table, 0) + gone.result()
+            self._stopping.wait(PAUSE_S)
+
+    def _too_large(self) -> bool:
+        most = self._settings.max_database_mb << 20
+        return bool(most) and self._store.read(used_bytes) > most
+
+    def _give_back(self) -> None:
+        """Take free pages off the file, slice by slice, where it was made for that."""
+
+        def excess(db: Database) -> int:
+            pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+            return int(free - FREE_SHARE * pages) if frees_pages(db) else 0
+
+        def give_back(db: Database) -> None:
+            db.execute(f"PRAGMA incremental_vacuum({SLICE_PAGES})").fetchall()
+
+        while not self._stopping.is_set() and self._store.read(excess) > SLICE_PAGES:
+            self._store.write(give_back).result()
+            self._stopping.wait(PAUSE_S)
+
+    def _look(self) -> None:
+        """Count the rows, unless it is to stop meanwhile, and take the rest of the facts."""
+        rows: dict[str, int | None] = {}
+        for table in _TABLES:
+            if self._stopping.is_set():
+                return
+            rows[table] = self._store.read(partial(_count, table=table))
+        self._rows, self._facts = rows, self._store.read(_facts_of)
+
+    def _tell_full(self) -> None:
+        """Once, when nothing is left that may go by itself."""
+        full = self._too_large()
+        if full and not self._full_told:
+            log.warning(
+                "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and the "
+                "newest completions: raise that, or set store.keep_feedback_days",
+                self._settings.max_database_mb,
+            )
+        self._full_told = full
+
+    def _log_bytes(self) -> int:
+        return _size(self._store.path.with_name(self._store.path.name + "-wal"))
+
+
+def checkpoint(db: Database) -> bool:
+    """Empty the write-ahead log, outside of transactions; False when somebody read all of LOG_WAIT_MS."""
+    patience = db.execute("PRAGMA busy_timeout").fetchone()[0]
+    db.execute(f"PRAGMA busy_timeout = {LOG_WAIT_MS}").fetchall()
+    try:
+        busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    finally:
+        db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
+    return not busy
+
+
+def _optimize(db: Database) -> None:
+    db.execute("PRAGMA analysis_limit = 400").fetchall()
+    db.execute("PRAGMA optimize").fetchall()
+
+
+def _count(db: Database, table: str) -> int:
+    return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def _facts_of(db: Database) -> dict[str, Any]:
+    """What is known without reading tables."""
+    oldest = db.execute("SELECT created_at FROM completions ORDER BY rowid LIMIT 1").fetchone()
+    return {
+        "used_bytes": used_bytes(db),
+        "gives_pages_back": frees_pages(db),
+        "oldest_completion": oldest[0] if oldest else None,
+        "looked_at": utc_text(utc_now()),
+    }
+
+
+def _size(path: Path) -> int:
+    try:
+        return int(path.stat().st_size)
+    except FileNotFoundError:
+        return 0
+
+
+SLICE_ROWS = 64
+"""Most rows that are deleted in one write."""
+NEWEST = 1000
+"""Completions and samples that neither age nor size takes."""
+
+_DONE = """pairs.created_at < :feedback_cutoff AND pairs.state IN ('trained', 'learnt', 'skipped')
+    AND pairs.id < (SELECT value FROM json_each(:replayed_from) WHERE key = pairs.adapter)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Rows of `table` for which the SQL condition `gone` holds may go; its parameters are `parameters`' keys."""
+
+    table: str
+    gone: str
+
+
+BY_AGE_AND_NUMBER = (
+    Rule(
+        "completions",
+        f"(rowid <= :completions_over OR (rowid <= :completions_old AND created_at < :cutoff)) AND {UNUSED}",
+    ),
+    Rule("iteration_samples", "id <= :samples_over OR (id <= :samples_old AND created_at < :cutoff)"),
+    Rule(
+        "alignment_metrics",
+        """split = 'held_out' AND created_at < :cutoff AND version < (
+               SELECT max(version) FROM alignment_metrics AS newer
+               WHERE newer.adapter = alignment_metrics.adapter AND newer.split = 'held_out')""",
+    ),
+    Rule("shelved_metrics", "split = 'held_out' AND created_at < :cutoff"),
+    Rule(
+        "adapter_versions",
+        """on_disk = 0 AND created_at < :cutoff AND version < (
+               SELECT max(version) FROM adapter_versions AS newer WHERE newer.adapter = adapter_versions.adapter)""",
+    ),
+    Rule("shelved_versions", "on_disk = 0 AND created_at < :cutoff"),
+    Rule("skipped_steps", "created_at < :cutoff"),
+    Rule("shelved_steps", "created_at < :cutoff"),
+    # In this order: scores refer to pairs, and pairs to signals.
+    Rule("alignment_metrics", f"pair_id IN (SELECT id FROM pairs WHERE {_DONE})"),
+    Rule("pairs", f"{_DONE} AND NOT EXISTS (SELECT 1 FROM alignment_metrics WHERE pair_id = pairs.id)"),
+    Rule(
+        "signals",
+        """created_at < :feedback_cutoff AND NOT EXISTS (SELECT 1 FROM pairs WHERE signal_id = signals.id)
+           AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = signals.completion_id)
+           AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = signals.completion_id)""",
+    ),
+)
+BY_SIZE = (
+    Rule("completions", f"rowid <= :completions_old AND {UNUSED}"),
+    Rule("iteration_samples", "id <= :samples_old"),
+)
+"""What goes, the oldest first, while the file is larger than it may be."""
+
+
+def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str, Any]:
+    """The rules' parameters for the present state."""
+    replayed = db.execute(
+        """SELECT adapter, min(id) FROM (
+               SELECT adapter, id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
+               FROM pairs WHERE state IN ('trained', 'learnt')) WHERE age <= ? GROUP BY adapter""",
+        [REPLAY_PAIRS],
+    )
+    return {
+        "completions_over": _before_newest(db, "completions", settings.keep_completions),
+        "completions_old": _before_newest(db, "completions", min(NEWEST, settings.keep_completions)),
+        "samples_over": _before_newest(db, "iteration_samples", settings.keep_samples),
+        "samples_old": _before_newest(db, "iteration_samples", min(NEWEST, settings.keep_samples)),
+        "cutoff": _cutoff(now, settings.keep_days),
+        "feedback_cutoff": _cutoff(now, settings.keep_feedback_days),
+        "replayed_from": json.dumps(dict(replayed.fetchall())),
+    }
+
+
+def _before_newest(db: Database, table: str, count: int) -> int:
+    """The rowid up to which a table's rows are older than its newest `count`; -1 where there are no more."""
+    row = db.execute(f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT 1 OFFSET ?", [count]).fetchone()
+    return row[0] if row else -1
+
+
+def _cutoff(now: datetime, days: float) -> str:
+    """Rows from before this moment are old; "" is before every one."""
+    try:
+        return utc_text(now - timedelta(days=days)) if days else ""
+    except OverflowError:
+        return ""
+
+
+def find(db: Database, rule: Rule, values: dict[str, Any], after: int) -> list[int]:
+    """Rowids beyond `after` of the next rows that may go, at most SLICE_ROWS. Takes long: not for the writer thread."""
+    rows = db.execute(
+        f"SELECT rowid FROM {rule.table} WHERE rowid > :after AND ({rule.gone}) ORDER BY rowid LIMIT {SLICE_ROWS}",
+        {**values, "after": after},
+    )
+    return [rowid for (rowid,) in rows.fetchall()]
+
+
+def delete(db: Database, rule: Rule, values: dict[str, Any], rowids: list[int]) -> int:
+    """Delete those of the rows that may still go; returns how many."""
+    return db.execute(
+        f"DELETE FROM {rule.table} WHERE rowid IN (SELECT value FROM json_each(:rowids)) AND ({rule.gone})",
+        {**values, "rowids": json.dumps(rowids)},
+    ).rowcount
+
+
+def used_bytes(db: Database) -> int:
+    """Bytes of the file's pages that hold something."""
+    pages, free, size = (db.execute(f"PRAGMA {x}").fetchone()[0] for x in ("page_count", "freelist_count", "page_size"))
+    return int((pages - free) * size)

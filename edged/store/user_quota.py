@@ -1,0 +1,106 @@
+"""How much is kept of each user, and making room within one user's own.
+
+Owns the counting and which completions go first. Must not know who calls, nor what anything is kept for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from sqlite_utils import Database
+
+from edged.store.completions import UNUSED
+
+_RECOUNT_S = 10.0
+"""A user who is over the limit is counted again at most that often: it reads all of the user's rows."""
+_TRIM_TO = 0.9
+"""Share of the limit that is left after making room, so that it is not made for every single answer."""
+_MOST_USERS = 10_000
+
+_MINE = "adapter = :user OR user = :user"
+_COMPLETION = """length(prompt_ids) + length(coalesce(messages, '')) + length(coalesce(prompt, ''))
+    + (SELECT coalesce(sum(length(text) + length(token_ids)), 0) FROM choices WHERE completion_id = completions.id)"""
+_PAIR = """length(coalesce(messages, '')) + length(coalesce(prompt, '')) + length(chosen) + length(rejected)
+    + length(coalesce(prompt_ids, '')) + length(coalesce(chosen_ids, '')) + length(coalesce(rejected_ids, ''))"""
+
+
+class StorageFull(ValueError):
+    """As much is kept of a user as the settings allow; the message says how much and the way out."""
+
+
+class UserQuota:
+    """What is kept of whom, counted once and kept up from there. To be used inside `Store.write` alone."""
+
+    def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`most_bytes` of one user are kept; 0: as much as there is."""
+        self._most, self._clock = most_bytes, clock
+        self._known: dict[str, tuple[int, float]] = {}
+        """Bytes by user, and when they were counted."""
+
+    def configure(self, most_bytes: int) -> None:
+        """Keep another amount of one user from now on."""
+        self._most = most_bytes
+
+    def demand_room(self, db: Database, user: str) -> None:
+        """Raises StorageFull when no more may be kept of a user."""
+        if self._most and self._over(db, user):
+            raise StorageFull(
+                f'{self._known[user][0] / 2**20:.1f} MiB of user "{user}" are kept, and limits.stored_mb = '
+                f"{self._most / 2**20:g}: forget the user (`edged adapters forget {user}`), or raise the limit"
+            )
+
+    def added(self, db: Database, user: str, size_bytes: int) -> None:
+        """Count what was written of a user; the oldest completions that no feedback refers to make room for it."""
+        if not self._most:
+            return
+        if user in self._known:
+            kept, counted_s = self._known[user]
+            self._known[user] = (kept + size_bytes, counted_s)
+        if self._over(db, user):
+            trim_completions(db, user, self._known[user][0] - int(self._most * _TRIM_TO))
+            self._known[user] = (stored_bytes(db, user), self._clock())
+
+    def learned(self, db: Database, user: str, pair_ids: Sequence[int]) -> None:
+        """Count pairs that were written of a user."""
+        if self._most and pair_ids:
+            query = f"SELECT sum({_PAIR}) FROM pairs WHERE id IN (SELECT value FROM json_each(?))"
+            self.added(db, user, int(db.execute(query, [json.dumps(list(pair_ids))]).fetchone()[0] or 0))
+
+    def _over(self, db: Database, user: str) -> bool:
+        kept, counted_s = self._counted(db, user)
+        if kept >= self._most and self._clock() - counted_s >= _RECOUNT_S:
+            del self._known[user]
+            kept, _ = self._counted(db, user)
+        return kept >= self._most
+
+    def _counted(self, db: Database, user: str) -> tuple[int, float]:
+        if user not in self._known:
+            if len(self._known) >= _MOST_USERS:
+                self._known.clear()
+            self._known[user] = (stored_bytes(db, user), self._clock())
+        return self._known[user]
+
+
+def stored_bytes(db: Database, user: str) -> int:
+    """Characters and digits of all that is kept of a user: completions, signals and pairs."""
+    parts = (
+        f"SELECT {_COMPLETION} AS size FROM completions WHERE {_MINE}",
+        "SELECT length(coalesce(text, '')) FROM signals WHERE user = :user",
+        f"SELECT {_PAIR} FROM pairs WHERE adapter = :user",
+    )
+    query = f"SELECT coalesce(sum(size), 0) FROM ({' UNION ALL '.join(parts)})"
+    return int(db.execute(query, {"user": user}).fetchone()[0])
+
+
+def trim_completions(db: Database, user: str, excess_bytes: int) -> int:
+    """Delete a user's oldest completions that no feedback refers to, until `excess_bytes` are gone: how many."""
+    return db.execute(
+        f"""DELETE FROM completions WHERE rowid IN (
+                SELECT rowid FROM (
+                    SELECT rowid, sum({_COMPLETION}) OVER (ORDER BY rowid) - ({_COMPLETION}) AS before
+                    FROM completions WHERE ({_MINE}) AND {UNUSED})
+                WHERE before < :excess)""",
+        {"user": user, "excess": excess_bytes},
+    ).rowcount

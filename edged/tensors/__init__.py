@@ -1,0 +1,1 @@
+"""Copies of tensors, the threads that compute them, and want of memory."""

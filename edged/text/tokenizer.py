@@ -1,0 +1,314 @@
+"""Text and tokens: the model's tokenizer, incremental detokenization, stop strings.
+
+Owns every conversion between text and token ids. Must not know requests, HTTP or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from edged.runtime import logs
+from edged.text.remote_code import Untrusted, check_code
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_HELD_CHARS = 3
+"""A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
+_STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+"""Marks where a chat template writes an answer."""
+_WINDOW_TOKENS = 16
+_CONTEXT_TOKENS = 8
+"""Tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
+
+
+class TokenizerError(ValueError):
+    """Text cannot be turned into tokens; the message says why and what to do."""
+
+
+class NoChatTemplate(TokenizerError):
+    """The model has no chat template, so that messages cannot become a prompt."""
+
+
+class Tokenizer:
+    """The tokenizer and chat template that `save_pretrained` wrote beside a model.
+
+    Safe to use from several threads: nothing in the tokenizer changes after `load`.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, generation_eos: Iterable[int] = ()) -> None:
+        self._tokenizer, self._name = tokenizer, name
+        eos = {int(token) for token in generation_eos}
+        own = tokenizer.eos_token_id
+        if own is None and not eos:
+            raise TokenizerError(
+                f'model "{name}" has no end-of-sequence token: set eos_token in its tokenizer_config.json '
+                "or eos_token_id in its generation_config.json"
+            )
+        self.eos_id: int = min(eos) if own is None else int(own)
+        """The token that ends an answer in training (the tokenizer's, as TRL appends it)."""
+        self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
+        """All tokens that end an answer in serving."""
+        self.vocab_size: int = len(tokenizer)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._token_bytes: dict[int, bytes] = {}
+        self._byte_of = _byte_alphabet() if _joins_bytes(tokenizer) else None
+        tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
+
+    @classmethod
+    def load(cls, directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+        """Load from a model's directory; its own Python code runs only where that is trusted.
+
+        Raises TokenizerError that names it and what is missing.
+        """
+        try:
+            check_code(Path(directory), trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        except Untrusted as error:
+            raise TokenizerError(f'model "{directory}" is not loaded: {error}') from None
+        except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
+            raise TokenizerError(
+                f'model "{directory}" has no usable tokenizer ({logs.first_line(error)}): '
+                "write one there with tokenizer.save_pretrained"
+            ) from error
+        if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
+            raise TokenizerError(
+                f'model "{directory}" has no tokenizer: write one there with tokenizer.save_pretrained'
+            )
+        return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+        return bool(self._tokenizer.chat_template)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation up to where the assistant's answer starts.
+
+        Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
+        """
+        return self.encode_answer(self._chat_text(messages, True))
+
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
+        """Tokens of an assistant's answer as the chat template writes it behind `render_chat`'s, up to its last word.
+
+        That is how TRL tokenizes conversational pairs, and what the model would have said: templates put a space or a
+        mark between prompt and answer. Raises like `render_chat`.
+        """
+        prompt = self._chat_text(messages, True)
+        whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
+        lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
+        return self.encode_answer((lead.rstrip() if text[:1].isspace() else lead) + text)
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        if not self.has_chat_template:
+            raise NoChatTemplate(
+                f'model "{self._name}" has no chat template: use /v1/completions, '
+                "or put a chat_template.jinja into its directory"
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
+        return list(self._tokenizer.encode(text))
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Tokens of a text that continues others: no special tokens are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens; special tokens have none."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads alone, special tokens by name; bytes that are no text show as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, with its leading space; a special token's name."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return str(token).encode()
+        if self._byte_of is not None:
+            known = [self._byte_of.get(char) for char in token]
+            return bytes(b for b in known if b is not None) if None not in known else token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def ids_of_text(self, ids: Sequence[int], text: str) -> list[int]:
+        """Tokens of an answer whose text was cut at a stop string: the generated ids where they still say `text`.
+
+        `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
+        """
+        end = len(ids)
+        while end > 0:
+            shown = self.decode(ids[:end])
+            if shown == text:
+                return list(ids[:end])
+            if len(shown) < len(text):
+                break
+            end -= 1
+        return self.encode_answer(text)
+
+
+class Detokenizer:
+    """Turns sampled tokens into text piece by piece; the pieces join to what a decode of all tokens gives.
+
+    A character whose bytes are not all there yet is held back; bytes that can no longer become one, and what is
+    unfinished at `finish`, come out as U+FFFD.
+    """
+
+    def __init__(self, codec: Tokenizer) -> None:
+        self._codec = codec
+        self._window: list[int] = []
+        self._shown = ""
+        """What has been given out of the window's text."""
+        self._fresh = 0
+        """Tokens since something was last given out."""
+
+    def push(self, token_id: int) -> str:
+        """The text that has become certain with this token, often empty."""
+        self._window.append(token_id)
+        self._fresh += 1
+        text = self._codec.decode(self._window)
+        if not text.startswith(self._shown):
+            # Byte-fallback decoders turn a whole run of bytes into U+FFFD while its last character is unfinished.
+            return "" if self._fresh <= _CONTEXT_TOKENS else self._restart()
+        certain = text
+        for _ in range(_HELD_CHARS):
+            certain = certain.removesuffix(REPLACEMENT)
+        return self._give(certain, text)
+
+    def finish(self) -> str:
+        """The rest, with U+FFFD for an unfinished character."""
+        text = self._codec.decode(self._window)
+        rest = text[len(self._shown) :] if text.startswith(self._shown) else self._restart()
+        self._window, self._shown = [], ""
+        return rest
+
+    def _give(self, certain: str, text: str) -> str:
+        piece = certain[len(self._shown) :]
+        if piece:
+            self._shown, self._fresh = certain, 0
+        if len(self._window) > _WINDOW_TOKENS:
+            self._slide(len(text) - len(self._shown))
+        return piece
+
+    def _slide(self, held: int) -> None:
+        """Shorten the window to a few tokens of context; its last `held` characters are not out yet.
+
+        A cut inside a character could spoil how the bytes after it read: one of four neighbouring cuts is between two.
+        """
+        text = self._codec.decode(self._window)
+        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _HELD_CHARS + 1):
+            context = self._codec.decode(self._window[-size:])
+            if text.endswith(context) and len(context) >= held:
+                self._window, self._shown = self._window[-size:], context[: len(context) - held]
+                return
+
+    def _restart(self) -> str:
+        """Give up on joining: what came since the last piece reads as it does alone."""
+        piece = self._codec.decode(self._window[-self._fresh :])
+        self._window, self._shown, self._fresh = self._window[-self._fresh :], piece, 0
+        return piece
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces; the result does not depend on where the pieces end.
+
+    Text that may be the start of a stop string is held back. Where two could match, the one that is complete
+    first wins, and of those the longest. Time is linear in the text (Knuth, Morris and Pratt).
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped_by: str | None = None
+        """The stop string that was found; all text from its start on is dropped."""
+
+    def push(self, piece: str) -> str:
+        """The text that is certainly before any stop string. Empty once `stopped_by` is set."""
+        if self.stopped_by is not None:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        for end in range(len(self._held), len(text)):
+            for index, stop in enumerate(self._stops):
+                matched = _advance(stop, self._borders[index], self._matched[index], text[end])
+                if matched == len(stop):
+                    self.stopped_by, self._held = stop, ""
+                    return text[: end + 1 - matched]
+                self._matched[index] = matched
+        certain = len(text) - max(self._matched)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """What was held back, as no stop string will come of it any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _borders(pattern: str) -> list[int]:
+    """KMP's failure function: for each prefix, the length of its longest proper border."""
+    borders = [0] * len(pattern)
+    for index in range(1, len(pattern)):
+        borders[index] = _advance(pattern, borders, borders[index - 1], pattern[index])
+    return borders
+
+
+def _advance(pattern: str, borders: list[int], matched: int, char: str) -> int:
+    while matched and pattern[matched] != char:
+        matched = borders[matched - 1]
+    return matched + 1 if pattern[matched] == char else 0
+
+
+def _generation_eos(directory: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((directory / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if value is not None:
+            return [int(token) for token in (value if isinstance(value, list) else [value])]
+    return []
+
+
+def _joins_bytes(tokenizer: Any) -> bool:
+    """Whether tokens are written in GPT-2's byte alphabet (a ByteLevel decoder)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map of printable characters to the bytes that they stand for."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""The dialogues that the embedded demo model was trained on."""

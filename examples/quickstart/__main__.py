@@ -1,0 +1,171 @@
+"""`tools/quickstart`: edged's main job, live in the terminal."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from edged.client.client import Client, DaemonError
+from examples.quickstart.daemon import TemporaryDaemon
+from examples.quickstart.people import PACE, TASTES, Crowd, Exam
+from examples.quickstart.screen import Moment, closing, live_screen, plain_line
+
+REFRESH_S = 0.5
+PLAIN_REFRESH_S = 5.0
+SETTLE_S = 15.0
+"""How long pairs that came last may take to be learned before the second exam."""
+EXAM_QUESTIONS = 8
+LEAST_WIDTH = 96
+"""A narrower terminal gets plain lines."""
+MOST_WIDTH = 140
+PICTURE_WIDTH = 110
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--seconds", type=click.FloatRange(5), default=90.0, show_default=True, help="Length of the live part.")
+@click.option(
+    "--rate", type=click.FloatRange(0.1), default=3.0, show_default=True, help="Background requests per second."
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Other questions, other moments.")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Save the live screen's last state as SVG."
+)
+@click.option("--keep", is_flag=True, help="Leave the daemon running at the end.")
+def main(seconds: float, rate: float, seed: int, picture: Path | None, keep: bool) -> None:
+    """Start a daemon with the demo model in a temporary folder, let two users with opposite tastes teach it while
+    other requests keep coming, and show what each of them gets in the end."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    console = Console(highlight=False)
+    daemon = TemporaryDaemon()
+    kept = False
+    try:
+        console.print("starting the daemon with the demo model ...")
+        console.print(f"ready after {daemon.wait_until_ready():.1f} s on {daemon.socket}")
+        with daemon.client() as client:
+            broken = show(console, daemon, client, seconds, rate, seed, picture)
+        kept = keep
+        go_on(console, daemon if keep else None)
+        if broken:
+            click.echo(f"edged: the adapter broke the language: {broken[0]}", err=True)
+            sys.exit(1)
+    except DaemonError as error:
+        click.echo(f"edged: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("stopped; the daemon and its folder are removed", err=True)
+        sys.exit(130)
+    finally:
+        if not kept:
+            daemon.remove()
+
+
+def show(
+    console: Console,
+    daemon: TemporaryDaemon,
+    client: Client,
+    seconds: float,
+    rate: float,
+    seed: int,
+    picture: Path | None,
+) -> list[str]:
+    """The exam, the live part, the exam again, and what changed. Returns the answers that are broken in the end."""
+    exam = Exam.sit(daemon, seed, EXAM_QUESTIONS)
+    crowd = Crowd(daemon, seed, rate)
+    crowd.start()
+    try:
+        if console.is_terminal and console.width >= LEAST_WIDTH:
+            watch(console, client, crowd, seconds)
+        else:
+            report(console, client, crowd, seconds)
+        if picture:
+            save_picture(picture, live_screen(read(client, seconds, seconds), crowd, PICTURE_WIDTH))
+    finally:
+        crowd.stop()
+    settle(client)
+    for taste in TASTES:
+        exam.repeat(daemon, taste.user)
+    closing(console, exam, read(client, seconds, seconds))
+    return [text for texts in exam.after.values() for text in exam.broken(texts)]
+
+
+def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
+    """The live screen for `seconds`."""
+    started = time.monotonic()
+    width = min(console.width, MOST_WIDTH)
+    with Live(console=console, auto_refresh=False, screen=console.height < 40) as live:
+        while (elapsed := time.monotonic() - started) < seconds:
+            live.update(live_screen(read(client, elapsed, seconds), crowd, width), refresh=True)
+            _check(crowd)
+            time.sleep(REFRESH_S)
+
+
+def report(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
+    """The same as plain lines."""
+    console.print(PACE)
+    started = time.monotonic()
+    while (elapsed := time.monotonic() - started) < seconds:
+        time.sleep(min(PLAIN_REFRESH_S, seconds - elapsed))
+        console.print(plain_line(read(client, time.monotonic() - started, seconds)), soft_wrap=True)
+        _check(crowd)
+
+
+def save_picture(path: Path, screen: RenderableType) -> None:
+    """Write the screen as an SVG image."""
+    recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    recorder.print(screen)
+    recorder.save_svg(str(path), title="tools/quickstart")
+
+
+def read(client: Client, elapsed_s: float, total_s: float) -> Moment:
+    """Everything the screen shows, now."""
+    known = {item["adapter"] for item in client.get("/v1/adapters")["adapters"]}
+    adapters: dict[str, dict[str, Any]] = {
+        taste.user: client.get(f"/v1/adapters/{taste.user}") for taste in TASTES if taste.user in known
+    }
+    return Moment(elapsed_s, total_s, client.get("/v1/status"), adapters)
+
+
+def settle(client: Client) -> None:
+    """Wait until what was fed back is learned, though not for ever."""
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end and client.get("/v1/status")["queue"]["finetune"]:
+        time.sleep(0.2)
+
+
+def go_on(console: Console, daemon: TemporaryDaemon | None) -> None:
+    """What to type next."""
+    commands = [
+        ("edged chat --user ada", "talk; /up, /down, /edit, /regen and /pick teach ada's adapter"),
+        ("edged metrics", "win rate, CLPD and reward accuracy per user"),
+        ("edged status --watch", "what the daemon does now"),
+    ]
+    if daemon is None:
+        commands.insert(
+            0, ("edged serve", "starts a daemon of your own; tools/quickstart --keep leaves this one running")
+        )
+        console.print("\nThe daemon and its temporary folder are removed now. How to go on:")
+    else:
+        commands.append((f"kill {daemon.process.pid}; rm -r {daemon.folder}", "ends it"))
+        console.print(f"\nThe daemon keeps running on {daemon.socket}. How to go on:")
+        console.print(f"  export EDGED_SOCKET={daemon.socket}", soft_wrap=True)
+    console.print("  source .venv/bin/activate")
+    for command, what in commands:
+        console.print(f"  [bold]{command}[/]  [dim]# {what}[/]", soft_wrap=True)
+
+
+def _check(crowd: Crowd) -> None:
+    if crowd.failure:
+        raise DaemonError(crowd.failure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""The units' gradient is the gradient of TRL's DPO loss by autograd, whatever the windows and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+from trl import DPOConfig, DPOTrainer
+
+from edged.align.adapters.adapter import AdapterState, LoraSpec
+from edged.align.dpo.adapter_step import AdapterStep
+from edged.align.dpo.step import DpoStep
+from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
+from edged.align.feedback.pair import TokenPair
+from edged.engine.attention.packed_batch import pack
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.model.layer_access import LayerTap, PagedDecoder
+from edged.engine.model.served_model import ServedModel
+from edged.engine.model_runner import segments_of, take_of
+from edged.settings.load import AlignSettings, FeedbackSettings
+from tests.models import ARCHITECTURES, byte_tokenizer, tiny_model
+
+CPU = torch.device("cpu")
+BETA = 0.3
+
+
+Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPair]:
+    rng = np.random.default_rng(seed)
+    lengths = [(prompt, 13, 30), (prompt and prompt + 9, 21, 7)]
+    return [
+        TokenPair(
+            10 * seed + i,
+            adapter,
+            *(tuple(rng.integers(3, 250, n).tolist()) for n in (p, c, r)),
+            ref_chosen_logp=-20.0 - i,
+            ref_rejected_logp=-31.0,
+        )
+        for i, (p, c, r) in enumerate(lengths)
+    ]
+
+
+def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
+    assert model.lora is not None
+    shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
+    spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
+    state = AdapterState(name, spec, align, CPU)
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    with torch.no_grad():
+        for _, b in state.weights.values():
+            b.normal_(0.0, 0.05, generator=generator)
+    state.version = 1
+    return state
+
+
+@dataclass
+class Stepped:
+    """What a step left behind, by adapter."""
+
+    members: dict[str, AdapterStep]
+    gradients: dict[str, Gradients]
+    before: dict[str, dict[str, torch.Tensor]]
+    """Weights by PEFT's names."""
+
+    def moved(self, adapter: str) -> torch.Tensor:
+        """How far the optimizer took all weights."""
+        now = self.members[adapter].state.tensors()
+        return torch.cat([(now[name] - value).flatten() for name, value in self.before[adapter].items()])
+
+
+def take_step(
+    base: PreTrainedModel,
+    pairs: dict[str, list[TokenPair]],
+    window: int,
+    chunk: int,
+    loss: str = "sigmoid",
+    preempt_at: tuple[int, ...] = (),
+    keep_graph: bool = False,
+    broken: str = "",
+    suspicion: OutlierDetector | None = None,
+    sft_weight: float = 0.0,
+) -> Stepped:
+    """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
+
+    Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
+    Every adapter's pairs are judged by `suspicion`.
+    """
+    align = AlignSettings(
+        rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
+    )
+    base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
+    model = ServedModel(base, CPU, torch.float32)
+    model.attach_lora(align, slots=4)
+    kv = model.new_kv(80, 8)
+    tap, decoder = LayerTap(model), PagedDecoder(model, kv)
+    states = {name: trained_adapter(model, align, name) for name in pairs}
+    if broken:
+        next(iter(states[broken].weights.values()))[1].data[0] = float("nan")
+    slots = {name: slot for slot, name in enumerate(pairs, 1)}
+    for name, state in states.items():
+        model.lora.load(slots[name], state.weights, state.spec.scaling)
+    free = list(range(1, 80))
+    members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
+    step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
+    captured: dict[str, Gradients] = {}
+    before = {name: state.tensors() for name, state in states.items()}
+    for state in states.values():
+        capture_gradients(state, captured)
+    ran = 0
+    while not step.finished:
+        if step.tokens_left:
+            n = min(chunk, step.tokens_left)
+            taken = step.group.take(n)
+            segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
+            with torch.inference_mode():
+                batch = pack(segments, kv, CPU)
+                tap.arm([take_of(step.group, taken, segments, CPU)])
+                with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+                    model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+                tap.arm([])
+            step.group.advance(n)
+        elif (ran := ran + 1) in preempt_at:
+            step.restart()
+        else:
+            step.run_unit()
+    assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
+    return Stepped(step.members, captured, before)
+
+
+def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
+    """Have the mean gradient of the state's next step kept in `into`."""
+    take = state.step
+
+    def step(gradients: Gradients, pairs: int, *more: float) -> float:
+        into[state.name] = {name: (a / pairs, b / pairs) for name, (a, b) in gradients.items()}
+        return take(gradients, pairs, *more)
+
+    state.step = step  # type: ignore[method-assign]
+
+
+def unit_gradients(
+    base: PreTrainedModel, pairs: list[TokenPair], window: int, chunk: int, **how: Any
+) -> tuple[Gradients, AdapterStep, dict[str, torch.Tensor]]:
+    """Gradient, member and weights (before it) of one adapter's step."""
+    made = take_step(base, {"ann": pairs}, window, chunk, **how)
+    return made.gradients["ann"], made.members["ann"], made.before["ann"]
+
+
+def trl_gradients(
+    base: PreTrainedModel,
+    pairs: list[TokenPair],
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    loss: str = "sigmoid",
+    sft_weight: float = 0.0,
+) -> tuple[Gradients, float]:
+    """TRL's own loss function over a PEFT model with the same weights, by autograd."""
+    base.set_attn_implementation("eager")
+    model = get_peft_model(
+        base,
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
+    args = DPOConfig(
+        output_dir=str(folder),
+        beta=BETA,
+        loss_type=[loss, "sft"],
+        loss_weights=[1.0, sft_weight],
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=None,
+        disable_dropout=True,
+    )
+    trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
+    own = dict(trainer.model.named_parameters())
+    for key, value in weights.items():
+        # Over a quantized base TRL would have them in bfloat16.
+        own[key.replace(".weight", ".default.weight")].data = value.clone()
+    width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
+    ids, attention, completion = [], [], []
+    for answer in ("chosen", "rejected"):
+        for pair in pairs:
+            tokens = [*pair.prompt, *getattr(pair, answer)]
+            pad = width - len(tokens)
+            ids.append([*tokens, *[0] * pad])
+            attention.append([1] * len(tokens) + [0] * pad)
+            completion.append([0] * len(pair.prompt) + [1] * len(getattr(pair, answer)) + [0] * pad)
+    inputs = {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(attention),
+        "completion_mask": torch.tensor(completion),
+        "ref_chosen_logps": torch.tensor([p.ref_chosen_logp for p in pairs]),
+        "ref_rejected_logps": torch.tensor([p.ref_rejected_logp for p in pairs]),
+    }
+    # Not in train mode, which makes bitsandbytes compute 8-bit products in another way.
+    trainer.model.eval()
+    trainer.precompute_ref_logps = True
+    value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+    value.backward()
+    named = {
+        k.replace(".default.weight", ".weight"): p.grad
+        for k, p in trainer.model.named_parameters()
+        if p.grad is not None
+    }
+    linears = {key.rpartition(".lora_")[0] for key in weights}
+    return {
+        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
+        for name in linears
+    }, float(value)
+
+
+def worst_error(got: Gradients, wanted: Gradients) -> float:
+    pairs = [(g, w) for name in wanted for g, w in zip(got[name], wanted[name], strict=True)]
+    return max(float((g - w).norm() / w.norm()) for g, w in pairs)
+
+
+# With its graph kept a pair must fit a window: 1 and 16 are too small, 70 holds one pair and 500 both.
+@pytest.mark.parametrize(
+    ("window", "keep_graph"), [(1, False), (16, False), (500, False), (16, True), (70, True), (500, True)]
+)
+@pytest.mark.parametrize("prompt", [0, 19])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
+    pairs = make_pairs(prompt)
+    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep_graph=keep_graph)
+    wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= 1e-5
+
+
+def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
+    pairs = make_pairs(19)
+    got, step, weights = unit_gradients(tiny_model("llama"), pairs, 16, chunk=500, loss="ipo")
+    wanted, loss = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss="ipo")
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
+    loss: str, keep_graph: bool, tmp_path: Path
+) -> None:
+    pairs = make_pairs(19)[:1]
+    window = 500 if keep_graph else 16
+    how = {"loss": loss, "sft_weight": 0.7}
+    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep_graph=keep_graph, **how)
+    wanted, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, **how)
+    plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
+    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(plain, wanted) > 0.1
+
+
+def three_users() -> dict[str, list[TokenPair]]:
+    """One has two pairs, the others one each; their adapters differ, and the base has scored nothing yet."""
+    pairs = {"ann": make_pairs(19), "bob": make_pairs(12, 1, "bob")[:1], "cyd": make_pairs(7, 2, "cyd")[1:]}
+    return {
+        name: [replace(pair, ref_chosen_logp=None, ref_rejected_logp=None) for pair in own]
+        for name, own in pairs.items()
+    }
+
+
+def scored_by_base(kind: str, pairs: list[TokenPair]) -> list[TokenPair]:
+    """The pairs with transformers' own reference log-probabilities."""
+    base = tiny_model(kind)
+
+    @torch.no_grad()
+    def logp(prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
+        logps = base(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return float(logps.gather(1, torch.tensor(answer)[:, None]).sum())
+
+    return [
+        replace(p, ref_chosen_logp=logp(p.prompt, p.chosen), ref_rejected_logp=logp(p.prompt, p.rejected))
+        for p in pairs
+    ]
+
+
+# 16 tokens are less than a pair, 60 hold parts of two users' pairs, 500 hold all.
+WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, False), (500, False), (500, True)])
+
+
+@WAYS
+@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("gemma2", "ipo")])
+def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
+    kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
+) -> None:
+    pairs = three_users()
+    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, keep_graph=keep_graph)
+    for name, own in pairs.items():
+        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
+        wanted, value = trl_gradients(
+            tiny_model(kind), scored_by_base(kind, own), together.before[name], tmp_path, loss
+        )
+        assert worst_error(together.gradients[name], wanted) <= 1e-5
+        member, single = together.members[name], alone.members[name]
+        assert member.loss == pytest.approx(value, rel=1e-5)
+        assert (member.trained, member.state.version) == (len(own), 2)
+        assert member.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
+        assert [outcome.pair.pair_id for outcome in member.outcomes] == [pair.pair_id for pair in own]
+        for score, other in zip(member.scores, single.scores, strict=True):
+            assert (score.adapter, score.pair_id, score.version) == (name, other.pair_id, 1)
+            assert score.chosen_logp == pytest.approx(other.chosen_logp, rel=1e-5)
+            assert score.reward_margin == pytest.approx(other.reward_margin, rel=1e-4)
+        moved, wanted_move = together.moved(name), alone.moved(name)
+        assert float((moved - wanted_move).norm() / wanted_move.norm()) <= 1e-3
+
+
+@WAYS
+def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep_graph: bool) -> None:
+    pairs = three_users()
+    whole = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph)
+    broken = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph, broken="bob")
+    assert broken.members["bob"].error == "loss is nan"
+    assert broken.members["bob"].state.version == 1
+    for name in ("ann", "cyd"):
+        assert broken.members[name].error == ""
+        assert worst_error(broken.gradients[name], whole.gradients[name]) <= 1e-5
+
+
+def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> None:
+    pairs = three_users()
+    whole = take_step(tiny_model("llama"), pairs, 500, 50)
+    pairs["bob"] = [replace(pairs["bob"][0], weight=float("inf"))]
+    broken = take_step(tiny_model("llama"), pairs, 500, 50)
+    assert broken.members["bob"].error == "gradient norm is nan"
+    assert not broken.moved("bob").any()
+    for name in ("ann", "cyd"):
+        torch.testing.assert_close(broken.moved(name), whole.moved(name))
+
+
+@WAYS
+def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
+    calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph)
+    shaken = take_step(
+        tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph, preempt_at=(2, 9, 20, 33)
+    )
+    for name, member in shaken.members.items():
+        assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
+        assert worst_error(shaken.gradients[name], calm.gradients[name]) <= 1e-5
+
+
+def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times_length() -> None:
+    """Peak bytes of one pair's backward units, beyond the layers' inputs, which are kept by design."""
+
+    def extra_bytes(layers: int, length: int) -> int:
+        align = AlignSettings(rank=4, alpha=8.0, window_tokens=16, loss_threshold=0.0)
+        base = tiny_model("llama", num_hidden_layers=layers, vocab_size=259).requires_grad_(False)
+        base.set_attn_implementation(IMPLEMENTATION)
+        model = ServedModel(base, CPU, torch.float32)
+        model.attach_lora(align, slots=1)
+        kv = model.new_kv(80, 8)
+        decoder, tap = PagedDecoder(model, kv), LayerTap(model)
+        state = trained_adapter(model, align)
+        pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
+        step = DpoStep([AdapterStep(state, [pair], [])], decoder, align, lambda pages: None, 10_000)
+        taken = step.group.take(step.tokens_left)
+        free = iter(range(1, 80))
+        segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
+        with torch.inference_mode():
+            batch = pack(segments, kv, CPU)
+            tap.arm([take_of(step.group, taken, segments, CPU)])
+            with attention_pass(PagedAttention(batch, kv)):
+                model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+            tap.arm([])
+        step.group.advance(step.tokens_left)
+        state.step = lambda gradients, n, *more: 0.0  # type: ignore[method-assign]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            while not step.finished:
+                step.run_unit()
+        live = peak = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        return peak
+
+    short, deep, long = extra_bytes(2, 60), extra_bytes(8, 60), extra_bytes(2, 120)
+    assert deep <= 1.1 * short, "more layers need no more memory"
+    # Twice the answers: the head's gradients, the upstream and one layer's K/V accumulators double; the graph does not.
+    assert long <= 1.9 * short
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+@pytest.mark.parametrize("window", [16, 60, 200], ids=["a group per pair", "groups of a window", "one group"])
+def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
+    pairs = make_pairs(12)
+    wanted, calm, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000)
+    # In its heads, early and late in its backward pass, and, with two groups, in the second one.
+    preempt_at = (2, 9, 20, 33)
+    got, shaken, _ = unit_gradients(
+        tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph
+    )
+    assert [(outcome.pair.pair_id, outcome.trained) for outcome in shaken.outcomes] == [(0, True), (1, True)]
+    assert len(shaken.scores) == 2
+    assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
+    for name, gradients in wanted.items():
+        for one, other in zip(gradients, got[name], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
+    pairs = make_pairs(19)
+    recomputed, _, _ = unit_gradients(tiny_model(kind), pairs, 16, 1000)
+    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep_graph=True)
+    assert worst_error(kept, recomputed) <= 1e-5
+    assert step.trained == 2
+
+
+@WAYS
+def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, keep_graph: bool) -> None:
+    good = make_pairs(19)
+    # By the reference, the adapter has moved 900 nats to the wrong side.
+    poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
+    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep_graph=keep_graph)
+    suspicion = OutlierDetector(FeedbackSettings())
+    suspicion.recall(OutlierHistory(losses=[max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
+    mixed = [good[0], poison, good[1]]
+    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep_graph=keep_graph, suspicion=suspicion)
+    assert [outcome.trained for outcome in step.outcomes] == [True, False, True]
+    assert step.outcomes[1].verdict.why.startswith("outlying: its loss is ")
+    assert worst_error(got, wanted) <= 1e-5
+    assert (step.trained, step.loss) == (alone.trained, pytest.approx(alone.loss, rel=1e-5))
+    assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)

@@ -1,0 +1,96 @@
+"""Compiles the Triton kernels where the engine calls them, for a GPU that need not be there; nothing is run.
+
+`python -m tests.engine.attention.compile_kernels 87 bfloat16 64 3` (compute capability, dtype, head size, heads of a
+group) prints as JSON the shared memory of each variant that the trials at start made, and the names of variants that
+iterations of other sizes made beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import PagedAttention
+from edged.engine.attention.selection import Backends, trial, trial_of_lora
+from edged.engine.kv.pruned_layout import PrunedLayout
+from edged.engine.kv.store import KvStore
+from edged.engine.lora import triton as triton_lora
+from edged.engine.lora.linear import LoraSlots
+
+CPU = torch.device("cpu")
+
+
+class AbsentGpu:
+    """What Triton's compiler asks of a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def compile_only() -> dict[str, tuple[str, int]]:
+    """From now on launches only compile; the result fills with hash -> (kernel, bytes of shared memory)."""
+    made: dict[str, tuple[str, int]] = {}
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+        kernel = run(self, *arguments, **{**options, "warmup": True})
+        made[kernel.hash] = (self.__name__, kernel.metadata.shared)
+        return kernel
+
+    JITFunction.run = compiled
+    return made
+
+
+def iterations(kv: KvStore, group: int, paths: Backends, slots: LoraSlots) -> None:
+    """Packed batches of several sizes, so that every table lies at another place of the one that is uploaded."""
+    for decodes, length, window in ((1, 2, None), (3, 17, 5), (10, 32, None)):
+        segments = [Segment([0], 61 * n, np.ones(40, np.int64)) for n in range(decodes)]
+        if decodes > 3:
+            segments[-1].compacted = PrunedLayout(3, np.full((2, 2), 3), 32)
+        segments += [Segment([0] * length, 7, np.array([5, 6, 7, 8]))] * (decodes % 3)
+        batch = pack(segments, kv, CPU, paths.tile_tokens)
+        tokens = batch.input_ids.shape[1]
+        query, key = (torch.zeros(heads, tokens, kv.head_dim, dtype=kv.keys.dtype) for heads in (2 * group, 2))
+        for softcap in (None, 30.0):
+            PagedAttention(batch, kv, paths.decode).attend(1, query, key, key, 0.5, window, softcap)
+        x = torch.zeros(tokens, 192, dtype=kv.keys.dtype)
+        tiles = triton_lora.cut([(n, n + 1, n % 2) for n in range(tokens)], CPU)
+        triton_lora.add_updates(x, x.clone(), slots.linears["0"].down, slots.linears["0"].up, tiles)
+
+
+def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    from edged.engine.attention import triton_prefill
+
+    driver.set_active(AbsentGpu(capability))
+    made = compile_only()
+    kv = KvStore(9, 16, 2, 2, head_dim, dtype, CPU)
+    paths = Backends("triton", triton_prefill.tile_tokens(kv, group))
+    slots = LoraSlots(nn.Sequential(nn.Linear(192, 192, dtype=dtype)), ["0"], 2, 16, dtype)
+    trial(kv, group, paths)
+    trial_of_lora(slots, "triton")
+    at_start = dict(made)
+    iterations(kv, group, paths, slots)
+    later = [name for hashed, (name, _) in made.items() if hashed not in at_start]
+    print(json.dumps({"shared_bytes": list(at_start.values()), "compiled_later": later}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

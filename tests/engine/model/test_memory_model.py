@@ -1,0 +1,161 @@
+"""The memory model: what it says of well-known shapes, and that a real engine takes what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.support.random_llama import Shape, write_random_llama
+from edged.cli.main import cli
+from edged.engine.model.memory_model import BaseShape, adapter_weights, adapters_that_fit, needs, step_bytes
+from edged.engine.model.memory_plan import shape_of
+from edged.engine.model.quantization import MADE_BY, form_of_checkpoint, form_of_setting, method_of
+from edged.engine.model.served_model import ServedModel
+from edged.settings.load import ModelSettings, Settings, load_settings
+from tests.models import save_tiny, tiny_config
+
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "configs" / "models"
+
+
+def plan(*arguments: str, model: str = "llama-3.1-8b.json") -> tuple[int, dict]:  # type: ignore[type-arg]
+    command = ["bench", "memory", "--model", str(MODELS / model), "--json", *arguments]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.output[result.output.index("{") :])
+
+
+@pytest.mark.parametrize(("model", "parameters"), [("llama-3.1-8b.json", 8_030_261_248), ("mistral-7b.json", 7.248e9)])
+def test_well_known_shapes_have_their_well_known_sizes(model: str, parameters: float) -> None:
+    _, found = plan("--device-memory", "64", model=model)
+    assert found["parameters"] == pytest.approx(parameters, rel=1e-3)
+    assert found["parts"]["weights"] == 2 * found["parameters"]
+    # 2 (keys, values) * 32 layers * 8 heads * 128 * 2 bytes
+    assert found["kv_bytes_per_1k_tokens"] == 131_072_000
+
+
+def test_an_8b_model_in_four_bits_with_training_and_kv_fits_32_gb() -> None:
+    code, found = plan("--quantize", "nf4", "--device-memory", "32", "--context", "32768")
+    assert code == 0
+    assert found["fits"]
+    linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    # A scale of 64 weights takes a byte, and 256 of them 4 bytes more.
+    assert found["parts"]["weights"] == round(linears * (0.5 + (1 + 4 / 256) / 64)) + 2 * (8_030_261_248 - linears)
+    assert min(found["parts"][name] for name in ("lora_slots", "adapters", "step", "kept_graph", "iteration")) > 0
+    taken = sum(found["parts"].values()) + found["context_bytes"]
+    assert taken <= 32 * 2**30
+    assert found["kv_tokens"] >= 32768
+
+
+def test_what_does_not_fit_is_said_and_a_graph_is_given_up_first() -> None:
+    code, found = plan("--device-memory", "16")
+    assert (code, found["fits"], found["parts"]["kept_graph"]) == (1, False, 0)
+    code, found = plan("--device-memory", "13.5", "--quantize", "nf4", "--context", "8192")
+    assert (code, found["parts"]["kept_graph"]) == (0, 0)
+    result = CliRunner().invoke(cli, ["bench", "memory", "-m", str(MODELS / "mistral-7b.json"), "--device-memory", "8"])
+    assert result.exit_code == 1
+    assert "does not fit 8.0 GiB" in result.output
+
+
+def test_a_model_that_cannot_be_read_or_a_kind_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    result = CliRunner().invoke(cli, ["bench", "memory", "--model", str(tmp_path)])
+    assert "has no configuration that can be read" in result.output
+    result = CliRunner().invoke(cli, ["bench", "memory", "-m", str(MODELS / "mistral-7b.json"), "--quantize", "q3"])
+    assert "model.quantize" in result.output
+
+
+@pytest.mark.parametrize(
+    "kind", ["", *(kind for kind, package in MADE_BY.items() if importlib.util.find_spec(package))]
+)
+def test_weights_take_what_the_model_says_to_the_percent(kind: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "plain", hidden_size=512, intermediate_size=1024)
+    model = ServedModel.load(folder, ModelSettings(device="cpu", quantize=kind))
+    settings = load_settings(environ={})
+    shape = BaseShape.of_config(AutoConfig.from_pretrained(folder), "all-linear")
+    model.attach_lora(settings.align, 1)
+    assert shape_of(model) == shape
+    form = form_of_setting(kind, torch.float32, False)
+    assert needs(shape, settings, form, torch.float32, False, 1 << 30).weights == pytest.approx(
+        model.shape.weight_bytes, rel=0.01
+    )
+    if kind in ("nf4", "llm-int8", "int8"):
+        model = ServedModel.load(folder, ModelSettings(device="cpu", quantize=kind))
+        model.model.save_pretrained(tmp_path / "saved")
+        stored = method_of(AutoConfig.from_pretrained(tmp_path / "saved"))
+        assert stored is not None
+        assert form_of_checkpoint(stored, torch.float32, False) == form
+
+
+def test_adapters_take_a_quarter_of_what_the_base_leaves() -> None:
+    settings = load_settings(environ={})
+    assert adapters_that_fit(1000, settings, torch.bfloat16, 1 << 30) == (64, 32)
+    # 42 M weights: 24 bytes each as master and moments, now and in the version to go back to; 2 in the slot.
+    assert adapters_that_fit(42_000_000, settings, torch.bfloat16, 24 << 30) == (5, 5)
+    assert adapters_that_fit(42_000_000, settings, torch.bfloat16, 0) == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["", "nf4"])
+def test_an_engine_that_serves_and_learns_takes_what_was_predicted(quantize: str, tmp_path: Path) -> None:
+    if quantize:
+        pytest.importorskip(MADE_BY[quantize])
+    shape = Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=2048, vocab=8192)
+    model = AutoModelForCausalLM.from_pretrained(write_random_llama(tmp_path / "float32", shape), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bfloat16")
+    command = [sys.executable, str(Path(__file__).with_name("memory_child.py")), str(tmp_path / "bfloat16"), quantize]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    # Graphs and activations are estimates, and the heap has holes.
+    assert figures["measured"] == pytest.approx(figures["predicted"], rel=0.2)
+
+
+def test_open_steps_hold_a_gradient_for_each_adapter_that_may_share_them() -> None:
+    shape = BaseShape.of_config(AutoConfig.from_pretrained(str(MODELS / "mistral-7b.json")), "all-linear")
+    weights = adapter_weights(shape.targets, load_settings(environ={}).align.rank)
+
+    def step(joint: int, loaded: int) -> int:
+        settings = load_settings(environ={}, overrides={"align.joint_adapters": joint})
+        return step_bytes(shape, settings, torch.bfloat16, loaded)
+
+    # Two steps of four adapters each, instead of two that keep an earlier group's gradient beside their own.
+    assert step(4, 64) - step(1, 64) == 4 * 4 * weights
+    assert step(4, 6) - step(1, 6) == 2 * 4 * weights
+    assert step(4, 2) == step(1, 2) < step(1, 3)
+
+
+def test_the_box_is_this_one_where_none_is_given() -> None:
+    assert plan("--device", "cpu")[1]["device_bytes"] == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("stored", "most"), [("float32", 1.0), ("bfloat16", 1.5)])
+def test_copies_of_weights_count_where_the_engine_would_make_them(stored: str, most: float) -> None:
+    config = tiny_config("llama", dtype=stored)
+    shape = BaseShape.of_config(config, load_settings().align.target_modules)
+    weights = 4 * (shape.hidden_size * shape.vocab_size + sum(rows * columns for rows, columns in shape.linears))
+
+    def copies(beside: int, **model: bool) -> float:
+        """Over the weights, with so many times their bytes free beside them and the adapters' slots."""
+        settings = Settings.model_validate({"model": model, "align": {"max_active_adapters": 1}})
+        form = form_of_setting("", torch.float32, False)
+        base = needs(shape, settings, form, torch.float32, False, 1 << 30)
+        free = base.weights + base.lora_slots + beside * weights
+        return needs(shape, settings, form, torch.float32, False, free).weight_copies / weights
+
+    assert copies(100) == most
+    assert copies(100, narrow_weights=False) == copies(100, short_layers=False) == 1.0
+    assert copies(100, pack_weights=False) == 0.0
+    assert copies(5) == 1.0
+    assert copies(3) == 0.0

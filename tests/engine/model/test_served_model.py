@@ -1,0 +1,173 @@
+"""A model is served as it is, or refused at start with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.model.memory_plan import page_count
+from edged.engine.model.served_model import ModelRefused, ServedModel
+from edged.settings.load import AlignSettings, ModelSettings, load_settings
+from tests.models import ARCHITECTURES, save_tiny, tiny_model
+
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def served(kind: str, **changes: Any) -> ServedModel:
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    return ServedModel(model, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers use the attention interface"),
+        ("mamba", {}, "no list of decoder layers"),
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, '"s_aux"'),
+        ("deepseek_v3", {}, "different head sizes"),
+    ],
+)
+def test_what_the_cache_cannot_hold_is_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelRefused, match=reason):
+        served(kind, **changes)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("granite", {"logits_scaling": 3.0}), ("olmo2", {}), ("stablelm", {})])
+def test_other_decoders_are_served_and_trained(kind: str, changes: dict[str, Any]) -> None:
+    model = served(kind, **changes)
+    model.attach_lora(AlignSettings(), 1)
+    assert model.trainable_error == ""
+
+
+def test_a_decoder_without_linears_is_served_but_not_trained() -> None:
+    model = served("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=256, eos_token_id=2, bos_token_id=1)
+    model.attach_lora(AlignSettings(), 1)
+    assert "no linear layers" in model.trainable_error
+
+
+def test_a_folder_without_a_model_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"has no config\.json: give a directory that save_pretrained wrote"):
+        ServedModel.load(tmp_path, ModelSettings())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelRefused, match="cannot be loaded"):
+        ServedModel.load(tmp_path, ModelSettings())
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(ModelRefused, match=r'model\.device = "nonsense"'):
+        ServedModel.load(tmp_path, ModelSettings(device="nonsense"))
+
+
+def test_a_cache_too_small_for_anything_shows_the_arithmetic(tmp_path: Path) -> None:
+    model = tiny_model(num_hidden_layers=24, head_dim=64, num_key_value_heads=4).requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    settings = load_settings(environ={}, overrides={"cache.memory_mb": 1, "cache.page_size": 64})
+    with pytest.raises(ModelRefused, match=r"pages of \d+ bytes \(64 tokens each\) in 1 MiB: raise cache.memory_mb"):
+        page_count(ServedModel(model, CPU, torch.float32), settings)
+
+
+def test_a_cache_too_small_for_the_context_that_was_asked_for_shows_the_arithmetic() -> None:
+    model = tiny_model(num_hidden_layers=24, head_dim=64, num_key_value_heads=4).requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    served = ServedModel(model, CPU, torch.float32)
+    overrides = {"cache.memory_mb": 8, "cache.page_size": 16, "model.max_context_tokens": 200}
+    # 16 tokens * 24 layers * 4 heads * 64 * 2 * 4 bytes = 0.75 MiB a page.
+    with pytest.raises(ModelRefused, match=r"200 tokens .* takes 14 pages .* 10\.5 MiB; .* for 10 .*memory_mb to 11"):
+        page_count(served, load_settings(environ={}, overrides=overrides))
+    assert page_count(served, load_settings(environ={}, overrides={**overrides, "cache.memory_mb": 11})) == 14
+
+
+def test_the_fingerprint_tells_other_weights_apart() -> None:
+    def fingerprint(seed: int) -> str:
+        model = tiny_model(seed=seed).requires_grad_(False)
+        model.set_attn_implementation(IMPLEMENTATION)
+        return ServedModel(model, CPU, torch.float32).fingerprint
+
+    assert fingerprint(1) == fingerprint(1) != fingerprint(2)
+
+
+def test_packed_weights_answer_as_plain_ones_and_leave_gradients_alone() -> None:
+    model = tiny_model().requires_grad_(False)
+    model.set_attn_implementation(IMPLEMENTATION)
+    served_model = ServedModel(model, CPU, torch.float32)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    plain = served_model.logits(hidden)
+    fingerprint = served_model.fingerprint
+    assert served_model.pack_weights() == ""
+    with torch.no_grad():
+        torch.testing.assert_close(served_model.logits(hidden), plain, atol=1e-4, rtol=1e-5)
+    leaf = hidden.requires_grad_()
+    served_model.logits(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert served_model.fingerprint == fingerprint
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+ROTARIES: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_parameters": {**LONG, "original_max_position_embeddings": 128}, "pad_token_id": 0},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "pad_token_id": 0},
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host would wait for a GPU for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        by_mask = "index.Tensor" in name and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if by_mask or any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, *ROTARIES])
+def test_a_decode_forward_waits_for_nothing(kind: str) -> None:
+    """A host that waits within a forward cannot plan meanwhile, and the forward cannot be captured."""
+    if kind in ARCHITECTURES:
+        tiny = tiny_model(kind).requires_grad_(False)
+        tiny.set_attn_implementation(IMPLEMENTATION)
+        model = ServedModel(tiny, CPU, torch.float32)
+    else:
+        model = served("phi3" if kind == "longrope" else "llama", **ROTARIES[kind])
+    store = model.new_kv(9, 4)
+    segments = [Segment([5], 2, np.array([1]), position=2, samples=True)]
+    with torch.inference_mode(), Waits() as waits:
+        batch = pack(segments, store, CPU)
+        with attention_pass(PagedAttention(batch, store, "padded")):
+            model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+    assert waits.seen == []
+
+
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_rotary_frequencies_that_keep_still_are_transformers(kind: str) -> None:
+    model = served("phi3" if kind == "longrope" else "llama", **ROTARIES[kind])
+    rotary = next(module for module in model.model.modules() if hasattr(module, "rope_type"))
+    positions = torch.arange(model.shape.max_positions)[None]
+    hidden = torch.zeros(1, positions.shape[1], 64)
+    wanted = type(rotary).forward(rotary, hidden, positions)
+    for got, expected in zip(rotary(hidden, positions), wanted, strict=True):
+        assert torch.equal(got, expected)

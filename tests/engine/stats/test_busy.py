@@ -1,0 +1,40 @@
+"""The time of an iteration is divided among what was in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from edged.engine.stats.counters import TimeShares, split
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome, Unit
+
+COST = CostModel.guess(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11)
+
+
+def outcome(kind: Kind, tokens: int) -> TaskOutcome:
+    return TaskOutcome(Task(1, kind, 0.0, tokens=tokens), tokens, 0, kind)
+
+
+def test_the_parts_add_up_to_the_forward_and_the_units() -> None:
+    members = [outcome(Kind.PREFILL, 400), outcome(Kind.DECODE, 1), outcome(Kind.FINETUNE, 300)]
+    prefill_s, decode_s, finetune_s = split(COST, IterationResult(members, 0.2, [(Unit("layer", 300), 0.05)]))
+    assert prefill_s + decode_s + finetune_s == pytest.approx(0.25)
+    assert prefill_s > decode_s > 0.0
+    # Of 700 tokens beyond the knee, 300 are fine-tuning's; decode shares the reading of the weights.
+    assert 0.05 + 0.2 * 0.2 < finetune_s < 0.05 + 0.2 * 0.5
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Kind.PREFILL, 0), (Kind.DECODE, 1), (Kind.FINETUNE, 2)])
+def test_a_forward_of_one_kind_is_all_its_own(kind: Kind, place: int) -> None:
+    expected = [0.0, 0.0, 0.0]
+    expected[place] = 0.1
+    assert split(COST, IterationResult([outcome(kind, 1)], 0.1)) == pytest.approx(tuple(expected))
+
+
+def test_iterations_are_counted_by_what_they_hold() -> None:
+    busy = TimeShares()
+    busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1), 0.2)
+    busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1, [(Unit("head", 8), 0.1)]), 0.4)
+    busy.add(COST, IterationResult([], 0.0, [(Unit("head", 8), 0.1)]), 0.1)
+    assert busy.report()["iterations"] == {"serving": 1, "finetune": 1, "hybrid": 1}
+    assert busy.report()["iteration_s"] == {"serving": 0.2, "finetune": 0.1, "hybrid": 0.4}

@@ -1,0 +1,68 @@
+"""The record of an iteration tells what was in it, what it was predicted to take, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from edged.engine.stats.iterations import KEPT, IterationLog, IterationShare, pack_member
+from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass
+from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+
+
+def test_every_token_served_and_every_unit_trained_is_in_a_record(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        engine.submit_pairs(random_pairs(8))
+        for index in range(3):
+            engine.submit(request(f"r{index}", random_ids(20, index), tokens=6))
+        client.wait(lambda: len(client.finished) == 3)
+        wait_idle(engine)
+    records, totals = engine.iterations(), engine.status()["totals"]
+    assert [record.number for record in records] == list(range(1, len(records) + 1))
+    assert sum(record.tokens(Kind.PREFILL) for record in records) == 60
+    assert sum(record.tokens(Kind.DECODE) for record in records) == 3 * 5
+    assert sum(record.tokens(Kind.FINETUNE) for record in records) == totals["finetune_tokens"] > 0
+    assert sum(unit == "step" for record in records for unit, _, _ in record.units) == totals["optimizer_steps"] > 0
+    for record in records:
+        spent_s = record.prefill_s + record.decode_s + record.finetune_s
+        assert spent_s == pytest.approx(record.forward_s + sum(seconds for _, _, seconds in record.units))
+        assert spent_s <= record.elapsed_s
+    assert [earlier.started_s for earlier in records] == sorted(record.started_s for record in records)
+
+
+def test_members_are_read_as_they_were_packed() -> None:
+    members = [
+        IterationShare(kind, 2**40 + place, place, 3, 100_000, service, place % 2 == 0)
+        for place, (kind, service) in enumerate(product(Kind, ServiceClass))
+    ]
+    times = {"started_s": 0.0, "elapsed_s": 0.0, "decision_s": 0.0, "spent_s": (0.0, 0.0, 0.0)}
+    empty = IterationLog().add(Plan(), IterationResult(), **times, free_pages=0, waiting=0)  # type: ignore[arg-type]
+    record = replace(empty, packed=b"".join(pack_member(*astuple(member)) for member in members))
+    assert list(record.members) == members
+    assert record.member_count == len(members)
+    for kind in Kind:
+        assert record.tokens(kind) == sum(member.tokens for member in members if member.kind is kind) > 0
+    assert (list(empty.members), empty.member_count, empty.tokens(Kind.DECODE)) == ([], 0, 0)
+
+
+def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:
+    iterations = IterationLog()
+    for number in range(KEPT + 5):
+        iterations.add(
+            Plan(),
+            IterationResult(),
+            started_s=float(number),
+            elapsed_s=0.01,
+            decision_s=0.0,
+            spent_s=(0.0, 0.0, 0.0),
+            free_pages=1,
+            waiting=0,
+        )
+    assert [record.number for record in iterations.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
+    assert iterations.since(KEPT + 5) == []
+    assert iterations.since(0)[0].number == 6
+    assert [record.number for record in iterations.latest(2)] == [KEPT + 4, KEPT + 5]
+    assert iterations.latest(1)[0].budget_s is None

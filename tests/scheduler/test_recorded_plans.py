@@ -1,0 +1,75 @@
+"""Plans of every policy, task for task, are those that were recorded before.
+
+    python -m tests.scheduler.test_recorded_plans
+
+records them anew, where a policy was meant to change: the difference belongs in the commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from edged.bench.traces import read_trace
+from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.task import Plan
+from edged.settings.load import Settings
+from edged.simulator.simulation import Bench, Simulation, SimulationPlan
+
+FILE = Path(__file__).with_name("recorded_plans.json")
+PART = 200
+"""Plans of which one sum is kept, so that a difference is found near its place."""
+LOADS = {
+    "half load": {"rate_per_s": 0.8, "retrain_rate": 0.5, "seconds": 45.0, "seed": 1},
+    "overload": {"rate_per_s": 4.0, "retrain_rate": 0.3, "seconds": 25.0, "seed": 2},
+    "little memory": {"rate_per_s": 1.5, "retrain_rate": 0.5, "seconds": 45.0, "seed": 3, "memory_mb": 90},
+}
+
+
+def row(plan: Plan) -> list[object]:
+    """What a plan has the engine do."""
+    grants = [[grant.task.task_id, grant.tokens, grant.units] for grant in plan.grants]
+    return [grants, [task.task_id for task in plan.preempt], plan.pages]
+
+
+def recorded(policy: str, load: str) -> dict[str, object]:
+    """Number and sums of a simulation's plans."""
+    values = dict(LOADS[load])
+    cache = {"memory_mb": values.pop("memory_mb", 0)}
+    settings = Settings.model_validate({"scheduler": {"policy": policy}, "cache": cache})
+    plan = SimulationPlan(
+        trace="poisson",
+        device="agx-orin-32gb-maxn",
+        model="mistral-3b",
+        settings=settings,
+        **values,  # type: ignore[arg-type]
+    )
+    simulation = Simulation(plan, Bench.of(plan), lambda _line: None)
+    scheduler, rows = simulation.engine.scheduler, []
+    decide = scheduler.plan
+
+    def watched(*arguments: object) -> Plan:
+        made = decide(*arguments)  # type: ignore[arg-type]
+        rows.append(row(made))
+        return made
+
+    scheduler.plan = watched  # type: ignore[method-assign, assignment]
+    simulation.play(read_trace("poisson", plan.seed))
+    texts = [json.dumps(rows[start : start + PART]) for start in range(0, len(rows), PART)]
+    return {"plans": len(rows), "sums": [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_plans_what_it_planned_before(policy: str) -> None:
+    known = json.loads(FILE.read_text())
+    for load in LOADS:
+        assert recorded(policy, load) == known[policy][load], load
+
+
+if __name__ == "__main__":
+    FILE.write_text(
+        json.dumps({name: {load: recorded(name, load) for load in LOADS} for name in sorted(POLICIES)}, indent=1) + "\n"
+    )

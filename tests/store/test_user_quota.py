@@ -1,0 +1,102 @@
+"""What is kept of one user has a bound: old answers make room, and feedback is refused where that does not help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edged.align.feedback.signals import Feedback, record_pair, record_signal
+from edged.store import Store, utc_now, utc_text
+from edged.store.adapters import forget_adapter
+from edged.store.completions import Choice, Completion, insert_completion
+from edged.store.user_quota import StorageFull, UserQuota, stored_bytes
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def answer(store: Store, footprint: UserQuota, name: str, user: str = "ann", size: int = 1000) -> None:
+    """One completion of about `size` bytes."""
+    completion = Completion(
+        id=name,
+        created_at=utc_text(utc_now()),
+        object="text_completion",
+        model="m",
+        prompt_ids=(1,),
+        choices=(Choice(0, "x" * size, (1,), "stop"),),
+        user=user,
+        adapter=user,
+        prompt="p" + name,
+    )
+
+    def write(db: Any) -> None:
+        insert_completion(db, completion)
+        footprint.added(db, user, size)
+
+    store.write(write).result()
+
+
+def teach(store: Store, footprint: UserQuota, chosen: str, prompt: str = "q") -> None:
+    """One pair of ann's."""
+
+    def write(db: Any) -> None:
+        footprint.demand_room(db, "ann")
+        footprint.learned(db, "ann", record_pair(db, "ann", chosen, "bad", utc_now(), prompt=prompt).pair_ids)
+
+    store.write(write).result()
+
+
+def names(store: Store) -> list[str]:
+    return [row[0] for row in store.read(lambda db: db.execute("SELECT id FROM completions ORDER BY rowid").fetchall())]
+
+
+def test_the_oldest_answers_make_room_and_other_users_keep_theirs(store: Store) -> None:
+    footprint = UserQuota(10_000)
+    answer(store, footprint, "other", user="bob", size=5000)
+    for i in range(30):
+        answer(store, footprint, f"a{i}")
+    left = names(store)
+    assert left[0] == "other"
+    assert left[-1] == "a29"
+    assert store.read(lambda db: stored_bytes(db, "ann")) < 10_000
+    assert len(left) > 7
+
+
+def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None:
+    now = [0.0]
+    footprint = UserQuota(5000, lambda: now[0])
+    for i in range(6):
+        answer(store, footprint, f"a{i}")
+        if f"a{i}" in names(store):
+            store.write(lambda db, i=i: record_signal(db, Feedback("ann", f"a{i}", "up"), utc_now())).result()
+    assert names(store)[0] == "a0"
+    teach(store, footprint, "good " * 400)
+    with pytest.raises(StorageFull, match=r'MiB of user "ann" are kept, and limits.stored_mb'):
+        store.write(lambda db: footprint.demand_room(db, "ann")).result()
+    store.write(lambda db: footprint.demand_room(db, "bob")).result()
+    store.write(lambda db: forget_adapter(db, "ann")).result()
+    now[0] += 60
+    store.write(lambda db: footprint.demand_room(db, "ann")).result()
+
+
+def test_pairs_count_as_they_come(store: Store) -> None:
+    footprint = UserQuota(5000, lambda: 0.0)
+
+    for number in range(10):
+        teach(store, footprint, "good " * 100, f"q{number}")
+    with pytest.raises(StorageFull):
+        teach(store, footprint, "good " * 100, "one more")
+
+
+def test_without_a_limit_nothing_goes(store: Store) -> None:
+    footprint = UserQuota(0)
+    for i in range(20):
+        answer(store, footprint, f"a{i}", size=10_000)
+    assert len(names(store)) == 20

@@ -1,0 +1,301 @@
+"""Text and tokens: round trips, incremental detokenization, stop strings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as PlainTokenizer
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from trl import apply_chat_template
+
+from edged.text.tokenizer import Detokenizer, NoChatTemplate, StopMatcher, Tokenizer, TokenizerError
+from tests.models import SPECIALS, byte_tokenizer, save_tiny
+from tests.real_data import HH_LM
+
+TEXT = "Naïve café — 你好, мир! 😀👩‍👩‍👧 \N{REPLACEMENT CHARACTER} e\N{COMBINING ACUTE ACCENT}  two  spaces\n"
+
+
+def byte_codec() -> Tokenizer:
+    return Tokenizer(byte_tokenizer(), "bytes")
+
+
+def fallback_codec() -> Tokenizer:
+    """SentencePiece's way, as Llama 2 and Mistral have it: a few pieces, all else as <0xNN> bytes."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "▁ab",
+        "你",
+    ]
+    model = BPE(
+        {p: i for i, p in enumerate(pieces)},
+        [("▁", "a"), ("a", "b"), ("▁", "ab")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = PlainTokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"), "fallback")
+
+
+CODECS = {"bytes": byte_codec(), "fallback": fallback_codec()}
+
+
+def stream(codec: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(codec)
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+def stop_stream(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops)
+    out = "".join(matcher.push(piece) for piece in pieces)
+    return out + matcher.finish(), matcher.stopped_by
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+@pytest.mark.parametrize("text", [TEXT, TEXT * 5, "😀" * 40, "你" * 40 + "好" * 40, "é" * 50 + "a b ab" * 9])
+def test_pieces_join_to_the_text_and_never_show_half_a_character(codec: Tokenizer, text: str) -> None:
+    pieces = stream(codec, codec.encode_answer(text))
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in text
+
+
+@given(st.text(max_size=60), st.sampled_from(sorted(CODECS)))
+@settings(max_examples=150, deadline=None)
+def test_any_text_streams_back_unchanged(text: str, name: str) -> None:
+    text = text.replace("▁", "_")
+    assert "".join(stream(CODECS[name], CODECS[name].encode_answer(text))) == text
+
+
+@given(st.lists(st.integers(0, len(SPECIALS) + 255), max_size=120))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_stream_to_what_decoding_them_at_once_gives(ids: list[int]) -> None:
+    codec = CODECS["bytes"]
+    assert "".join(stream(codec, ids)) == codec.decode(ids)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+def test_a_character_appears_with_its_last_byte_and_the_rest_at_once(codec: Tokenizer) -> None:
+    ids = codec.encode_answer("ab😀ab")
+    texts = ["".join(stream(codec, ids[:end])[:-1]) for end in range(len(ids) + 1)]
+    assert texts[-1] == "ab😀ab"
+    assert set(texts) <= {"", "a", "ab", "ab😀", "ab😀a", "ab😀ab"}
+
+
+def test_an_unfinished_character_is_shown_only_at_the_end() -> None:
+    codec = CODECS["bytes"]
+    pieces = stream(codec, codec.encode_answer("a😀")[:-1])
+    assert pieces[:-1] == ["a", "", "", ""]
+    assert pieces[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_endless_broken_bytes_neither_pile_up_nor_stop_the_stream() -> None:
+    codec = CODECS["bytes"]
+    broken = codec.encode_answer("😀")[1]
+    detokenizer = Detokenizer(codec)
+    out = "".join(detokenizer.push(broken) for _ in range(500))
+    assert len(out) >= 490
+    good = codec.encode_answer(" fine")
+    assert ("".join(detokenizer.push(token) for token in good) + detokenizer.finish()).endswith(" fine")
+
+
+def test_broken_byte_fallback_is_given_up_and_the_text_goes_on() -> None:
+    codec = CODECS["fallback"]
+    ids = [*codec.encode_answer("ab😀"), *codec.encode_answer("😀")[1:3] * 8, *codec.encode_answer("ab ab")]
+    pieces = stream(codec, ids)
+    assert "".join(pieces).startswith("ab😀")
+    assert "".join(pieces).endswith("ab ab")
+    assert pieces[-1] == ""
+
+
+def test_a_token_costs_the_same_however_long_the_answer_is() -> None:
+    class Watched(Tokenizer):
+        longest = 0
+
+        def decode(self, ids: Sequence[int]) -> str:
+            self.longest = max(self.longest, len(ids))
+            return super().decode(ids)
+
+    codec = Watched(byte_tokenizer(), "watched")
+    stream(codec, codec.encode_answer(TEXT * 20))
+    assert codec.longest < 40
+
+
+@pytest.mark.skipif(not HH_LM.exists(), reason=f"{HH_LM} is not here")
+def test_a_trained_tokenizer_streams_any_language() -> None:
+    codec = Tokenizer.load(HH_LM)
+    generator = random.Random(0)
+    for _ in range(50):
+        words = [
+            generator.choice(["Hello there", "naïve", "你好", "😀", "\n\n", "مرحبا", "don't", "  "]) for _ in range(30)
+        ]
+        text = " ".join(words)
+        assert "".join(stream(codec, codec.encode_answer(text))) == text
+
+
+@pytest.mark.skipif(not HH_LM.exists(), reason=f"{HH_LM} is not here")
+def test_chats_and_prompts_are_tokenized_as_transformers_does() -> None:
+    codec, oracle = Tokenizer.load(HH_LM), AutoTokenizer.from_pretrained(HH_LM)
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "ok"},
+    ]
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert codec.render_chat(messages) == list(expected)
+    assert codec.encode_prompt("hi") == [oracle.bos_token_id, *codec.encode_answer("hi")]
+    assert codec.eos_id == oracle.eos_token_id
+    assert codec.token_bytes(codec.encode_answer(" there")[0]) == b" there"
+    assert codec.token_bytes(codec.eos_id) == b"</s>"
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<assistant>yes"),
+        ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}", "[assistant] yes"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "assistant: yes"),
+    ],
+)
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_reply_continues_the_prompt_as_the_template_writes_it(template: str, expected: str, space: str) -> None:
+    tokenizer = byte_tokenizer()
+    opening = expected.removesuffix("yes").rstrip()
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}" + opening + "{% endif %}"
+    codec = Tokenizer(tokenizer, "chatty")
+    text = codec.decode(codec.render_chat(CHAT) + codec.encode_reply(CHAT, space + "yes"))
+    assert text.endswith(expected if " " in expected else opening + space + "yes")
+
+
+@pytest.mark.skipif(not HH_LM.exists(), reason=f"{HH_LM} is not here")
+def test_a_reply_is_tokenized_as_trl_does() -> None:
+    codec, oracle = Tokenizer.load(HH_LM), AutoTokenizer.from_pretrained(HH_LM)
+    answers = {
+        name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "Hello there"), ("rejected", "no"))
+    }
+    texts = apply_chat_template({"prompt": CHAT, **answers}, oracle)
+    assert codec.render_chat(CHAT) == codec.encode_answer(texts["prompt"])
+    assert codec.encode_reply(CHAT, "Hello there") == codec.encode_answer(texts["chosen"])
+
+
+def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    codec = Tokenizer(tokenizer, "odd")
+    assert codec.encode_reply(CHAT, "yes") == codec.encode_answer("yes")
+
+
+def test_bytes_of_tokens_join_to_the_text() -> None:
+    for codec in CODECS.values():
+        ids = codec.encode_answer(TEXT)
+        assert b"".join(codec.token_bytes(token) for token in ids).decode().lstrip() == TEXT
+
+
+@pytest.mark.parametrize("cut", ["好", "two", "a"])
+def test_ids_of_a_text_cut_at_a_stop_string_are_the_generated_ones(cut: str) -> None:
+    codec = CODECS["bytes"]
+    ids = codec.encode_answer("一二好 two a three")
+    text = "一二好 two a three".split(cut)[0]
+    assert codec.ids_of_text(ids, text) == ids[: len(text.encode())]
+
+
+def test_ids_of_a_text_that_ends_inside_a_token_are_encoded_anew() -> None:
+    codec = CODECS["fallback"]
+    ids = codec.encode_answer("ab ab")
+    assert codec.decode(codec.ids_of_text(ids, "ab a")) == "ab a"
+
+
+def test_every_end_token_of_the_model_ends_an_answer(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    codec = Tokenizer.load(tmp_path)
+    assert codec.eos_id == 2
+    assert codec.eos_ids == {2, 7, 9}
+
+
+def test_a_model_without_a_chat_template_says_so_and_still_completes(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    codec = Tokenizer.load(tmp_path)
+    with pytest.raises(NoChatTemplate, match=r"no chat template: use /v1/completions"):
+        codec.render_chat([{"role": "user", "content": "hi"}])
+    assert codec.decode(codec.encode_prompt("hi")) == "hi"
+
+
+def test_a_template_that_refuses_the_messages_is_quoted() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        Tokenizer(tokenizer, "strict").render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    with pytest.raises(TokenizerError, match=f'model "{tmp_path}" has no .*tokenizer'):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(TokenizerError, match="no end-of-sequence token"):
+        Tokenizer.load(tmp_path)
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nHuman:"])
+    assert [matcher.push(piece) for piece in ["one\n", "\nHu", "go", "\n\nHum", "an: x"]] == [
+        "one",
+        "",
+        "\n\nHugo",
+        "",
+        "",
+    ]
+    assert matcher.stopped_by == "\n\nHuman:"
+    assert matcher.push("more") + matcher.finish() == ""
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    assert stop_stream(["bcd", "c"], ["abcd"]) == ("ab", "c")
+    assert stop_stream(["aab"], ["aaaab"]) == ("aa", "aab")
+    assert stop_stream(["zz"], ["az"]) == ("az", None)
+
+
+@given(
+    st.text("ab", max_size=40),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+    st.lists(st.integers(0, 40)),
+)
+@settings(max_examples=300, deadline=None)
+def test_stops_cut_the_same_text_wherever_the_pieces_end(text: str, stops: list[str], cuts: list[int]) -> None:
+    borders = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[a:b] for a, b in pairwise(borders)]
+    found = [(text.index(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    expected = text if not found else text[: min(found)[0] + min(found)[1]]
+    assert stop_stream(stops, pieces)[0] == expected
