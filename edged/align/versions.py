@@ -166,7 +166,8 @@ class Versions:
     def take_back(self, learner: AdapterQueue, reason: str) -> None:
         """Publish the newest good version's weights in the place of the present one's, which is not served again.
 
-        Where none was found good, the newest on disk before it, which is tested then; else the untrained ones.
+        Where none was found good, the newest on disk before it; what was gone back to is tested then. Else, the
+        untrained weights.
         """
         present = self.current(learner.name)
         learner.withdrawn.add(present)
@@ -182,14 +183,14 @@ class Versions:
         if good is not None and good.version not in learner.withdrawn:
             learner.source = good.version
             self.restore(learner, good.weights.on_host(), reason, good.optimizer.on_host(), good.version)
-            return
-        earlier = self._earlier(learner)
-        if earlier is None:
+        elif (earlier := self._earlier(learner)) is not None:
+            learner.source = earlier.version
+            self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
+        else:
             self.restore(learner, None, reason, version=0)
             return
-        learner.source = earlier.version
-        self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
-        learner.tested_version, learner.doubted = -1, True
+        # It may have passed with other held-out pairs than those of now: only a version that passes all is built upon.
+        learner.tested_version, learner.doubted, learner.fully_tested = -1, True, 0
 
     def _earlier(self, learner: AdapterQueue) -> Snapshot | None:
         """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""

@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished, VersionSaved
+from edged.align.feedback.pair import (
+    PairRetired,
+    PairScored,
+    StepSkipped,
+    TokenPair,
+    VersionPublished,
+    VersionSaved,
+    VersionTested,
+)
 from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
@@ -78,6 +86,27 @@ def test_the_guard_rolls_back_a_version_that_strays_too_far(tmp_path: Path) -> N
     taken_back = next(v for v in versions if v.reason.startswith("guard: KL"))
     assert taken_back.parent in {v.version for v in versions if v.reason == "trained"}
     assert taken_back.version > taken_back.parent
+
+
+def test_a_good_version_that_fails_a_later_test_is_not_gone_back_to_for_ever(tmp_path: Path) -> None:
+    """Held-out pairs and bounds change: the version that passed once may fail now, and everything built upon it."""
+    settings = {
+        "align__learning_rate": 0.05,
+        "guard__held_out_share": 0.5,
+        "guard__max_kl_nats": 1000.0,
+        "guard__max_nll_change": 1000.0,
+        "guard__evaluate_every": 1,
+    }
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit_pairs(random_pairs(8))
+        client.wait(lambda: len(client.of(VersionTested)) >= 1)
+        wait_idle(engine)
+        strict = engine.settings.guard.model_copy(update={"max_kl_nats": 0.001})
+        engine.configure(engine.settings.model_copy(update={"guard": strict})).result(20)
+        engine.submit_pairs(random_pairs(4, seed=5, first_id=100))
+        client.wait(lambda: any(version.restored == 0 for version in client.of(VersionPublished)), 20)
+    taken_back = [version for version in client.of(VersionPublished) if version.reason.startswith("guard: KL")]
+    assert len(taken_back) >= 2, "the one that had passed, too: nothing but the untrained one passes"
 
 
 def test_pairs_wait_while_fine_tuning_is_paused_and_two_users_learn_apart(tmp_path: Path) -> None:
