@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.scheduler_loads import Mix, all_mixes
 from benchmarks.support.callgrind import serve
-from edged.engine.attention.packed_batch import NO_SLOT, Segment, pack
+from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.kv.store import KvStore
+from edged.engine.lora.segments import NO_SLOT
 from edged.scheduler.task import IterationResult
 
 TASKS = 64

@@ -99,15 +99,15 @@ class WatchedEngine:
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
         settings = Settings.model_validate({"model": {"device": device, "dtype": dtype}})
-        parts = build_parts_apart(settings, model, None)
+        self._recorder = ReplayRecorder()
+        parts = build_parts_apart(settings, model, None, self._recorder.deliver)
         self.vocab = parts.model.shape.vocab_size
         self.ran: list[Ran] = []
         self._clock = ForwardClock(parts.model.device)
         self._run = parts.runner.run
-        self._recorder = ReplayRecorder()
         self._names = count()
         self._watch(parts)
-        self._engine = Engine(parts, self._recorder.deliver, lambda _records: None)
+        self._engine = Engine(parts)
         self._engine.start()
 
     def _watch(self, parts: EngineParts) -> None:

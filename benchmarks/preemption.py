@@ -106,10 +106,10 @@ class Bench:
 
     def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
         self._recorder = ReplayRecorder()
-        parts = build_parts_apart(settings, model, None)
+        parts = build_parts_apart(settings, model, None, self._recorder.deliver)
         self.watch = Watch(parts.runner.run)
         setattr(parts.runner, "run", self.watch)  # noqa: B010 - a method of one object is watched
-        self.engine = Engine(parts, self._recorder.deliver, lambda _records: None)
+        self.engine = Engine(parts)
         self.engine.start()
         self.engine.submit_pairs(list(pairs))
 

@@ -14,6 +14,7 @@ import torch
 from edged.engine.build import EngineParts, build_parts
 from edged.engine.request import Request, Sampling
 from edged.engine.sequence import Sequence as Running
+from edged.engine.sequence import SequenceStatus
 from edged.scheduler.task import Grant, Kind, Plan, Task
 from edged.settings.load import Settings
 
@@ -38,11 +39,13 @@ class ForcedDecoding:
         task = Task(next(self.parts.task_ids), Kind.PREFILL, 0.0, tokens=len(tokens))
         request = Request(str(task.task_id), tuple(tokens), Sampling(temperature=0.0, max_tokens=room))
         pages = -(-(len(tokens) + room) // self._runner.kv.page_size)
-        sequence = Running(request, task, 0, 0.0, list(tokens), np.zeros(pages, np.int64), admitted=True)
+        sequence = Running(
+            request, task, 0, 0.0, list(tokens), np.zeros(pages, np.int64), status=SequenceStatus.PREFILL
+        )
         chunk = self.parts.settings.serving.max_batch_tokens
         while sequence.computed < len(tokens):
             self._run([sequence], chunk)
-        sequence.decoding = True
+        sequence.status = SequenceStatus.DECODE
         return sequence
 
     def step(self, sequences: Sequence[Running], tokens: Sequence[int]) -> torch.Tensor:
@@ -59,7 +62,9 @@ class ForcedDecoding:
 
     def end(self, sequence: Running) -> None:
         """Give a sequence's pages back."""
-        self._runner.drop(sequence)
+        if self._runner.pruner is not None:
+            self._runner.pruner.forget(sequence)
+        self._runner.pages.free(sequence)
 
     def _run(self, sequences: Sequence[Running], tokens: int) -> torch.Tensor:
         plan = Plan(grants=[Grant(sequence.task, tokens) for sequence in sequences])

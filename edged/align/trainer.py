@@ -55,30 +55,25 @@ class Trainer:
         release: Callable[[np.ndarray], None],
         cache_tokens: int,
         feedback: FeedbackSettings | None = None,
+        published: Callable[[AdapterState, int], None] = lambda _state, _parent: None,
+        bring: Callable[[HostCopies], object] = HostCopies.on_host,
     ) -> None:
-        """`cache_tokens` is the whole K/V cache: a group's forwards, by adapter and base, must fit in half of it.
+        """`cache_tokens` is the whole KV cache: a group's forwards, by adapter and base, must fit in half of it.
 
-        `feedback`: see `PairQueues`.
+        `feedback`: see `PairQueues`. `published` gets a new version's state and the version that it follows; `bring`
+        has copies of weights brought to the host.
         """
         self.adapter_cache, self._align, self._guard = adapter_cache, align, guard
         self.size = StepSize(align)
         self.pair_queues = PairQueues(adapter_cache.versions, guard, feedback)
         """Who has work. Pairs come in by `submit`, and leave by steps, or by the roster's own word."""
-        self._versions = Versions(adapter_cache, self._announce)
+        self._versions = Versions(adapter_cache, self._announce, bring)
         self._decoder, self._release = decoder, release
-        self._published: Callable[[AdapterState, int], None] = lambda state, parent: None
+        self._published = published
         self._most_tokens = cache_tokens // 4
         self.records: list[Record] = []
         self.pairs_trained = 0
         self.steps = 0
-
-    def on_publish(self, published: Callable[[AdapterState, int], None]) -> None:
-        """Whom to tell of a new version: called with its state and the version that it follows."""
-        self._published = published
-
-    def on_copied(self, bring: Callable[[HostCopies], object]) -> None:
-        """Who brings copies of weights to the host, beside this thread."""
-        self._versions.bring = bring
 
     def _announce(self, state: AdapterState, record: VersionPublished) -> None:
         self.records.append(record)

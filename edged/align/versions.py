@@ -36,11 +36,14 @@ class UnknownVersion(KeyError):
 class Versions:
     """The current version of each adapter on a shelf, and the ways to another one."""
 
-    def __init__(self, adapter_cache: AdapterCache, announce: Callable[[AdapterState, VersionPublished], None]) -> None:
-        """`announce` is told of every version that takes the place of another."""
-        self._adapter_cache, self._announce = adapter_cache, announce
-        self.bring: Callable[[HostCopies], object] = HostCopies.on_host
-        """Has a good version's copies brought to the host."""
+    def __init__(
+        self,
+        adapter_cache: AdapterCache,
+        announce: Callable[[AdapterState, VersionPublished], None],
+        bring: Callable[[HostCopies], object],
+    ) -> None:
+        """`announce` gets every version that takes the place of another; `bring` copies a good one to the host."""
+        self._adapter_cache, self._announce, self._bring = adapter_cache, announce, bring
 
     def current(self, adapter: str | None) -> int:
         """The adapter's current version; 0 when it has not learnt, or is not there at all."""
@@ -142,7 +145,7 @@ class Versions:
         learner.suspicion.lenient = learner.caution < 1
         learner.good = self._adapter_cache.get(learner.name).copied()
         for copies in (learner.good.weights, learner.good.optimizer):
-            self.bring(copies)
+            self._bring(copies)
         self._adapter_cache.files.spare(learner.name, score.version, learner.undo)
         if learner.fully_tested == score.version and score.better_than(learner.best, guard):
             learner.best, learner.foreign, learner.own = score, 0, 0

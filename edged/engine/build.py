@@ -1,37 +1,48 @@
-"""Builds what an engine is made of, from settings and a model directory.
-
-Owns the composition and the sizes that follow from the model and free memory. Must not know how the parts cooperate.
-"""
+"""Builds an engine's parts from settings and a model directory, with the sizes that follow from free memory."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from edged.align.adapters.adapter import AdapterFiles, LoraSpec
+from edged.align.adapters.adapter import AdapterFiles, AdapterState, LoraSpec
 from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.adapters.loader import AdapterLoader
+from edged.align.adapters.writer import AdapterWriter
+from edged.align.feedback.pair import Record
 from edged.align.trainer import Trainer
 from edged.cache.page_pool import PagePool
 from edged.cache.prefix_trie import PrefixTrie, TrieStats
 from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_paths
+from edged.engine.command_queue import CommandQueue
+from edged.engine.finetuning import FinetuneJobs
 from edged.engine.initial_prices import first_cost_model, subject_of
 from edged.engine.kv.offload import KvOffload, pick_spill
 from edged.engine.kv.store import KvStore
+from edged.engine.kv_pages import KvPages
+from edged.engine.loop import EngineLoop, IterationSampler
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.memory_model import STATE_BYTES, adapter_weights
 from edged.engine.model.memory_plan import bounded, page_count
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
+from edged.engine.oom_recovery import OomRecovery
 from edged.engine.pruner import Pruner
+from edged.engine.recovery import Recovery
+from edged.engine.request import Event
+from edged.engine.resource_limits import ResourceLimits
+from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.profile import Subject
 from edged.scheduler.policies.base import Policy
 from edged.scheduler.policies.registry import POLICIES
@@ -47,7 +58,7 @@ log = logging.getLogger("edged.engine")
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Everything that the engine thread works with."""
+    """An engine's parts, put together; no part knows this record."""
 
     settings: Settings
     name: str
@@ -55,24 +66,24 @@ class EngineParts:
     model: ServedModel
     runner: ModelRunner
     scheduler: Scheduler
-    cost: CostModel
     subject: Subject
     """What a profile must be of to be used here."""
     slots: SlotTable
     trainer: Trainer
+    sequences: SequenceTable
+    finetuning: FinetuneJobs
+    limits: ResourceLimits
+    commands: CommandQueue
+    loop: EngineLoop
     stats: Counters
-    threads: CpuThreads | None
-    """On the CPU."""
-    pages: int
     max_context_tokens: int
-    end_ids: frozenset[int]
     task_ids: itertools.count[int]
     temporary: tempfile.TemporaryDirectory[str] | None
     """Holds the adapters of an engine without a data folder; it goes with the engine."""
 
     def report(self) -> dict[str, Any]:
         """Model, pages, prefixes, cost model and scheduler, as the status shows them."""
-        model, pool, trie = self.model, self.runner.pool, self.runner.trie
+        model, pages, pool = self.model, self.runner.pages, self.runner.pages.pool
         return {
             "model": {
                 "name": self.name,
@@ -87,24 +98,24 @@ class EngineParts:
                 "fingerprint": self.trainer.adapter_cache.spec.fingerprint,
                 "trust_remote_code": self.settings.model.trust_remote_code,
             },
-            "cost_model": self.cost.report(),
+            "cost_model": self.scheduler.cost.report(),
             "scheduler": {
                 "policy": self.settings.scheduler.policy,
                 "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
             },
             "pages": {
-                "total": self.pages,
+                "total": pool.pages - 1,
                 "free": pool.free_pages,
-                "cached": self.runner.evictable_pages(),
+                "cached": pages.evictable,
                 "retired": pool.pages - pool.capacity,
                 "page_size": pool.page_size,
                 "bytes_per_page": model.page_bytes(pool.page_size),
             },
             "memory": self._memory(),
             "pruning": {"mode": "off"} if self.runner.pruner is None else self.runner.pruner.report(),
-            "paths": self.runner.paths_report(),
+            "paths": self.runner.report(),
             "decode_graphs": None if self.runner.graphs is None else self.runner.graphs.report(),
-            "prefix": _prefix_report(trie, self.runner.spill),
+            "prefix": _prefix_report(pages.trie, pages.offload),
         }
 
     def _memory(self) -> dict[str, int]:
@@ -114,7 +125,7 @@ class EngineParts:
         state = STATE_BYTES * adapter_weights(tuple(adapter_cache.spec.shapes.values()), adapter_cache.spec.rank)
         return {
             "weights_bytes": self.model.shape.weight_bytes,
-            "kv_bytes": self.pages * self.model.page_bytes(self.runner.pool.page_size),
+            "kv_bytes": (self.runner.pages.pool.pages - 1) * self.model.page_bytes(self.runner.pages.page_size),
             "adapters_bytes": lora.size_bytes + adapter_cache.count * state,
         }
 
@@ -137,15 +148,31 @@ def _prefix_report(trie: PrefixTrie | None, spill: KvOffload | None) -> dict[str
     }
 
 
-def build_parts_apart(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
+Deliver = Callable[[list[Event]], None]
+Journal = Callable[[list[Record]], "Future[None] | None"]
+
+
+def build_parts_apart(
+    settings: Settings,
+    model_dir: Path,
+    data_dir: Path | None,
+    deliver: Deliver = lambda _events: None,
+    journal: Journal = lambda _records: None,
+) -> EngineParts:
     """As `build_parts`, for an engine's thread to compute with all cores: the calling thread works alone from now on
     (see `threads.beside`)."""
     beside()
-    return apart(lambda: build_parts(settings, model_dir, data_dir))
+    return apart(lambda: build_parts(settings, model_dir, data_dir, deliver, journal))
 
 
-def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> EngineParts:
-    """Load the model and make the parts. Raises ModelRefused with the reason."""
+def build_parts(
+    settings: Settings,
+    model_dir: Path,
+    data_dir: Path | None,
+    deliver: Deliver = lambda _events: None,
+    journal: Journal = lambda _records: None,
+) -> EngineParts:
+    """Load the model and make the parts; see `Engine.build`. Raises ModelRefused with the reason."""
     model = ServedModel.load(model_dir, settings.model)
     if model.device.type == "cuda":
         # Triton launches on the thread's current device, whatever its tensors say.
@@ -167,70 +194,129 @@ def build_parts(settings: Settings, model_dir: Path, data_dir: Path | None) -> E
     folder = Path(temporary.name) if temporary else Path(data_dir or "")
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, usable * settings.cache.page_size)
-    runner = _build_runner(model, kv, pages, settings, folder, max_context)
-    end_ids = model.end_ids()
-    runner.set_end_ids(end_ids)
     name = settings.model.name or Path(model_dir).name
     assert model.lora is not None
     shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
     spec = lora_spec(shapes, name, model.fingerprint, settings.align)
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
     subject = subject_of(model, name, settings.model, threads)
-    cost = first_cost_model(model, subject, settings.scheduler.profile, data_dir)
+    scheduler = Scheduler(settings.scheduler, first_cost_model(model, subject, settings.scheduler.profile, data_dir))
+    runner = _build_runner(model, kv, pages, settings, folder, max_context, threads)
+    adapter_cache, slots = AdapterCache(spec, settings.align, model.device, files), SlotTable(model.lora)
+    stats, task_ids, commands = Counters(), itertools.count(1), CommandQueue()
+    writer = AdapterWriter(adapter_cache, settings.store, commands.offer, journal)
+
+    def on_loaded(adapter: str, state: AdapterState | None, problems: list[str]) -> None:
+        if state is not None:
+            trainer.adopt(state, problems)
+        else:
+            trainer.set_unreadable(adapter)
+
+    def on_read(adapter: str, error: str) -> None:
+        sequences.on_fetched(adapter, error, time.monotonic())
+
+    loader = AdapterLoader(adapter_cache, on_loaded, on_read, commands.offer)
+    sequences = SequenceTable(
+        settings.serving,
+        scheduler,
+        runner.pages,
+        runner.pruner,
+        slots,
+        adapter_cache,
+        loader.fetch,
+        stats,
+        task_ids,
+        max_context,
+        model.end_ids(),
+    )
+    trainer = Trainer(
+        adapter_cache,
+        settings.align,
+        settings.guard,
+        runner.decoder,
+        runner.pages.release,
+        usable * kv.page_size,
+        settings.feedback,
+        sequences.on_publish,
+        writer.bring,
+    )
+    finetuning = FinetuneJobs(
+        settings, model, scheduler, trainer, runner.pages, slots, loader, writer, stats, task_ids, journal
+    )
+    limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning, stats, max_context)
+    memory = OomRecovery(settings.serving, sequences, finetuning, runner.return_memory)
+    recovery = Recovery(scheduler, sequences, finetuning, memory, runner.check_device, time.monotonic)
+    sampler = IterationSampler(scheduler, journal)
+    loop = EngineLoop(
+        commands,
+        limits,
+        scheduler,
+        runner,
+        sequences,
+        finetuning,
+        recovery,
+        stats,
+        settings.scheduler,
+        deliver,
+        sampler.observe,
+    )
     return EngineParts(
         settings=settings,
         name=name,
         path=str(model_dir),
         model=model,
         runner=runner,
-        scheduler=Scheduler(settings.scheduler, cost),
-        cost=cost,
+        scheduler=scheduler,
         subject=subject,
-        slots=SlotTable(model.lora),
-        trainer=Trainer(
-            AdapterCache(spec, settings.align, model.device, files),
-            settings.align,
-            settings.guard,
-            runner.decoder,
-            runner.release,
-            usable * kv.page_size,
-            settings.feedback,
-        ),
-        stats=Counters(),
-        threads=threads,
-        pages=usable,
+        slots=slots,
+        trainer=trainer,
+        sequences=sequences,
+        finetuning=finetuning,
+        limits=limits,
+        commands=commands,
+        loop=loop,
+        stats=stats,
         max_context_tokens=max_context,
-        end_ids=end_ids,
-        task_ids=itertools.count(1),
+        task_ids=task_ids,
         temporary=temporary,
     )
 
 
 def _build_runner(
-    model: ServedModel, kv: KvStore, pages: int, settings: Settings, folder: Path, max_context: int
+    model: ServedModel,
+    kv: KvStore,
+    pages: int,
+    settings: Settings,
+    folder: Path,
+    max_context: int,
+    threads: CpuThreads | None,
 ) -> ModelRunner:
-    """What runs plans over `pages` of K/V, as settings, policy and device have it; `folder` is for evicted prefixes."""
+    """The runner over `pages` of KV cache, as settings, policy and device have it; `folder` is for evicted prefixes."""
     policy = POLICIES[settings.scheduler.policy]
     pool = PagePool(pages, settings.cache.page_size)
-    # Page tables are padded with page 0: nobody may own it.
+    # Page tables are padded with page 0: no sequence may own it.
     pool.allocate(1)
     shares = settings.cache.prefix_sharing and policy.shares_prefixes
-    spill = pick_spill(kv, settings.cache, folder) if shares else None
-    trie = PrefixTrie(pool, spill) if shares else None
+    offload = pick_spill(kv, settings.cache, folder) if shares else None
+    kv_pages = KvPages(pool, PrefixTrie(pool, offload) if shares else None, offload)
     assert model.lora is not None
     why_not_lora = pick_lora_kernel(model.lora, settings.model)
-    paths = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
-    runner = ModelRunner(model, kv, pool, trie, paths)
-    runner.spill = spill
-    why_not_graphs = _why_not_graphs(model, paths, settings)
-    if not why_not_graphs:
-        runner.graphs = _graphs(model, kv, paths, settings)
-    elif model.device.type == "cuda":
+    backends = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
+    why_not_graphs = _why_not_graphs(model, backends, settings)
+    if why_not_graphs and model.device.type == "cuda":
         log.info("decode iterations are not captured: %s", why_not_graphs)
-    reasons = {**paths.why_not, "lora": why_not_lora, "graphs": why_not_graphs}
-    runner.why_not = {part: reason for part, reason in reasons.items() if reason}
-    runner.pruner = _pruner(runner, policy, settings, max_context)
-    return runner
+    reasons = {**backends.why_not, "lora": why_not_lora, "graphs": why_not_graphs}
+    return ModelRunner(
+        model,
+        kv,
+        kv_pages,
+        backends,
+        end_ids=model.end_ids(),
+        threads=threads,
+        graphs=None if why_not_graphs else _graphs(model, kv, backends, settings),
+        pruner=_pruner(model, kv, kv_pages, policy, settings, max_context),
+        why_not={part: reason for part, reason in reasons.items() if reason},
+    )
 
 
 def _why_not_graphs(model: ServedModel, paths: Backends, settings: Settings) -> str:
@@ -256,17 +342,19 @@ def _graphs(model: ServedModel, kv: KvStore, paths: Backends, settings: Settings
     return DecodeGraphs(model, kv, paths, recorder, settings.serving.max_sequences, width)
 
 
-def _pruner(runner: ModelRunner, policy: type[Policy], settings: Settings, max_context: int) -> Pruner | None:
-    """What prunes K/V, where the settings, the policy and the model allow it."""
+def _pruner(
+    model: ServedModel, kv: KvStore, pages: KvPages, policy: type[Policy], settings: Settings, max_context: int
+) -> Pruner | None:
+    """The pruner of KV rows, where the settings, the policy and the model allow one."""
     if settings.cache.pruning == "off" or not policy.prunes:
         return None
-    window = runner.model.shape.window
+    window = model.shape.window
     if window is not None and window < max_context:
         log.info(
             "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
         )
         return None
-    return Pruner(settings.cache, runner.kv, runner.pool, runner.evictable_pages, runner.allocate_to_write)
+    return Pruner(settings.cache, kv, pages.pool, lambda: pages.evictable, pages.allocate_to_write)
 
 
 def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:

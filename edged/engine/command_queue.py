@@ -1,7 +1,4 @@
-"""What other threads have for the engine thread: commands, and the order to stop.
-
-Owns the wait for them, and that nothing is taken in once the thread has ended. Must not know what a command does.
-"""
+"""Commands of other threads for the engine thread, and the order to stop."""
 
 from __future__ import annotations
 
@@ -46,6 +43,14 @@ class CommandQueue:
             self._commands.append(command)
             self._wake.notify()
 
+    def offer(self, command: Callable[[], object]) -> bool:
+        """Have the engine thread run a command, unless it has ended; whether it will."""
+        try:
+            self.post(command)
+        except EngineStopping:
+            return False
+        return True
+
     def ask(self, command: Callable[[], T]) -> Future[T]:
         """Have the engine thread run a command; the future has what it returns or raises. Raises EngineStopping."""
         future: Future[T] = Future()
@@ -70,11 +75,11 @@ class CommandQueue:
     # -- from the engine thread --------------------------------------------------------------------------------------
 
     @property
-    def empty(self) -> bool:
-        """Whether no command waits."""
-        return not self._commands
+    def arrived(self) -> bool:
+        """Whether a command waits."""
+        return bool(self._commands)
 
-    def take(self) -> None:
+    def run_pending(self) -> None:
         """Run the commands that wait, and those that they post."""
         while self._commands:
             try:

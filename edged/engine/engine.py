@@ -1,8 +1,4 @@
-"""What may be asked of the engine, from any thread.
-
-Owns what is refused at once, and who is told what came of a command. Must not know HTTP or SQL, nor what an
-iteration is: commands go to the engine thread's inbox, events and records come from it through two callbacks.
-"""
+"""The engine as other threads use it: commands go to its thread, events and records come through two callbacks."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ from edged.align.adapters.adapter import AdapterFiles
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
 from edged.engine.build import EngineParts, build_parts_apart
-from edged.engine.command_queue import STOPPING, CommandQueue
-from edged.engine.loop import EngineLoop
+from edged.engine.command_queue import STOPPING
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.stats.iterations import Iteration
 from edged.governors.limits import EngineLimits, Use
@@ -35,25 +30,14 @@ T = TypeVar("T")
 class Engine:
     """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        deliver: Callable[[list[Event]], None],
-        journal: Callable[[list[Record]], Future[None] | None],
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
-        self._parts = parts
-        self._command_queue = CommandQueue()
-        self._loop = EngineLoop(parts, self._command_queue, deliver, journal)
-        self._serving, self._learning, self._resource_limits = (
-            self._loop.serving,
-            self._loop.learning,
-            self._loop.resource_limits,
-        )
+        self.parts, self._commands, self._loop = parts, parts.commands, parts.loop
+        self._sequences, self._finetuning, self._limits = parts.sequences, parts.finetuning, parts.limits
         self._requests_waiting = 0
-        """Requests in the inbox."""
+        """Requests among the commands."""
         self._counting = threading.Lock()
-        self.rest = self._loop.rest
+        self.heartbeat = self._loop.heartbeat
         """Its `last_sign_s` tells whether the thread goes on."""
         self._thread = threading.Thread(target=self._loop.run, name="edged-engine", daemon=True)
 
@@ -72,7 +56,7 @@ class Engine:
         resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
         live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
-        return cls(build_parts_apart(settings, model_dir, data_dir), deliver, journal)
+        return cls(build_parts_apart(settings, model_dir, data_dir, deliver, journal))
 
     @property
     def error(self) -> str | None:
@@ -85,7 +69,7 @@ class Engine:
 
     def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish running ones within `drain_s`, cancel the rest, save adapters."""
-        self._command_queue.stop(time.monotonic() + drain_s)
+        self._commands.stop(time.monotonic() + drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -96,7 +80,7 @@ class Engine:
 
         Raises EngineBusy or RequestRefused.
         """
-        if self.error or self._command_queue.stopping:
+        if self.error or self._commands.stopping:
             raise EngineStopping(self.error or STOPPING)
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
@@ -106,7 +90,7 @@ class Engine:
                 f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.sampling.max_tokens}) exceed the "
                 f"context of {self.max_context_tokens} tokens"
             )
-        if self._serving.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+        if self._sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
@@ -116,17 +100,17 @@ class Engine:
         def take() -> None:
             self._requests_waiting -= 1
             try:
-                self._serving.add(request, submitted, asked_s)
+                self._sequences.add(request, submitted, asked_s)
             except Exception as error:
                 log.exception("request %s could not be queued", request.request_id)
-                self._serving.cancel(request.request_id, "error", time.monotonic(), str(error))
+                self._sequences.cancel(request.request_id, "error", time.monotonic(), str(error))
 
-        self._command_queue.post(take)
+        self._commands.post(take)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
         with contextlib.suppress(EngineStopping):
-            self._command_queue.post(lambda: self._serving.cancel(request_id, reason, time.monotonic()))
+            self._commands.post(lambda: self._sequences.cancel(request_id, reason, time.monotonic()))
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -135,25 +119,25 @@ class Engine:
         if pairs:
             # An engine that has ended learns nothing more; the pairs stay queued in the store.
             with contextlib.suppress(EngineStopping):
-                self._command_queue.post(lambda: self._learning.submit(pairs))
+                self._commands.post(lambda: self._finetuning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        return self._once_saved(adapter, lambda: self._learning.rollback(adapter, version))
+        return self._once_saved(adapter, lambda: self._finetuning.rollback(adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        return self._once_saved(adapter, lambda: self._learning.import_adapter(adapter, weights, reason))
+        return self._once_saved(adapter, lambda: self._finetuning.import_adapter(adapter, weights, reason))
 
     def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
         """The number of what is published, when it is on disk."""
 
         def run() -> tuple[int, Future[None]]:
             version = publish()
-            return version, self._learning.saved(adapter, version)
+            return version, self._finetuning.saved(adapter, version)
 
         return self._ask_at_length(run)
 
@@ -170,12 +154,12 @@ class Engine:
             else:
                 begun.add_done_callback(lambda _: _follow(answer, begun, value))
 
-        self._command_queue.post(run)
+        self._commands.post(run)
         return answer
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
-        return self._command_queue.ask(lambda: self._learning.introduce(adapter))
+        return self._commands.ask(lambda: self._finetuning.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
@@ -185,8 +169,8 @@ class Engine:
         """
 
         def run() -> tuple[None, Future[None]]:
-            self._serving.forget(adapter)
-            return None, self._learning.forget(adapter, pair_ids)
+            self._sequences.forget(adapter)
+            return None, self._finetuning.forget(adapter, pair_ids)
 
         return self._ask_at_length(run)
 
@@ -204,25 +188,25 @@ class Engine:
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
-        self._command_queue.post(lambda: self._learning.recall(pasts))
+        self._commands.post(lambda: self._finetuning.recall(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:
         """Test every version with this neutral text, too: see `edged.align.language`."""
-        self._command_queue.post(lambda: self._learning.test_with(neutral))
+        self._commands.post(lambda: self._finetuning.test_with(neutral))
 
     def examine(self, adapter: str) -> None:
         """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
         with contextlib.suppress(EngineStopping):
-            self._command_queue.post(lambda: self._learning.examine(adapter))
+            self._commands.post(lambda: self._finetuning.examine(adapter))
 
     def calm(self, adapter: str) -> None:
         """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
         with contextlib.suppress(EngineStopping):
-            self._command_queue.post(lambda: self._learning.calm(adapter))
+            self._commands.post(lambda: self._finetuning.calm(adapter))
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
-        self._command_queue.post(lambda: self._learning.pause(paused))
+        self._commands.post(lambda: self._finetuning.pause(paused))
 
     # -- settings and limits -----------------------------------------------------------------------------------------
 
@@ -230,57 +214,58 @@ class Engine:
         """Go on under other settings, between two iterations; those that `edged.reload` does not name are the same."""
 
         def configure() -> None:
-            self._loop.configure(settings)
+            self._loop.configure(settings.scheduler)
+            self._finetuning.configure(settings)
             self.settings = settings
 
-        return self._command_queue.ask(configure)
+        return self._commands.ask(configure)
 
     def limit(self, limits: EngineLimits) -> None:
         """Keep to these limits from the next iteration on, as far as requests at hand allow."""
         with contextlib.suppress(EngineStopping):
-            self._command_queue.post(lambda: self._resource_limits.take(limits))
+            self._commands.post(lambda: self._limits.take(limits))
 
     def use(self) -> Use:
         """What governors see."""
-        return self._resource_limits.use()
+        return self._limits.use()
 
     # -- what there is to see ----------------------------------------------------------------------------------------
 
     @property
     def adapter_files(self) -> AdapterFiles:
         """Where the adapters' versions are."""
-        return self._parts.trainer.adapter_cache.files
+        return self.parts.trainer.adapter_cache.files
 
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""
-        return self._learning.versions
+        return self._finetuning.versions
 
     def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
         """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
 
         def copy() -> tuple[int, dict[str, torch.Tensor]]:
-            state = self._parts.trainer.adapter_cache.peek(adapter)
+            state = self.parts.trainer.adapter_cache.peek(adapter)
             return (state.version, state.tensors()) if state is not None else (0, {})
 
-        return self._command_queue.ask(copy)
+        return self._commands.ask(copy)
 
     def status(self) -> dict[str, Any]:
         """What `GET /v1/status` shows of the engine."""
         return {
             **self.stats.report(time.monotonic()),
-            **self._parts.report(),
+            **self.parts.report(),
             "queue": self.queue(),
-            "finetune": self._learning.report(),
+            "finetune": self._finetuning.report(),
             "degraded": self._loop.degraded,
         }
 
     def finetune(self) -> dict[str, Any]:
         """The status' part on fine-tuning, alone."""
-        return self._learning.report()
+        return self._finetuning.report()
 
     def queue(self) -> dict[str, int]:
         """Requests by stage, and pairs that wait to be learned."""
-        return {**self._serving.queue_report(), "finetune": self._learning.pairs_queued}
+        return {**self._sequences.queue_report(), "finetune": self._finetuning.pairs_queued}
 
     def iterations(self, since: int = 0) -> list[Iteration]:
         """Records of the iterations after number `since` that are still kept, oldest first."""

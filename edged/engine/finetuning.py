@@ -1,38 +1,39 @@
-"""Fine-tuning as the engine asks for it: pairs in, steps opened when they are due, versions made and taken back.
-
-Owns whether steps are opened, their LoRA slots and pages while they last, the pause after want of memory, and what
-other threads may read of it all. Must not know what a step does in an iteration, nor how an adapter gets from disk and
-back.
-"""
+"""Fine-tuning as the engine asks for it: pairs in, steps opened when they are due, versions made and taken back."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
 import torch
 
-from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
-from edged.engine.build import EngineParts
+from edged.align.trainer import Trainer
+from edged.engine.kv_pages import KvPages
+from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import open_steps
 from edged.engine.model.memory_plan import free_bytes, kept_graph_bytes, unused_bytes
+from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
+from edged.engine.stats.counters import Counters
 from edged.runtime import logs
+from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
-from edged.settings.load import AlignSettings, Settings
+from edged.settings.load import Settings
 from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.align")
+_GRAPH_SHARE = 0.25
+"""Of the free memory: what a step's kept graph may take."""
 _MOST_TRIED = 256
 """Adapters of which one iteration asks whether a step of theirs finds a slot."""
 
@@ -42,34 +43,45 @@ class FinetuneJobs:
 
     def __init__(
         self,
-        parts: EngineParts,
-        steps: FinetuneSteps,
-        on_publish: Callable[[AdapterState, int], None],
-        on_fetched: Callable[[str, str, float], None],
-        post: Callable[[Callable[[], None]], None],
+        settings: Settings,
+        model: ServedModel,
+        scheduler: Scheduler,
+        trainer: Trainer,
+        pages: KvPages,
+        slots: SlotTable,
+        loader: AdapterLoader,
+        writer: AdapterWriter,
+        stats: Counters,
+        task_ids: Iterator[int],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
-        """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetcher`."""
-        self._parts, self._steps, self._journal = parts, steps, journal
-        self._on_publish, self._on_fetched = on_publish, on_fetched
-        self._trainer, self._scheduler = parts.trainer, parts.scheduler
-        self._settings = parts.settings
-        self.versions: dict[str, int] = self._trainer.versions()
+        """`journal` takes the records of what was learned; its future resolves when they are on disk."""
+        self._settings, self._model, self._scheduler, self._trainer = settings, model, scheduler, trainer
+        self._pages, self._slots, self._stats, self._task_ids = pages, slots, stats, task_ids
+        self._loader, self._writer, self._journal = loader, writer, journal
         self.pairs_queued = self.pairs_waiting = 0
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are quarantined unseen, for a burst."""
-        self.trains = not parts.model.trainable_error and parts.scheduler.policy.trains
-        """Whether pairs can ever be learnt here; where not, they stay in the store."""
+        self.trains = not model.trainable_error and scheduler.policy.trains
+        """Whether pairs can ever be learned here; where not, they stay in the store."""
         self._paused = False
         self._held = False
         """Governors allow no step."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
-        self._most_open = open_steps(parts.settings.align.max_loaded_adapters)
-        self.fetcher = AdapterLoader(self._trainer, self._fetched, post)
-        self._saver = AdapterWriter(self._trainer.adapter_cache, parts.settings.store, post, journal)
-        self._trainer.on_publish(self._published)
-        self._trainer.on_copied(self._saver.bring)
+        self._most_open = open_steps(settings.align.max_loaded_adapters)
+        self._graph_bytes = kept_graph_bytes(model, settings)
+        self._tasks: dict[int, Task] = {}
+        self.jobs: dict[int, FineTuneJob] = {}
+        """Steps and tests under way, by task id."""
+        self._failed: dict[int, Exception] = {}
+        self.resumes_s = math.inf
+        """After want of memory: when steps are opened again."""
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Current version by adapter; callable from any thread."""
+        return self._trainer.versions()
 
     # -- pairs -------------------------------------------------------------------------------------------------------
 
@@ -79,7 +91,6 @@ class FinetuneJobs:
             return
         self._trainer.pair_queues.tick(time.monotonic())
         self._trainer.submit(pairs)
-        self.versions = self._trainer.versions()
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
         """See `PairQueues.recall`."""
@@ -109,8 +120,7 @@ class FinetuneJobs:
         """Take over other settings; steps under way end as they began."""
         self._settings = settings
         self._trainer.configure(settings.align, settings.guard)
-        self._steps.configure(settings.align)
-        self._saver.configure(settings.store)
+        self._writer.configure(settings.store)
 
     @property
     def _opens(self) -> bool:
@@ -120,10 +130,10 @@ class FinetuneJobs:
     def hold(self, held: bool) -> None:
         """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
         if held and not self._held:
-            self._steps.abandon_all()
+            self.abandon_all()
         self._held = held
 
-    def feed(self, now: float, slots_wanted: bool) -> None:
+    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
         While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, and the one that waits
@@ -131,17 +141,16 @@ class FinetuneJobs:
         """
         self._trainer.pair_queues.tick(now)
         if self._scheduler.degraded:
-            self._steps.abandon_all()
-        rested = self._steps.rested(now)
-        if not self._opens or self._scheduler.degraded or not rested:
+            self.abandon_all()
+        if not (self._rested(now) and self._opens) or self._scheduler.degraded:
             return
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
-        if len(self._steps.jobs) >= self._most_open:
+        if len(self.jobs) >= self._most_open:
             return
         for adapter in list(islice(ready, _MOST_TRIED)):
-            if len(self._steps.jobs) >= self._most_open or not self._steps.rested(now):
+            if len(self.jobs) >= self._most_open or not self._rested(now):
                 return
             # One may have joined another's step meanwhile.
             if adapter in ready:
@@ -151,36 +160,22 @@ class FinetuneJobs:
         """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
         overdue = adapter == self._slotless and now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
-        spare = self._parts.slots.count if slots_wanted and not overdue else 0
+        spare = self._slots.count if slots_wanted and not overdue else 0
         if self._trainer.adapter_cache.resident(adapter):
-            slot = self._steps.open(adapter, now, spare)
+            slot = self._open(adapter, now, spare)
         else:
-            slot = overdue or self._parts.slots.idle > spare
-            if slot and self.fetcher.count < self._most_open:
-                self.fetcher.fetch(adapter)
+            slot = overdue or self._slots.idle > spare
+            if slot and self._loader.count < self._most_open:
+                self._loader.fetch(adapter)
         if not slot and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
 
     @property
-    def wanted(self) -> set[str]:
-        """Who stays in memory until there is a LoRA slot for its step."""
+    def _wanted(self) -> set[str]:
+        """The adapter that stays in memory until there is a LoRA slot for its step."""
         return {self._slotless} if self._slotless else set()
 
-    def close_finished(self, now: float) -> None:
-        """Take finished steps in; bring the others' tasks up to date."""
-        if self._steps.close_finished(now):
-            self.versions = self._trainer.versions()
-
     # -- adapters ----------------------------------------------------------------------------------------------------
-
-    def _published(self, state: AdapterState, previous: int) -> None:
-        self._on_publish(state, previous)
-        self.versions = self._trainer.versions()
-
-    def _fetched(self, adapter: str, problem: str, now: float) -> None:
-        if not problem:
-            self.versions = self._trainer.versions()
-        self._on_fetched(adapter, problem, now)
 
     def introduce(self, adapter: str) -> None:
         """See `Trainer.introduce`."""
@@ -188,23 +183,22 @@ class FinetuneJobs:
 
     def saved(self, adapter: str, version: int) -> Future[None]:
         """See `AdapterWriter.saved`."""
-        return self._saver.saved(adapter, version)
+        return self._writer.saved(adapter, version)
 
     def rollback(self, adapter: str, version: int) -> int:
         """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
-        self._steps.abandon(adapter)
+        self.abandon(adapter)
         return self._trainer.rollback(adapter, version)
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> int:
         """See `Trainer.import_adapter`."""
-        self._steps.abandon(adapter)
+        self.abandon(adapter)
         return self._trainer.import_adapter(adapter, weights, reason)
 
-    def suspect(self, adapter: str, version: int) -> None:
-        """A version answered with numbers that are not finite; where it is the cause, an earlier one is served."""
+    def _withdraw_suspect(self, adapter: str, version: int) -> None:
         if self._trainer.suspect(adapter, version):
             log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
-            self._steps.abandon(adapter)
+            self.abandon(adapter)
             self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
 
     def release(self, busy: Collection[str]) -> bool:
@@ -222,22 +216,24 @@ class FinetuneJobs:
 
         Raises UnknownAdapter.
         """
-        self.fetcher.forget(adapter)
+        self._loader.forget(adapter)
         for name in self._trainer.pair_queues.holding(pair_ids):
-            self._steps.abandon(name)
+            self.abandon(name)
         self._trainer.pair_queues.drop(pair_ids)
-        self._steps.abandon(adapter)
-        if self._parts.runner.trie is not None:
-            self._parts.runner.trie.expire_all(adapter)
+        self.abandon(adapter)
+        if self._pages.trie is not None:
+            self._pages.trie.expire_all(adapter)
         self._trainer.forget(adapter)
-        self._parts.slots.forget(adapter)
-        self.versions = self._trainer.versions()
-        return self._saver.forget(adapter)
+        self._slots.forget(adapter)
+        return self._writer.forget(adapter)
 
     # -- the record --------------------------------------------------------------------------------------------------
 
-    def flush(self, now: float) -> None:
-        """Hand records to the journal and a due version to the saver."""
+    def flush(self, now: float, answering: Callable[[], set[str]] = set) -> None:
+        """Hand records to the journal and a due version to the writer; idle adapters leave memory where it is crowded.
+
+        `answering` are the adapters of open requests.
+        """
         self.pairs_queued, self.pairs_waiting = (
             self._trainer.pair_queues.pairs_queued,
             self._trainer.pair_queues.waiting(),
@@ -247,10 +243,12 @@ class FinetuneJobs:
             records, self._trainer.records = self._trainer.records, []
             self._count(records)
             self._journal(records)
-        self._saver.save_due(now)
+        self._writer.save_due(now)
+        if self._trainer.adapter_cache.crowded:
+            self._trainer.tidy(answering() | self._wanted)
 
     def _count(self, records: list[Record]) -> None:
-        totals = self._parts.stats.totals
+        totals = self._stats.totals
         for record in records:
             if isinstance(record, StepSkipped):
                 totals.steps_skipped += 1
@@ -260,40 +258,36 @@ class FinetuneJobs:
 
     def next_due_s(self) -> float | None:
         """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
-        dues_s = (self._saver.next_save_s(), self._trainer.pair_queues.next_pair_s())
+        dues_s = (self._writer.next_save_s(), self._trainer.pair_queues.next_pair_s())
         return min((due for due in dues_s if due is not None), default=None)
 
     def close(self) -> None:
         """Abandon steps, save every unsaved version."""
         try:
-            self._steps.abandon_all()
+            self.abandon_all()
             self.flush(float("inf"))
-            self.fetcher.close()
+            self._loader.close()
         finally:
-            self._saver.close()
-
-    def progress(self) -> tuple[int, int]:
-        """(optimizer steps, pairs trained) since start."""
-        return self._trainer.steps, self._trainer.pairs_trained
+            self._writer.close()
 
     def _reason(self) -> str:
         if self._scheduler.degraded:
             return self._scheduler.degraded
-        if self._steps.resumes_s < math.inf:
+        if self.resumes_s < math.inf:
             return "memory ran out in a step: it is tried again in a moment, with fewer pairs"
         policy = self._scheduler.policy
         return "" if policy.trains else f"the policy {policy.name} does not train"
 
     def report(self) -> dict[str, Any]:
         """The finetune part of the status."""
-        jobs = list(self._steps.jobs.values())
+        jobs = list(self.jobs.values())
         return {
             "enabled": self.trains
             and self._settings.align.enabled
             and not self._paused
             and not self._scheduler.degraded,
             "held": self._held,
-            "reason": self._parts.model.trainable_error or self._reason(),
+            "reason": self._model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
@@ -301,35 +295,13 @@ class FinetuneJobs:
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
             "alarms": list(self.alarms),
-            "adapters_active": self._parts.slots.adapters,
+            "adapters_active": self._slots.adapters,
             "adapters_loaded": self._trainer.adapter_cache.count,
         }
 
+    # -- steps under way ---------------------------------------------------------------------------------------------
 
-_GRAPH_SHARE = 0.25
-"""Of the free memory: what a step's kept graph may take."""
-
-
-class FinetuneSteps:
-    """All steps and tests of adapters that have begun and not ended."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._trainer, self._scheduler = parts, parts.trainer, parts.scheduler
-        self._align = parts.settings.align
-        self._page_size = parts.runner.pool.page_size
-        self._graph_bytes = kept_graph_bytes(parts.model, parts.settings)
-        self._tasks: dict[int, Task] = {}
-        self.jobs: dict[int, FineTuneJob] = {}
-        """What the executor works on, by task id."""
-        self._failed: dict[int, Exception] = {}
-        self.resumes_s = math.inf
-        """After want of memory: when steps are opened again."""
-
-    def configure(self, align: AlignSettings) -> None:
-        """Open steps by other settings; those under way end as they began."""
-        self._align = align
-
-    def rested(self, now: float) -> bool:
+    def _rested(self, now: float) -> bool:
         """Whether no step waits for memory at `now`."""
         if now >= self.resumes_s:
             self.resumes_s = math.inf
@@ -337,7 +309,7 @@ class FinetuneSteps:
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
-    def open(self, adapter: str, now: float, spare: int = 0) -> bool:
+    def _open(self, adapter: str, now: float, spare: int = 0) -> bool:
         """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
 
         It leaves `spare` idle slots to requests, those others at least half of all: each is held until the step ends.
@@ -348,7 +320,7 @@ class FinetuneSteps:
             state = self._trainer.adapter_cache.peek(name)
             if state is None:
                 return False
-            slot = self._parts.slots.acquire(state, max(spare, self._parts.slots.count // 2) if slots else spare)
+            slot = self._slots.acquire(state, max(spare, self._slots.count // 2) if slots else spare)
             if slot is not None:
                 slots[name] = slot
             return slot is not None
@@ -370,16 +342,16 @@ class FinetuneSteps:
             if out_of_memory(error):
                 self._shrink(now)
             return False
-        task = Task(next(self._parts.task_ids), Kind.FINETUNE, now)
+        task = Task(next(self._task_ids), Kind.FINETUNE, now)
         self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
-        self._parts.stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
+        self._stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
         self._sync(task)
         self._scheduler.add(task, now)
         return True
 
     def _release(self, slots: dict[str, int]) -> None:
         for slot in slots.values():
-            self._parts.slots.release(slot)
+            self._slots.release(slot)
 
     def _may_keep_graph(self) -> bool:
         """Whether the next step may spend memory to save time.
@@ -387,18 +359,25 @@ class FinetuneSteps:
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
         free: then it is the packed forward that saves time.
         """
-        model = self._parts.model
+        model = self._model
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if not self._align.keep_graph or self._trainer.size.graphs_fail or (serving and model.device.type == "cuda"):
+        if (
+            not self._settings.align.keep_graph
+            or self._trainer.size.graphs_fail
+            or (serving and model.device.type == "cuda")
+        ):
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
         free = free_bytes(model.device)[0] + unused_bytes(model.device)
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
 
-    def close_finished(self, now: float) -> bool:
-        """Have the trainer take finished steps in, and bring the others' tasks up to date. True if any was finished."""
-        closed = False
+    def close_finished(self, now: float, suspects: Collection[tuple[str, int]] = ()) -> None:
+        """Have the trainer take finished steps in, and bring the others' tasks up to date.
+
+        `suspects` are (adapter, version) of answers that were not finite; where the version is the cause, an earlier
+        one is served.
+        """
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
             if task_id in self._failed:
@@ -409,11 +388,13 @@ class FinetuneSteps:
                 self._trainer.close(job.step, now - job.opened_s)
                 if self._trainer.size.strikes > strikes:
                     self._pause_for_memory(now)
-                closed = True
             else:
                 self._sync(task)
                 self._scheduler.update(task)
-        return closed
+        for adapter, version in suspects:
+            self._withdraw_suspect(adapter, version)
+        totals = self._stats.totals
+        totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
 
     def _drop(self, task_id: int) -> None:
         job = self.jobs.pop(task_id)
@@ -451,10 +432,10 @@ class FinetuneSteps:
         task.held_pages = sum(len(stream.pages) for stream in streams)
         # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
         unfinished = sum(stream.left > 0 for stream in streams)
-        task.capacity = task.context - unfinished * self._page_size
+        task.capacity = task.context - unfinished * self._pages.page_size
 
-    def after(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
-        """What came of the fine-tune grants."""
+    def process(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
+        """The outcomes of the fine-tune grants."""
         tokens = {id(job): n for job, n in work.finetuned}
         outcomes = []
         for grant in plan.grants:

@@ -9,37 +9,36 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from edged.align.dpo.micro_batch import MicroBatch, PairForward
+from edged.align.dpo.pair_layout import Piece
 from edged.align.pair_queues import FineTuneStep
-from edged.cache.page_pool import OutOfPages, PagePool
-from edged.cache.prefix_trie import PrefixTrie
+from edged.cache.page_pool import OutOfPages
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends
-from edged.engine.kv.offload import KvOffload
 from edged.engine.kv.store import KvStore
+from edged.engine.kv_pages import KvPages
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.layer_access import LayerTap, PagedDecoder, Take
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.sampler import Drawn, SampledRows, SamplingRow, sample
 from edged.engine.sequence import Sequence
+from edged.runtime.process import give_back_memory
 from edged.scheduler.task import Plan, Unit
+from edged.tensors.cpu_threads import CpuThreads
+from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
 
 if TYPE_CHECKING:
     from edged.engine.cuda_graphs import DecodeGraphs  # brings Triton, which is slow to import
     from edged.engine.pruner import Pruner
-from collections.abc import Mapping
-
-from edged.align.dpo.micro_batch import MicroBatch, PairForward
-from edged.align.dpo.pair_layout import Piece
-from edged.engine.attention.packed_batch import NO_SLOT
-from edged.tensors.device_copy import upload
 
 log = logging.getLogger("edged.engine")
 
@@ -65,8 +64,8 @@ class RunnerOutput:
     """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
-    finetuned: list[tuple[FineTuneJob, int]] = field(default_factory=list)
-    """Jobs whose forward advanced."""
+    finetuned: list[tuple[object, int]] = field(default_factory=list)
+    """Fine-tune jobs whose forward advanced, with the number of tokens."""
     units_run: dict[int, int] = field(default_factory=dict)
     """Task id -> units that ran."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
@@ -105,57 +104,59 @@ class _UnitClock:
 
 
 class ModelRunner:
-    """Owns the model with its pages; the engine thread alone calls it."""
+    """Runs plans on the model; the engine thread alone calls it."""
 
     def __init__(
-        self, model: ServedModel, kv: KvStore, pool: PagePool, trie: PrefixTrie | None, paths: Backends
+        self,
+        model: ServedModel,
+        kv: KvStore,
+        pages: KvPages,
+        backends: Backends,
+        *,
+        end_ids: frozenset[int] = frozenset(),
+        threads: CpuThreads | None = None,
+        graphs: DecodeGraphs | None = None,
+        pruner: Pruner | None = None,
+        why_not: Mapping[str, str] | None = None,
     ) -> None:
+        """`end_ids` end an answer and are forbidden before `min_tokens`; `graphs` replay iterations of decodes alone.
+
+        `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
+        """
         assert model.lora is not None
-        self.model, self.kv, self.pool, self.trie = model, kv, pool, trie
-        self._paths = paths
+        self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
+        self._backends, self._end_ids, self._threads, self._why_not = backends, end_ids, threads, dict(why_not or {})
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
-        self._end_ids: frozenset[int] = frozenset()
-        self.graphs: DecodeGraphs | None = None
-        self.why_not: dict[str, str] = {}
-        """Why "decode", "prefill", "lora" or "graphs" go the slower way."""
-        """Where iterations of decodes alone are replayed."""
-        self.spill: KvOffload | None = None
-        """Where the trie's evicted pages go."""
-        self.pruner: Pruner | None = None
-        """Where sequences are pruned."""
+        self.overlaps = model.device.type == "cuda"
+        """Whether the device computes while the calling thread does something else."""
 
-    def paths_report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Which implementations compute attention and the adapters' updates, and why not faster ones."""
         return {
-            "decode": self._paths.decode,
-            "prefill": "triton" if self._paths.tile_tokens else "gathered",
+            "decode": self._backends.decode,
+            "prefill": "triton" if self._backends.tile_tokens else "gathered",
             "lora": self._lora.runs.kernel,
-            "why_not": self.why_not,
+            "why_not": self._why_not,
         }
 
-    def set_end_ids(self, end_ids: frozenset[int]) -> None:
-        """Tokens that end an answer; they are forbidden before `min_tokens`."""
-        self._end_ids = end_ids
+    def begin_thread(self) -> None:
+        """Have the calling thread compute: with the model's device, or with the cores that other programs leave."""
+        if self.overlaps:
+            torch.cuda.set_device(self.model.device)
+        if self._threads is not None:
+            self._threads.begin()
 
-    def allocate(self, pages: int) -> list[int]:
-        """Free pages, evicting shared prefixes that nobody uses. Raises OutOfPages."""
-        missing = pages - self.pool.free_pages
-        if missing > 0 and self.trie is not None:
-            self.trie.evict(missing)
-        return self.pool.allocate(pages)
+    def check_device(self) -> None:
+        """Raise the error of a device that does nothing more."""
+        self.model.check_device()
 
-    def evictable_pages(self) -> int:
-        """Pages of shared prefixes that nobody uses."""
-        return self.trie.evictable_pages if self.trie is not None else 0
-
-    def allocate_to_write(self, pages: int) -> list[int]:
-        """As `allocate`, for what writes before the next forward: after the copies of what was evicted for it."""
-        taken = self.allocate(pages)
-        if self.spill is not None:
-            self.spill.settle()
-        return taken
+    def return_memory(self) -> None:
+        """Give memory that tensors left behind back to the system."""
+        if self.overlaps:
+            torch.cuda.empty_cache()
+        give_back_memory()
 
     def run(
         self,
@@ -163,12 +164,14 @@ class ModelRunner:
         sequences: dict[int, Sequence],
         jobs: dict[int, FineTuneJob],
         interrupted: Callable[[], bool],
-        meanwhile: Callable[[], None],
+        while_waiting: Callable[[], None],
     ) -> RunnerOutput:
         """Run a plan. Between units `interrupted` may ask to stop: a request has come.
 
-        `meanwhile` is called when the forward is queued on the device and before its tokens are waited for.
+        `while_waiting` is called when the forward is queued on the device and before its tokens are waited for.
         """
+        if self._threads is not None:
+            self._threads.follow(time.monotonic())
         work = RunnerOutput()
         if self.pruner is not None:
             self.pruner.begin_iteration()
@@ -191,7 +194,7 @@ class ModelRunner:
                 continue
         if segments:
             started = time.perf_counter()
-            self._forward(segments, takes, work, meanwhile)
+            self._forward(segments, takes, work, while_waiting)
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
@@ -200,10 +203,7 @@ class ModelRunner:
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
         first, rows = sequence.computed, sequence.rows
-        tokens = min(tokens, len(sequence.tokens) - first)
-        needed = -(-(rows + tokens) // self.kv.page_size) - len(sequence.pages)
-        if needed > 0:
-            sequence.add_pages(self.allocate(needed))
+        tokens = self.pages.grow(sequence, tokens)
         work.prefilled.append((sequence, tokens))
         done = first + tokens == len(sequence.tokens)
         if done:
@@ -222,24 +222,24 @@ class ModelRunner:
         return segment
 
     def _allocate_array(self, pages: int) -> np.ndarray:
-        return np.array(self.allocate(pages), np.int64)
+        return np.array(self.pages.allocate(pages), np.int64)
 
     def _forward(
         self,
         segments: list[Segment],
         takes: list[tuple[FineTuneJob, Taken, list[Segment]]],
         work: RunnerOutput,
-        meanwhile: Callable[[], None],
+        while_waiting: Callable[[], None],
     ) -> None:
-        if self.spill is not None:
-            self.spill.join()
+        if self.pages.offload is not None:
+            self.pages.offload.join()
         with torch.inference_mode():
             alone = not takes and all(segment.is_plain_decode and segment.samples for segment in segments)
             if self.graphs is not None and alone and self.graphs.fits(len(segments)):
                 rows: SampledRows | None = self._replay(self.graphs, segments, work)
             else:
                 rows = self._launch(segments, takes, work)
-            meanwhile()
+            while_waiting()
             if rows is not None:
                 work.drawn = rows.read()
             elif self._tap.broken is None and self.model.device.type == "cuda":
@@ -275,11 +275,11 @@ class ModelRunner:
     ) -> SampledRows | None:
         """A packed forward, kernel by kernel, and the drawing of what was asked for."""
         lora = self._lora.runs.kernel == "triton"
-        batch = pack(segments, self.kv, self.model.device, self._paths.tile_tokens, lora)
+        batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
         kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
         self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
         try:
-            attention = attention_pass(PagedAttention(batch, self.kv, self._paths.decode))
+            attention = attention_pass(PagedAttention(batch, self.kv, self._backends.decode))
             with attention, self._lora.packed(batch.runs, batch.lora_tiles):
                 logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         finally:
@@ -315,45 +315,10 @@ class ModelRunner:
         work.units += zip(ran, clock.laps(), strict=True)
         work.units_run[task_id] = len(ran)
 
-    def begin(self, sequence: Sequence, reserve: int, first: bool) -> None:
-        """First pages of an admitted sequence: the longest shared prefix, if there is one.
-
-        What was spilled comes back into pages of which `reserve` are left to the others of this iteration. What a
-        sequence finds that was admitted before, and not for the `first` time, is its own and counts as no hit.
-        """
-        if self.trie is None:
-            return
-        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
-        if pages:
-            sequence.add_pages(pages)
-            sequence.computed = len(pages) * self.kv.page_size
-            if first:
-                sequence.cached_tokens = sequence.computed
-
-    def share(self, sequence: Sequence) -> None:
-        """Let later sequences of the same adapter version use what this one computed."""
-        if self.trie is not None and sequence.shareable and sequence.computed:
-            full = sequence.computed // self.kv.page_size
-            self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.kv.page_size], sequence.pages[:full])
-
-    def drop(self, sequence: Sequence) -> None:
-        """Give a sequence's pages back."""
-        if sequence.pages:
-            self.pool.release(sequence.pages)
-        if self.pruner is not None:
-            self.pruner.forget(sequence)
-        sequence.pages = []
-        sequence.computed = 0
-        sequence.compacted = sequence.watch = None
-
     def close(self) -> None:
         """Nothing runs any more."""
-        if self.spill is not None:
-            self.spill.close()
-
-    def release(self, pages: np.ndarray) -> None:
-        """Give a fine-tune stream's pages back."""
-        self.pool.release(pages.tolist())
+        if self.pages.offload is not None:
+            self.pages.offload.close()
 
 
 Taken = list[tuple[PairForward, Piece]]

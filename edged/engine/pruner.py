@@ -37,12 +37,12 @@ class Pruner:
     def __init__(
         self,
         settings: CacheSettings,
-        kv: KvStore,
+        kv: KvStore | None,
         pool: PagePool,
         evictable_pages: Callable[[], int],
         allocate: Callable[[int], list[int]],
     ) -> None:
-        """`evictable_pages` are free when `allocate` needs them."""
+        """`evictable_pages` are free when `allocate` needs them; `kv` is None where pages have no contents."""
         assert settings.pruning != "off"
         self._mode, self._window, self._least_norm = settings.pruning, settings.prune_window, settings.prune_norm
         self._rule = PruningRule.of(settings)
@@ -108,13 +108,14 @@ class Pruner:
             return None
         watch, iteration = sequence.watch, sequence.computed
         if watch is None:
+            assert self._kv is not None
             watch = sequence.watch = AttentionStats(self._kv, iteration)
         least = 1 if self._iteration % _LOOK_EVERY == 0 else _LATEST_LOOK
         if watch.observations >= _FIRST_LOOKS and iteration - watch.iteration < least:
             return None
         part = sequence.compacted
         more = 0 if part is None else int(part.counts.max()) - part.slabs
-        watch.begin(iteration, (sequence.rows // self._kv.page_size + 1 + more) * self._kv.page_size)
+        watch.begin(iteration, (sequence.rows // self._pool.page_size + 1 + more) * self._pool.page_size)
         return watch
 
     # -- how ---------------------------------------------------------------------------------------------------------
@@ -125,6 +126,7 @@ class Pruner:
         but perhaps not what is in them."""
         kv, slabs, watch = self._kv, self._rule.budget_pages, sequence.watch
         assert watch is not None
+        assert kv is not None
         old, free = self._rule.old_pages(sequence.rows), self._free_pages
         recent = sequence.rows - old * kv.page_size
         before = sequence.compacted or PrunedLayout(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
@@ -145,7 +147,9 @@ class Pruner:
 
     def _move(self, old: list[int], before: PrunedLayout, keep: torch.Tensor, own: list[int]) -> None:
         """Copy the rows to `keep` of each layer over the pages `own`, head by head."""
-        kv, device = self._kv, self._kv.keys.device
+        kv = self._kv
+        assert kv is not None
+        device = kv.keys.device
         context = len(old) * kv.page_size - 1
         shape = (kv.layers, kv.kv_heads, kv.page_size)
         before_pages, after_pages, contexts = upload([np.array(pages) for pages in (old, own, [context])], device)
@@ -172,13 +176,13 @@ class Pruner:
         self.pages_returned += max(0, returned)
         if not before.slabs:
             self._live += 1
-            self._kept_tokens += self._rule.budget_pages * self._kv.page_size
+            self._kept_tokens += self._rule.budget_pages * self._pool.page_size
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives its pages back."""
         if sequence.compacted is not None:
             self._live -= 1
-            self._kept_tokens -= sequence.compacted.slabs * self._kv.page_size
+            self._kept_tokens -= sequence.compacted.slabs * self._pool.page_size
 
     def report(self) -> dict[str, object]:
         """What the status shows; `tokens_kept` of the compacted part of each pruned sequence, on the mean of heads."""

@@ -1,19 +1,17 @@
-"""A sequence: one request's tokens, pages and timing while the engine works on it.
-
-Owns that state. Must not know how it is batched or scheduled.
-"""
+"""A sequence: one request's tokens, pages, status and timing while the engine works on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 
 from edged.cache import Key
-from edged.engine.attention.packed_batch import NO_SLOT
 from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import PrunedLayout
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling.penalties import TokenCounts, is_penalized
 from edged.engine.sampling.sampler import SamplingRow
@@ -21,6 +19,51 @@ from edged.scheduler.task import Task
 
 NOT_SHARED = -1
 """The K/V version of rows that no other sequence may use."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is between its request's arrival and its last event; `SequenceTable.move` alone changes it."""
+
+    ARRIVED = auto()
+    WAITING_ADAPTER = auto()
+    """Its adapter is read from disk."""
+    WAITING_PREFIX = auto()
+    """Another sequence computes the beginning of its prompt."""
+    WAITING = auto()
+    """The scheduler has it; it holds no pages."""
+    WAITING_SLOT = auto()
+    """It found no LoRA slot; the scheduler does not know it meanwhile, or it would get what others can use."""
+    SLOT_OFFERED = auto()
+    """The scheduler has it again, since a slot is idle."""
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+    def may_become(self, status: SequenceStatus) -> bool:
+        """Whether a sequence of this status may get that one next."""
+        return status in _NEXT[self]
+
+
+_NEXT = {
+    SequenceStatus.ARRIVED: {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING},
+    SequenceStatus.WAITING_ADAPTER: {
+        SequenceStatus.WAITING_ADAPTER,
+        SequenceStatus.WAITING_PREFIX,
+        SequenceStatus.WAITING,
+        SequenceStatus.FINISHED,
+    },
+    SequenceStatus.WAITING_PREFIX: {
+        SequenceStatus.WAITING_PREFIX,
+        SequenceStatus.WAITING,
+        SequenceStatus.FINISHED,
+    },
+    SequenceStatus.WAITING: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL, SequenceStatus.FINISHED},
+    SequenceStatus.WAITING_SLOT: {SequenceStatus.SLOT_OFFERED, SequenceStatus.FINISHED},
+    SequenceStatus.SLOT_OFFERED: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL, SequenceStatus.FINISHED},
+    SequenceStatus.PREFILL: {SequenceStatus.DECODE, SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.DECODE: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.FINISHED: set[SequenceStatus](),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +93,22 @@ class Sequence:
     """It finishes on the version it started with, whatever becomes of its pages."""
     forgotten: bool = False
     """Its user or adapter was forgotten: what it computes is nobody else's."""
-    admitted: bool = False
-    decoding: bool = False
+    status: SequenceStatus = SequenceStatus.ARRIVED
     cached_tokens: int = 0
     started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     ttft_due_s: float = 0.0
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it may hold pages."""
+        return self.status is SequenceStatus.PREFILL or self.status is SequenceStatus.DECODE
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its whole prompt is computed."""
+        return self.status is SequenceStatus.DECODE
 
     @property
     def prompt_tokens(self) -> int:

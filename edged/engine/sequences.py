@@ -1,55 +1,112 @@
-"""The lives of requests: queued, admitted, prefilled, decoded, preempted, finished.
-
-Owns the running sequences and their events. Must not know how an iteration is packed or run.
-"""
+"""The sequences of open requests: queued, admitted, prefilled, decoded, preempted, finished."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
-from edged.align.adapters.adapter import AdapterState
-from edged.engine.attention.packed_batch import NO_SLOT
-from edged.engine.build import EngineParts
+from edged.engine.kv_pages import KvPages
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
+from edged.engine.pruner import Pruner
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
 from edged.engine.sampling.sampler import NOT_A_TOKEN
-from edged.engine.sequence import NOT_SHARED, Sequence
+from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
+from edged.engine.stats.counters import Counters
+from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
+from edged.settings.load import ServingSettings
 
 log = logging.getLogger("edged.engine")
+_ADMITTED = (SequenceStatus.PREFILL, SequenceStatus.DECODE)
+
+
+class AdapterVersions(Protocol):
+    """The adapters' current versions and states in memory, as `AdapterCache` has them."""
+
+    def version(self, adapter: str | None) -> int:
+        """The current version; 0 of an adapter that has not learned."""
+        ...
+
+    def resident(self, adapter: str) -> bool:
+        """Whether `get` need not read files."""
+        ...
+
+    def get(self, adapter: str) -> Any:
+        """The current state, with `name` and `version`; a slot takes its weights."""
+        ...
+
+
+class AdapterSlots(Protocol):
+    """The slots of a packed batch for adapters' weights, as `SlotTable` has them."""
+
+    @property
+    def idle(self) -> int:
+        """Slots that no sequence or step uses."""
+        ...
+
+    def held(self, adapter: str, version: int) -> bool:
+        """Whether a slot has these weights."""
+        ...
+
+    def acquire(self, state: Any, spare: int = 0) -> int | None:
+        """A slot with the state's weights, for one more user of it; None when none is idle beyond `spare`."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """One user of a slot has ended."""
+        ...
+
+    def publish(self, state: Any, previous: int, hot: bool) -> int | None:
+        """Put a new version's weights in the slot of the one before where it is `hot`; the slot."""
+        ...
 
 
 class SequenceTable:
     """Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`, which only read integers."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._scheduler, self._runner, self._stats = parts.scheduler, parts.runner, parts.stats
-        self._page_size = parts.runner.pool.page_size
-        self.running: dict[int, Sequence] = {}
-        """Sequences that the scheduler was given and that have not ended, by task id."""
+    def __init__(
+        self,
+        settings: ServingSettings,
+        scheduler: Scheduler,
+        pages: KvPages,
+        pruner: Pruner | None,
+        slots: AdapterSlots,
+        adapters: AdapterVersions,
+        fetch: Callable[[str], None],
+        stats: Counters,
+        task_ids: Iterator[int],
+        max_context_tokens: int,
+        end_ids: frozenset[int],
+    ) -> None:
+        """`fetch` has an adapter's state read from disk: `on_fetched` is the answer. `end_ids` end an answer."""
+        self._scheduler, self._pages, self._pruner, self._slots = scheduler, pages, pruner, slots
+        self._adapters, self._fetch, self._stats, self._task_ids = adapters, fetch, stats, task_ids
+        self._max_context, self._end_ids = max_context_tokens, end_ids
+        self._pins = settings.on_update == "pin"
+        self.by_task: dict[int, Sequence] = {}
+        """Sequences of open requests by their tasks' ids."""
         self._by_request: dict[str, Sequence] = {}
-        self._prefix_wait = PrefixWait(parts, self.running, self._schedule)
-        self._unloaded: dict[str, list[Sequence]] = {}
-        """Sequences whose adapter is being read from disk, by adapter."""
-        self._fetch: Callable[[str], None] = lambda adapter: None
-        self._refused: set[int] = set()
-        """Tasks that found no LoRA slot, until they have one."""
-        self._parked: dict[int, Sequence] = {}
-        """Those of them that the scheduler does not know meanwhile: it would give them what others can use."""
-        self._task_ids = parts.task_ids
+        self._count = Counter[SequenceStatus]()
+        self._prefix_wait = PrefixWait(
+            pages, scheduler, adapters.version, self.by_task, self.move, self._schedule, stats.totals
+        )
         self._events: list[Event] = []
-        self.suspects: list[tuple[str, int]] = []
-        """(adapter, version) of answers that were not finite, until the engine asks."""
-        self._admitted = 0
-        self._decoding = 0
+        self._suspects: list[tuple[str, int]] = []
         self._random = random.SystemRandom()
-        self._pins = parts.settings.serving.on_update == "pin"
+
+    def move(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Change a sequence's status, which must be a legal step of its life."""
+        assert sequence.status.may_become(status), f"a sequence in {sequence.status} cannot become {status}"
+        self._count[sequence.status] -= 1
+        self._count[status] += 1
+        sequence.status = status
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -68,11 +125,12 @@ class SequenceTable:
             seed=self._random.getrandbits(63) if seed is None else seed,
             submitted_s=now if asked_s is None else asked_s,
             tokens=list(request.prompt_ids),
-            table=np.zeros(-(-most // self._page_size), np.int64),
+            table=np.zeros(-(-most // self._pages.page_size), np.int64),
         )
         # Known before it is scheduled: who waits for whom depends on who is due first.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
-        self._by_request[request.request_id] = sequence
+        self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
+        self._count[sequence.status] += 1
         self._stats.totals.requests += 1
         self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
         self._enter(sequence)
@@ -80,33 +138,26 @@ class SequenceTable:
     def _enter(self, sequence: Sequence) -> None:
         """Give a sequence to the scheduler; or have it wait for its adapter, which is on disk, or for its prefix."""
         adapter = sequence.request.adapter
-        if adapter is not None and self._missing(adapter):
-            self._unloaded.setdefault(adapter, []).append(sequence)
+        if adapter is not None and self._adapters.version(adapter) and not self._adapters.resident(adapter):
+            self.move(sequence, SequenceStatus.WAITING_ADAPTER)
             self._fetch(adapter)
         else:
             self._prefix_wait.enter(sequence)
 
-    def _missing(self, adapter: str) -> bool:
-        """Whether the adapter has learnt something that is not in memory."""
-        trainer = self._parts.trainer
-        return bool(trainer.version(adapter)) and not trainer.adapter_cache.resident(adapter)
-
-    def on_missing(self, fetch: Callable[[str], None]) -> None:
-        """Whom to ask for an adapter's state; `on_fetched` is the answer."""
-        self._fetch = fetch
-
     def on_fetched(self, adapter: str, error: str, now: float) -> None:
-        """What was asked for has been read, or could not be: those who waited for it go on, or end."""
-        for sequence in self._unloaded.pop(adapter, ()):
+        """An adapter's state was read from disk, or could not be (`error`): its sequences go on, or end."""
+        for sequence in [each for each in self.by_task.values() if each.request.adapter == adapter]:
+            if sequence.status is not SequenceStatus.WAITING_ADAPTER:
+                continue
             if error:
                 self._end(sequence, "error", now, error, retire=False)
             else:
                 self._enter(sequence)
 
     @property
-    def refused(self) -> bool:
+    def waiting_for_slot(self) -> bool:
         """Whether a request waits for a LoRA slot: fine-tuning leaves it the next one."""
-        return bool(self._refused)
+        return bool(self._count[SequenceStatus.WAITING_SLOT] or self._count[SequenceStatus.SLOT_OFFERED])
 
     @property
     def adapters(self) -> set[str]:
@@ -114,7 +165,7 @@ class SequenceTable:
         return {sequence.request.adapter for sequence in self._by_request.values() if sequence.request.adapter}
 
     def _schedule(self, sequence: Sequence) -> None:
-        self.running[sequence.task.task_id] = sequence
+        self.move(sequence, SequenceStatus.WAITING)
         task = sequence.task
         self._scheduler.add(task, task.arrival_s)
         sequence.ttft_due_s = task.deadline_s - task.arrival_s + sequence.submitted_s
@@ -123,58 +174,62 @@ class SequenceTable:
         """Give newly granted sequences their adapter and the pages of a shared prefix; drop grants that must wait."""
         kept = []
         for grant in plan.grants:
-            sequence = self.running.get(grant.task.task_id)
+            sequence = self.by_task.get(grant.task.task_id)
             if sequence is None or sequence.admitted or self._admit(sequence, plan.pages, now):
                 kept.append(grant)
         plan.grants[:] = kept
 
-    def unpark(self) -> None:
-        """Have those planned again who found no LoRA slot and may find one now, in the order of the policy."""
-        if not self._parked:
-            return
-        slots, idle = self._parts.slots, self._parts.slots.idle
+    def prepare(self, now: float) -> None:
+        """Between two iterations: offer LoRA slots to sequences that found none, and make room in the cache."""
+        if self._count[SequenceStatus.WAITING_SLOT]:
+            self._offer_slots()
+        if self._pruner is not None and self._count[SequenceStatus.DECODE]:
+            self._prune(self._pruner, now)
+
+    def _without_slot(self) -> list[Sequence]:
+        return [each for each in self.by_task.values() if each.status is SequenceStatus.WAITING_SLOT]
+
+    def _offer_slots(self) -> None:
+        """Have those planned again that may find a slot now, in the order of the policy."""
+        slots, idle = self._slots, self._slots.idle
         order = self._scheduler.policy.order
-        for sequence in sorted(self._parked.values(), key=lambda sequence: order(sequence.task)):
+        for sequence in sorted(self._without_slot(), key=lambda sequence: order(sequence.task)):
             adapter, task = sequence.request.adapter or "", sequence.task
-            version = self._parts.trainer.version(adapter)
+            version = self._adapters.version(adapter)
             takes = bool(version) and not slots.held(adapter, version)
             if takes and not idle:
                 continue
             idle -= takes
-            del self._parked[task.task_id]
+            self.move(sequence, SequenceStatus.SLOT_OFFERED)
             self._scheduler.add(task, task.arrival_s)
 
     def _yields(self, newcomer: Sequence, now: float) -> bool:
-        """Whether a newcomer would keep a slot from becoming idle for one who comes before it and has waited for twice
-        its target."""
-        if not self._parked or self._parts.slots.idle:
+        """Whether a newcomer would keep a slot from becoming idle for a sequence that comes before it and has waited
+        for twice its target."""
+        if not self._count[SequenceStatus.WAITING_SLOT] or self._slots.idle:
             return False
         order, own = self._scheduler.policy.order, newcomer.task
-        waiting = (sequence.task for sequence in self._parked.values())
+        waiting = (sequence.task for sequence in self._without_slot())
         return any(now > 2 * task.deadline_s - task.arrival_s and order(task) < order(own) for task in waiting)
 
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
-        adapter = sequence.request.adapter
-        if adapter is not None and not sequence.pinned and self._parts.trainer.version(adapter):
-            state = self._parts.trainer.state(adapter)
-            slot = None if self._yields(sequence, now) else self._parts.slots.acquire(state)
+        adapter, task = sequence.request.adapter, sequence.task
+        if adapter is not None and not sequence.pinned and self._adapters.version(adapter):
+            state = self._adapters.get(adapter)
+            slot = None if self._yields(sequence, now) else self._slots.acquire(state)
             if slot is None:
-                self._refused.add(sequence.task.task_id)
-                self._parked[sequence.task.task_id] = sequence
-                self._scheduler.remove(sequence.task.task_id)
+                self.move(sequence, SequenceStatus.WAITING_SLOT)
+                self._scheduler.remove(task.task_id)
                 return False
             sequence.slot, sequence.version = slot, state.version
         elif not sequence.pinned:
             sequence.version = 0
-        self._refused.discard(sequence.task.task_id)
         sequence.pinned = self._pins
         sequence.kv_version = NOT_SHARED if sequence.forgotten else sequence.version
-        sequence.admitted = True
-        self._admitted += 1
+        self.move(sequence, SequenceStatus.PREFILL)
         first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
-        self._runner.begin(sequence, reserve, first)
-        task = sequence.task
+        self._pages.match_prefix(sequence, reserve, first)
         task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
         self._count_pages(sequence)
@@ -183,27 +238,24 @@ class SequenceTable:
     def _count_pages(self, sequence: Sequence) -> None:
         task = sequence.task
         task.held_pages, task.pruned = len(sequence.pages), sequence.computed - sequence.rows
-        task.capacity = task.held_pages * self._page_size + task.pruned
+        task.capacity = task.held_pages * self._pages.page_size + task.pruned
 
-    def prune(self, now: float) -> None:
-        """Make room in the cache before an iteration, where the settings and the policy allow it."""
-        pruner = self._runner.pruner
-        if pruner is None or not self._decoding:
-            return
-        for sequence in pruner.due(self.running.values()):
+    def _prune(self, pruner: Pruner, now: float) -> None:
+        totals = self._stats.totals
+        for sequence in pruner.due(self.by_task.values()):
             try:
                 pruner.prune(sequence)
                 self._count_pages(sequence)
+                totals.prunings, totals.pruned_pages = pruner.prunings, pruner.pages_returned
             except Exception:
                 log.exception("a sequence could not be pruned: it is computed again")
                 pruner.failed()
                 self.preempt(sequence.task.task_id, now)
-                self._stats.totals.preemptions += 1
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 
-    def after(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
-        """Append sampled tokens, finish what ended, and tell the scheduler what came of each sequence's grant."""
+    def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
+        """Append sampled tokens, finish sequences that ended; the outcomes of all serving grants."""
         drawn = work.drawn
         tokens = dict(zip((id(s) for s in work.sampled), range(len(work.sampled)), strict=True))
         outcomes = []
@@ -221,12 +273,11 @@ class SequenceTable:
                 continue
             if sequence.task.kind is Kind.PREFILL:
                 self._stats.totals.prompt_tokens += computed
-                self._runner.share(sequence)
+                self._pages.share(sequence)
                 self._prefix_wait.leave(sequence)
-                sequence.decoding = True
-                self._decoding += 1
+                self.move(sequence, SequenceStatus.DECODE)
             self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
-            reason = sequence.end(drawn.tokens[row], self._parts.end_ids, self._parts.max_context_tokens)
+            reason = sequence.end(drawn.tokens[row], self._end_ids, self._max_context)
             outcomes.append(TaskOutcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
             if reason:
                 self._end(sequence, reason, now, retire=False)
@@ -234,10 +285,10 @@ class SequenceTable:
 
     def _not_finite(self, sequence: Sequence) -> str:
         """Why such a sequence ends. Nothing that its version computed is found by others any more."""
-        if self._runner.trie is not None:
-            self._runner.trie.expire(sequence.trie_key)
+        if self._pages.trie is not None:
+            self._pages.trie.expire(sequence.trie_key)
         if sequence.version and sequence.request.adapter is not None:
-            self.suspects.append((sequence.request.adapter, sequence.version))
+            self._suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 
@@ -260,55 +311,48 @@ class SequenceTable:
         task_id = sequence.task.task_id
         if retire:
             self._scheduler.remove(task_id)
-        self.running.pop(task_id, None)
-        self._refused.discard(task_id)
-        self._parked.pop(task_id, None)
+        self.by_task.pop(task_id, None)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:
-                self._runner.share(sequence)
-            self._give_back(sequence)
+                self._pages.share(sequence)
+            self._free(sequence)
+        self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
         self._prefix_wait.leave(sequence)
         self._stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
 
-    def _give_back(self, sequence: Sequence) -> None:
-        if sequence.decoding:
-            self._decoding -= 1
-            sequence.decoding = False
-        self._runner.drop(sequence)
-        sequence.admitted = False
-        self._admitted -= 1
+    def _free(self, sequence: Sequence) -> None:
+        if self._pruner is not None:
+            self._pruner.forget(sequence)
+        self._pages.free(sequence)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        self._parts.slots.release(sequence.slot)
+        self._slots.release(sequence.slot)
         sequence.slot = NO_SLOT
 
     def preempt(self, task_id: int, now: float) -> None:
         """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
-        sequence = self.running[task_id]
-        self._runner.share(sequence)
-        self._give_back(sequence)
+        sequence = self.by_task[task_id]
+        self._pages.share(sequence)
+        self._free(sequence)
+        self.move(sequence, SequenceStatus.WAITING)
         if not sequence.pinned:
             self._leave_slot(sequence)
         self._count_pages(sequence)
         self._scheduler.restart(sequence.task, len(sequence.tokens), now)
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
+        self._stats.totals.preemptions += 1
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, error: str = "") -> None:
         """End a request, wherever it is; unknown ids are ignored."""
         sequence = self._by_request.get(request_id)
-        if sequence is None:
-            return
-        if sequence.task.task_id not in self.running:
-            for waiting in self._unloaded.values():
-                if sequence in waiting:
-                    waiting.remove(sequence)
-        self._end(sequence, reason, now, error)
+        if sequence is not None:
+            self._end(sequence, reason, now, error)
 
     def cancel_all(self, now: float) -> None:
         """End everything, as when a drain ran out of time."""
@@ -317,7 +361,7 @@ class SequenceTable:
 
     def fail(self, task_ids: Iterable[int], error: str, now: float) -> list[str]:
         """End the sequences among `task_ids` with an error; returns their requests' ids."""
-        failed = [self.running[task_id] for task_id in task_ids if task_id in self.running]
+        failed = [self.by_task[task_id] for task_id in task_ids if task_id in self.by_task]
         for sequence in failed:
             self._end(sequence, "error", now, error)
         return [sequence.request.request_id for sequence in failed]
@@ -329,15 +373,15 @@ class SequenceTable:
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
-    def on_publish(self, state: AdapterState, previous: int) -> None:
+    def on_publish(self, state: Any, previous: int) -> None:
         """A new version: "hot" moves running sequences to it, "pin" leaves them; the old one's prefixes expire."""
-        slot = self._parts.slots.publish(state, previous, not self._pins)
+        slot = self._slots.publish(state, previous, not self._pins)
         if not self._pins:
-            for sequence in self.running.values():
+            for sequence in self.by_task.values():
                 if sequence.admitted and sequence.request.adapter == state.name:
-                    self._move(sequence, state, slot)
-        if self._runner.trie is not None and previous:
-            self._runner.trie.expire_version(state.name, previous)
+                    self._move_slot(sequence, state, slot)
+        if self._pages.trie is not None and previous:
+            self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
 
     def forget(self, name: str) -> None:
@@ -347,13 +391,13 @@ class SequenceTable:
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
         self._prefix_wait.forget(name)
 
-    def _move(self, sequence: Sequence, state: AdapterState, slot: int | None) -> None:
+    def _move_slot(self, sequence: Sequence, state: Any, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:
             sequence.version = state.version
             return
-        new = self._parts.slots.acquire(state)
+        new = self._slots.acquire(state)
         if new is not None:
-            self._parts.slots.release(sequence.slot)
+            self._slots.release(sequence.slot)
             sequence.slot, sequence.version = new, state.version
             sequence.task.adapter = new + 1
 
@@ -362,20 +406,25 @@ class SequenceTable:
     @property
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
-        return len(self._by_request) - self._admitted
+        return len(self._by_request) - self.admitted
 
     @property
     def admitted(self) -> int:
         """Requests that hold pages."""
-        return self._admitted
+        return sum(self._count[status] for status in _ADMITTED)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing, not even a shared prefix."""
+        return self._pages.pool.free_pages
 
     def largest_pages(self) -> int:
         """Pages of the largest request at hand, with the longest answer that it may get."""
         return max((len(sequence.table) for sequence in self._by_request.values()), default=0)
 
-    def move(self, moved: Mapping[int, int]) -> None:
-        """Pages that the pool has moved: what was in the keys is in the values."""
-        for sequence in self.running.values():
+    def move_pages(self, moved: Mapping[int, int]) -> None:
+        """Follow pages that the pool has moved from the keys to the values."""
+        for sequence in self.by_task.values():
             sequence.move(moved)
 
     @property
@@ -385,12 +434,16 @@ class SequenceTable:
 
     def queue_report(self) -> dict[str, int]:
         """Requests by stage."""
-        decoding = self._decoding
         return {
             "waiting": self.waiting,
-            "prefill": max(0, self._admitted - decoding),
-            "decode": decoding,
+            "prefill": self._count[SequenceStatus.PREFILL],
+            "decode": self._count[SequenceStatus.DECODE],
         }
+
+    def take_suspects(self) -> list[tuple[str, int]]:
+        """(adapter, version) of answers since the last call that were not finite."""
+        suspects, self._suspects = self._suspects, []
+        return suspects
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""

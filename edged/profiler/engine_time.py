@@ -41,9 +41,12 @@ class EngineTime:
     """Of one that finds the engine at rest, besides: its thread sleeps, caches and clocks are cold."""
 
 
-def engine_time(parts: EngineParts, quick: bool, progress: Progress) -> EngineTime:
-    """Run an engine on `parts`, which are closed afterwards. RuntimeError when it fails or gives no answer."""
-    running = _Running(parts)
+def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> EngineTime:
+    """Run an engine of `parts`, which deliver to `recorder` and are closed afterwards.
+
+    RuntimeError when it fails or gives no answer.
+    """
+    running = _Running(parts, recorder)
     try:
         progress(0, 1, "the engine's overhead")
         overhead_s = running.overhead_s()
@@ -55,11 +58,10 @@ def engine_time(parts: EngineParts, quick: bool, progress: Progress) -> EngineTi
 class _Running:
     """An engine, and the seconds between the work of its iterations."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._recorder = ReplayRecorder()
+    def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
+        self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self._engine = Engine(parts, self._recorder.deliver, lambda _records: None)
+        self._engine = Engine(parts)
         self._run = parts.runner.run
         self._gaps: list[float] = []
         self._last_end_s = 0.0

@@ -16,8 +16,8 @@ import numpy as np
 from edged.align.adapters.adapter import AdapterState
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
-from edged.engine.attention.packed_batch import NO_SLOT
 from edged.engine.build import EngineParts
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
 from edged.engine.request import Request, Sampling
 from edged.engine.sequence import Sequence as Running
@@ -126,7 +126,7 @@ def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
             and shape.decodes <= serving.max_sequences
             and shape.adapters <= parts.slots.count
             and all(tokens + context <= longest for tokens, context in shape.chunks)
-            and shape.pages(parts.runner.pool.page_size) <= parts.pages
+            and shape.pages(parts.runner.pages.pool.page_size) < parts.runner.pages.pool.pages
         },
         key=repr,
     )
@@ -216,7 +216,7 @@ class Prober:
                 self._note(shape.load, self._latest_s[shape])
         finally:
             for sequence in running:
-                self._parts.runner.drop(sequence)
+                self._parts.runner.pages.free(sequence)
 
     def _run(
         self, running: Sequence[Running], *tuned: Grant, jobs: dict[int, FineTuneJob] | None = None
@@ -234,7 +234,7 @@ class Prober:
         """A sequence with `tokens` to compute after `context` others, which have pages."""
         task = Task(next(self._parts.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
         prompt = self._tokens(tokens + context)
-        size = self._parts.runner.pool.page_size
+        size = self._parts.runner.pages.pool.page_size
         sequence = Running(
             Request(f"probe {task.task_id}", prompt, Sampling()),
             task,
@@ -245,7 +245,7 @@ class Prober:
             computed=context,
             slot=slot,
         )
-        sequence.add_pages(self._parts.runner.allocate(-(-context // size)))
+        sequence.add_pages(self._parts.runner.pages.allocate(-(-context // size)))
         return sequence
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ class Prober:
                     self._units.setdefault((unit.kind, unit.tokens), []).append(seconds)
         finally:
             for sequence in running:
-                self._parts.runner.drop(sequence)
+                self._parts.runner.pages.free(sequence)
         self._parts.trainer.close(step, time.monotonic() - began)
         self._parts.trainer.records.clear()
 

@@ -22,7 +22,7 @@ def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     cannot be reset.
     """
     prober, shape, settings, dtype = Prober(parts), shape_of(parts.model), parts.settings, parts.model.dtype
-    kv_bytes = parts.pages * parts.model.page_bytes(settings.cache.page_size)
+    kv_bytes = (parts.runner.pages.pool.pages - 1) * parts.model.page_bytes(settings.cache.page_size)
     forward = _largest_forward(parts)
     peaks = {
         "forward": MemoryPeak(
@@ -47,9 +47,9 @@ def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
 
 def _largest_forward(parts: EngineParts) -> Shape:
     """As many tokens as an iteration may have: a few decodes, and one chunk that ends at the longest context."""
-    serving, page = parts.settings.serving, parts.runner.pool.page_size
-    decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, parts.pages // 4) - 1
-    room = (parts.pages - decodes - 1) * page
+    serving, page = parts.settings.serving, parts.runner.pages.pool.page_size
+    decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, (parts.runner.pages.pool.pages - 1) // 4) - 1
+    room = ((parts.runner.pages.pool.pages - 1) - decodes - 1) * page
     tokens = min(serving.max_batch_tokens - decodes, parts.max_context_tokens, room)
     return Shape(decodes, page - 1, ((tokens, min(parts.max_context_tokens, room) - tokens),))
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 
 import edged
+from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.model.loading import pick_device
-from edged.engine.model.memory_plan import free_bytes, has_own_memory, total_bytes
+from edged.engine.model.memory_plan import free_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
 from edged.profiler.measure import Progress, measure
 from edged.profiler.memory_peaks import measure_peaks
@@ -31,6 +32,7 @@ from edged.scheduler.cost.profile import (
 )
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
+from edged.tensors.device_copy import has_own_memory
 
 
 class ProfilingFailed(RuntimeError):
@@ -58,13 +60,14 @@ def profile_device(
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
     room = _device_memory(pick_device(settings.model.device))
-    parts = build_parts_apart(_for_measuring(settings), model_dir, None)
+    recorder = ReplayRecorder()
+    parts = build_parts_apart(_for_measuring(settings), model_dir, None, recorder.deliver)
     try:
         # First, while the heap has no holes that others left.
         progress(0, 1, "memory")
         memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
         forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
-        added = engine_time(parts, quick, progress)
+        added = engine_time(parts, recorder, quick, progress)
     except RuntimeError as error:
         raise ProfilingFailed(str(error)) from error
     profile = Profile(
@@ -101,10 +104,7 @@ def _device_memory(device: torch.device) -> DeviceMemory:
 
 def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
     """`work` with the threads and the device that the engine's own thread would have."""
-    if parts.model.device.type == "cuda":
-        torch.cuda.set_device(parts.model.device)
-    if parts.threads is not None:
-        parts.threads.begin()
+    parts.runner.begin_thread()
     return work()
 
 

@@ -35,7 +35,7 @@ from edged.settings.load import Settings
 from edged.simulator.device_file import find_device, find_model_shape, read_device
 from edged.simulator.profiled import profiled
 from edged.simulator.roofline import Memory, ModelSizes, Pass, RooflineDevice, Room, room_for
-from edged.simulator.runner import ADAPTER, START_S, Coming, Device, VirtualEngine
+from edged.simulator.runner import ADAPTER, START_S, Coming, Device, SimulatedEngine
 
 PAIR_TOKENS = (100, 60, 60)
 """Mean (prompt, chosen, rejected) tokens of a preference pair, where none are given."""
@@ -112,7 +112,7 @@ class Simulation:
         pages = bench.room.pages
         shape = bench.model.shape
         context = min(longest, shape.max_positions, (pages - 1) * plan.settings.cache.page_size)
-        self._engine = VirtualEngine(
+        self._engine = SimulatedEngine(
             plan.settings, bench.device, pages, shape.layers, shape.vocab_size, context, bench.room.keeps_graph
         )
         self._token_ids = range(shape.vocab_size)
@@ -121,7 +121,7 @@ class Simulation:
         self._next_line_s = time.monotonic() + _LINE_EVERY_S
 
     @property
-    def engine(self) -> VirtualEngine:
+    def engine(self) -> SimulatedEngine:
         """For a look at what is left of it afterwards."""
         return self._engine
 
@@ -227,11 +227,11 @@ class Simulation:
     # -- the report --------------------------------------------------------------------------------------------------
 
     def _look(self) -> Look:
-        busy = self._engine.busy.report()
+        busy = self._engine.stats.busy.report()
         return Look(self._engine.now, tuple(busy[f"{part}_s"] for part in PARTS))
 
     def _status(self) -> dict[str, Any]:
-        engine, totals = self._engine, self._engine.totals
+        engine, totals = self._engine, self._engine.stats.totals
         stats = engine.trie.stats if engine.trie is not None else None
         return {
             "iterations": totals.iterations,
@@ -241,7 +241,7 @@ class Simulation:
             "pairs_trained": engine.learning.pairs_trained,
             "prompt_tokens": stats.prompt_tokens if stats else 0,
             "hit_tokens": stats.hit_tokens if stats else 0,
-            "busy": engine.busy.report(),
+            "busy": engine.stats.busy.report(),
         }
 
     def _slo(self, answers: list[ReplayedAnswer], load: list[Arrival]) -> dict[str, Any]:
@@ -270,11 +270,11 @@ class Simulation:
     def _scheduling(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         engine = self._engine
         return {
-            "decision_ms_p50": float(np.median(engine.decision_ms)),
+            "decision_ms_p50": float(np.median(engine.stats.decision_ms)),
             "iterations": after["iterations"] - before["iterations"],
             "preemptions": after["preemptions"] - before["preemptions"],
-            "cost_model_mape_percent": engine.cost.mape * 100.0,
-            "cost_model": engine.cost.report(),
+            "cost_model_mape_percent": engine.scheduler.cost.mape * 100.0,
+            "cost_model": engine.scheduler.cost.report(),
         }
 
 

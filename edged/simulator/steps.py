@@ -1,12 +1,12 @@
 """Preference learning in virtual time: steps with the tokens and units of real ones, and no numbers in them.
 
-Owns the pairs' way from submission to a version. Must not know devices or policies. Every pair is taken to have a loss
-that is worth a step, and none is held out for tests.
+Every pair is taken to have a loss that is worth a step, and none is held out for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from edged.align.dpo.micro_batch import Work as UnitWork
@@ -16,13 +16,14 @@ from edged.align.dpo.step import groups_of
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, StepBatch
 from edged.bench.recorder import SentPair
+from edged.engine.model_runner import RunnerOutput
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
 from edged.settings.load import AlignSettings
 
 
 @dataclass(slots=True)
-class VirtualStream:
+class SimulatedStream:
     """One pair's forward under the adapter or, when `reference`, under the base."""
 
     tokens: int
@@ -35,7 +36,7 @@ class VirtualStream:
     pages: int = 0
 
     @classmethod
-    def of(cls, pair: TokenPair, reference: bool, packed: bool) -> VirtualStream:
+    def of(cls, pair: TokenPair, reference: bool, packed: bool) -> SimulatedStream:
         """The stream of a pair."""
         answers = len(pair.chosen) + len(pair.rejected)
         return cls(pair.tokens, answers - (0 if pair.prompt else 2), reference, packed)
@@ -46,7 +47,7 @@ class VirtualStream:
         return self.tokens - self.done if self.packed else 0
 
 
-class VirtualStep:
+class SimulatedStep:
     """The work of a `DpoStep` of one adapter: the same tokens and units in the same order."""
 
     def __init__(
@@ -65,7 +66,7 @@ class VirtualStep:
         self._head_size = head_window_size(align.window_tokens, vocab_size)
         windows = 1 if keep_graph else 2
         self._batches = groups_of([*draw.fresh, *draw.replay], min(windows * align.window_tokens, most_tokens))
-        self.streams: list[VirtualStream] = []
+        self.streams: list[SimulatedStream] = []
         self.groups_done = 0
         self._open()
 
@@ -79,8 +80,8 @@ class VirtualStep:
         self.streams = []
         for pair in self._pairs:
             if pair.ref_chosen_logp is None and self._version > 0:
-                self.streams.append(VirtualStream.of(pair, reference=True, packed=True))
-            self.streams.append(VirtualStream.of(pair, reference=False, packed=not self._graphed))
+                self.streams.append(SimulatedStream.of(pair, reference=True, packed=True))
+            self.streams.append(SimulatedStream.of(pair, reference=False, packed=not self._graphed))
         self._units = self._all_units()
 
     def _all_units(self) -> list[UnitWork]:
@@ -120,10 +121,10 @@ class VirtualStep:
 
 
 @dataclass(slots=True)
-class VirtualJob:
+class SimulatedJob:
     """A step under way, and the pages that each of its streams holds."""
 
-    step: VirtualStep
+    step: SimulatedStep
     task: Task
     pages: list[int]
 
@@ -136,7 +137,7 @@ class SimulatedVersion:
     version: int
 
 
-class VirtualLearning:
+class SimulatedFinetuning:
     """One adapter's pairs, steps and versions; the counterpart of the engine's `FinetuneJobs` and its trainer."""
 
     def __init__(
@@ -151,8 +152,11 @@ class VirtualLearning:
         may_keep_graph: Callable[[], bool],
         release: Callable[[list[int]], None],
         publish: Callable[[SimulatedVersion, int], None],
+        task_ids: Iterator[int],
     ) -> None:
-        """`publish(new, previous version)` is told of versions; `cache_tokens` is the whole K/V cache."""
+        """`publish(new, previous version)` gets each version; `cache_tokens` is the whole KV cache."""
+        self.resumes_s = math.inf
+        self._task_ids = task_ids
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
         self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
@@ -161,7 +165,7 @@ class VirtualLearning:
         self._learner = AdapterQueue(adapter)
         self.pairs: dict[int, SentPair] = {}
         """By pair id."""
-        self.jobs: dict[int, VirtualJob] = {}
+        self.jobs: dict[int, SimulatedJob] = {}
         self.pairs_trained = self.steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
@@ -170,13 +174,25 @@ class VirtualLearning:
         if self._scheduler.policy.trains and self._align.enabled and pair.tokens <= self._most_tokens:
             self._learner.queue.append(pair)
 
-    def feed(self, task_id: Callable[[], int], now: float) -> None:
+    def version(self, adapter: str | None) -> int:
+        """The adapter's current version."""
+        return self.state.version if adapter == self.state.name else 0
+
+    def resident(self, _adapter: str) -> bool:
+        """Nothing is on disk."""
+        return True
+
+    def get(self, _adapter: str) -> SimulatedVersion:
+        """The current state."""
+        return self.state
+
+    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the next step where none is under way."""
         if self.jobs or not self._learner.queue:
             return
         draw = self._learner.draw(self._align)
         self._learner.begin(draw)
-        step = VirtualStep(
+        step = SimulatedStep(
             draw,
             self.state.version,
             self._align,
@@ -185,12 +201,12 @@ class VirtualLearning:
             self._most_tokens,
             self._align.keep_graph and self._may_keep_graph(),
         )
-        task = Task(task_id(), Kind.FINETUNE, now, loss=FIRST_LOSS)
-        self.jobs[task.task_id] = job = VirtualJob(step, task, [])
+        task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
+        self.jobs[task.task_id] = job = SimulatedJob(step, task, [])
         self._sync(job)
         self._scheduler.add(task, now)
 
-    def _sync(self, job: VirtualJob) -> None:
+    def _sync(self, job: SimulatedJob) -> None:
         task, streams = job.task, job.step.streams
         task.tokens, task.next_unit = job.step.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in job.step.units_left())
@@ -212,38 +228,42 @@ class VirtualLearning:
         self._scheduler.update(job.task)
         return True
 
-    def _free(self, job: VirtualJob) -> None:
+    def _free(self, job: SimulatedJob) -> None:
         self._release(job.pages)
         job.pages = []
 
-    def run_units(self, job: VirtualJob, count: int, seconds: Callable[[Unit], bool]) -> int:
-        """Run up to `count` units of a step whose forward is done; `seconds` is told each and says whether to go on."""
-        ran = 0
-        while ran < count and not job.step.finished and not job.step.tokens_left:
-            streams = job.step.streams
-            unit = Unit(*job.step.run_unit())
-            ran += 1
-            if job.step.streams is not streams or not job.step.needs_pages:
-                self._free(job)
-            if not seconds(unit):
-                break
-        return ran
-
-    def after(self, plan: Plan, tokens: dict[int, int], units: dict[int, int]) -> list[TaskOutcome]:
-        """What came of the fine-tune grants; tokens and units by task id."""
+    def process(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
+        """The outcomes of the fine-tune grants."""
+        tokens = {id(job): count for job, count in work.finetuned}
         return [
             TaskOutcome(
                 grant.task,
-                tokens.get(grant.task.task_id, 0),
-                units.get(grant.task.task_id, 0),
-                None if self.jobs[grant.task.task_id].step.finished else Kind.FINETUNE,
+                tokens.get(id(job), 0),
+                work.units_run.get(grant.task.task_id, 0),
+                None if job.step.finished else Kind.FINETUNE,
             )
             for grant in plan.grants
-            if grant.task.task_id in self.jobs
+            if (job := self.jobs.get(grant.task.task_id)) is not None
         ]
 
-    def close_finished(self, now: float) -> None:
-        """Publish what finished steps learnt; bring the others' tasks up to date."""
+    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
+        """Memory does not run out in a simulation."""
+
+    def fail(self, task_ids: set[int], reason: str) -> None:
+        """No step fails in a simulation."""
+
+    def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
+        """Nothing is on record."""
+
+    def next_due_s(self) -> float | None:
+        """Nothing is due but steps."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is to be saved."""
+
+    def close_finished(self, now: float, suspects: Collection[tuple[str, int]]) -> None:
+        """Publish what finished steps learned; bring the others' tasks up to date."""
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:
                 del self.jobs[task_id]

@@ -18,3 +18,8 @@ def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
         # From pinned memory, or the host would wait until the device has caught up.
         joined = joined.pin_memory().to(device, non_blocking=True)
     return list(joined.split([part.size for part in parts]))
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device is a discrete GPU: an integrated one shares the box's memory, as the CPU does."""
+    return device.type == "cuda" and not getattr(torch.cuda.get_device_properties(device), "is_integrated", False)

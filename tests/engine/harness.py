@@ -56,15 +56,15 @@ class Client:
 
 def check_pages_after_every_iteration(engine: Engine) -> None:
     """A broken invariant of pool or trie ends the engine, and so the test."""
-    runner = engine._parts.runner
+    runner = engine.parts.runner
     run = runner.run
 
     def checked(*arguments: Any, **named: Any) -> Any:
         work = run(*arguments, **named)
         try:
-            runner.pool.check() if runner.trie is None else runner.trie.check()
+            runner.pages.pool.check() if runner.pages.trie is None else runner.pages.trie.check()
         except AssertionError as error:
-            engine._loop.error = f"pages: {error}"
+            engine._loop._recovery.error = f"pages: {error}"
         return work
 
     runner.run = checked  # type: ignore[method-assign]

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from edged.engine.attention.packed_batch import NO_SLOT, Segment, pack
+from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends
 from edged.engine.kv.store import KvStore
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.served_model import ServedModel
 from edged.engine.request import Sampling
 from edged.engine.sampling.penalties import TokenCounts, is_penalized

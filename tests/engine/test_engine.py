@@ -241,10 +241,10 @@ def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_pat
         assert learnt(engine, client, "ann", 1, pairs=4) == 1
         client.wait(lambda: client.of(VersionSaved))
         written: Future[None] = Future()
-        saver = engine._learning._saver
+        saver = engine._finetuning._writer
         journal, saver._journal = saver._journal, lambda records: (journal(records), written)[1]
         assert learnt(engine, client, "ann", 5, pairs=4) == 2
-        while engine._learning.next_due_s() is not None:
+        while engine._finetuning.next_due_s() is not None:
             time.sleep(0.01)
         gone = engine.forget("ann")
         try:

@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.units: list[Unit] = []
-        trainer, run, plan = engine._parts.trainer, engine._parts.runner.run, engine._loop._plan
+        trainer, run, plan = engine.parts.trainer, engine.parts.runner.run, engine._loop._plan
 
         def watched(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
@@ -43,7 +43,7 @@ class Watch:
             assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in learners)
             return plan()
 
-        engine._parts.runner.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
+        engine.parts.runner.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
@@ -142,10 +142,10 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
     with three_users(tmp_path, "broken") as (engine, client, watch):
 
         def spoil() -> None:
-            weights = engine._parts.trainer.state("bob").weights
+            weights = engine.parts.trainer.state("bob").weights
             next(iter(weights.values()))[1].data[0] = float("nan")
 
-        engine._command_queue.ask(spoil).result(10)
+        engine._commands.ask(spoil).result(10)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert watch.steps() == [3]
@@ -162,14 +162,14 @@ def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str,
     plan_of = engine._loop._plan
 
     def plan() -> Plan:
-        for job in list(engine._loop._steps.jobs.values()):
+        for job in list(engine._finetuning.jobs.values()):
             kinds = [kind for kind, _ in job.step.units_left()]
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)
                 command()
-                engine._command_queue.take()
+                engine._commands.run_pending()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
-                engine._learning.feed(time.monotonic(), False)
+                engine._finetuning.open_due_steps(time.monotonic(), False)
         return plan_of()
 
     engine._loop._plan = plan  # type: ignore[method-assign]
@@ -232,7 +232,7 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
 def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "stranded") as (engine, client, watch):
-        trainer = engine._parts.trainer
+        trainer = engine.parts.trainer
         close_step = trainer._close_step
 
         def fails_for_the_first(learner: AdapterQueue, *rest: Any) -> None:

@@ -25,7 +25,7 @@ PAGE = 8
 def held_still(engine: Engine) -> Iterator[None]:
     """What is submitted inside is in the engine's inbox together."""
     gate = threading.Event()
-    engine._command_queue.post(lambda: gate.wait(30) and None)
+    engine._commands.post(lambda: gate.wait(30) and None)
     try:
         yield
     finally:
@@ -34,7 +34,7 @@ def held_still(engine: Engine) -> Iterator[None]:
 
 def at_a_chunk(engine: Engine, name: str, tokens: int, then: Any) -> None:
     """Call `then` on the engine thread when request `name` has computed `tokens` of its prompt, or more."""
-    serving, runner = engine._serving, engine._parts.runner
+    serving, runner = engine._sequences, engine.parts.runner
     run, done = runner.run, threading.Event()
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
             engine,
             "long",
             4 * PAGE,
-            lambda sequence: engine._command_queue.post(lambda: held.append(engine._serving._prefix_wait.waiting)),
+            lambda sequence: engine._commands.post(lambda: held.append(engine._sequences._prefix_wait.waiting)),
         )
         with held_still(engine):
             engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -104,10 +104,10 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
         held: list[int] = []
 
         def come() -> None:
-            engine._serving.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
-            held.append(engine._serving._prefix_wait.waiting)
+            engine._sequences.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
+            held.append(engine._sequences._prefix_wait.waiting)
 
-        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._command_queue.post(come))
+        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._commands.post(come))
         engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
         client.wait(lambda: len(client.finished) == 2)
         assert held == [0]
@@ -130,11 +130,11 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
     common = random_ids(30 * PAGE, 1)
     prompts = [common + random_ids(5, 10 + i) for i in range(4)]
     with running_engine(tmp_path, serving__max_batch_tokens=32) as (engine, client):
-        serving = engine._serving
+        serving = engine._sequences
         ends = {
             "cancelled": lambda sequence: serving.cancel("r0", "cancelled", time.monotonic()),
             "failed": lambda sequence: serving.fail([sequence.task.task_id], "made to fail", time.monotonic()),
-            "preempted": lambda sequence: engine._loop._preempt(sequence.task.task_id, time.monotonic()),
+            "preempted": lambda sequence: serving.preempt(sequence.task.task_id, time.monotonic()),
         }
 
         held: list[int] = []
@@ -145,7 +145,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
 
         def end(sequence: Any) -> None:
             # After the iteration, as the engine itself would.
-            engine._command_queue._commands.appendleft(lambda: end_now(sequence))
+            engine._commands._commands.appendleft(lambda: end_now(sequence))
 
         at_a_chunk(engine, "r0", 8 * PAGE, end)
         with held_still(engine):
@@ -192,7 +192,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine._command_queue._commands.appendleft(lambda: engine._learning.rollback("ann", 1))
+            engine._commands._commands.appendleft(lambda: engine._finetuning.rollback("ann", 1))
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):

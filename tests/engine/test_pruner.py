@@ -17,7 +17,7 @@ from edged.engine.attention.selection import Backends
 from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.store import KvStore
 from edged.engine.native.library import kernels, why_no_kernels
-from edged.engine.sequence import Sequence
+from edged.engine.sequence import Sequence, SequenceStatus
 from edged.settings.load import load_settings
 from tests.engine.harness import Client, random_ids, request, running_engine
 from tests.models import save_tiny, tiny_model
@@ -105,7 +105,7 @@ def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_wh
         pytest.importorskip("triton")
     kept = Kept(monkeypatch)
     driver = forced(tmp_path)
-    driver.parts.runner._paths = Backends(path)  # type: ignore[arg-type]
+    driver.parts.runner._backends = Backends(path)  # type: ignore[arg-type]
     ids = random_ids(150 if path == "triton" else 300, 1)
     oracle = Masked(len(ids))
     sequence = driver.begin(ids[:100], room=len(ids) - 100)
@@ -156,7 +156,7 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
 def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(monkeypatch)
     driver = forced(tmp_path)
-    pool = driver.parts.runner.pool
+    pool = driver.parts.runner.pages.pool
     first, second = random_ids(220, 1), random_ids(60, 2)
     oracle = Masked(len(first))
     pruned = driver.begin(first[:160], room=60)
@@ -271,9 +271,9 @@ def test_a_pruned_sequence_that_is_preempted_is_computed_again(tmp_path: Path) -
     for token in random_ids(10, 7):
         driver.step([sequence], [token])
     assert sequence.compacted is not None
-    runner.drop(sequence)
-    assert runner.pool.free_pages == runner.pool.pages - 1
-    sequence.decoding = False
+    runner.pages.free(sequence)
+    assert runner.pages.pool.free_pages == runner.pages.pool.pages - 1
+    sequence.status = SequenceStatus.PREFILL
     got = driver._run([sequence], len(sequence.tokens))[0]
     torch.testing.assert_close(got, tiny_model()(torch.tensor([sequence.tokens])).logits[0, -1], atol=2e-4, rtol=0)
 
@@ -324,9 +324,9 @@ def test_what_was_pruned_is_not_shared(tmp_path: Path) -> None:
     for token in random_ids(10, 5):
         driver.step([sequence], [token])
     assert sequence.compacted is not None
-    runner.share(sequence)
-    assert runner.trie is not None
-    assert len(runner.trie) == 0
+    runner.pages.share(sequence)
+    assert runner.pages.trie is not None
+    assert len(runner.pages.trie) == 0
 
 
 def test_models_with_short_windows_and_policies_that_do_not_prune_are_left_alone(

@@ -86,7 +86,7 @@ def test_pages_that_find_no_memory_to_be_moved_with_stay_and_are_moved_later(
 ) -> None:
     with running_engine(tmp_path, **BIG) as (engine, client):
         (alone,) = answer(engine, client, request("a", random_ids(60, 1), 200))
-        move, left = engine._parts.runner.kv.move_pages, [3]
+        move, left = engine.parts.runner.kv.move_pages, [3]
 
         def move_pages(moved: dict[int, int]) -> None:
             left[0] -= 1
@@ -94,7 +94,7 @@ def test_pages_that_find_no_memory_to_be_moved_with_stay_and_are_moved_later(
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
             move(moved)
 
-        monkeypatch.setattr(engine._parts.runner.kv, "move_pages", move_pages)
+        monkeypatch.setattr(engine.parts.runner.kv, "move_pages", move_pages)
         # What is cached lies below what comes now.
         answer(engine, client, *(request(f"x{n}", random_ids(200, 100 + n)) for n in range(8)))
         engine.submit(request("b", [3, *random_ids(60, 1)[1:]], 200))

@@ -18,15 +18,15 @@ from tests.faults.test_memory import answers
 def once_something_ended(engine: Engine) -> list[int]:
     """Accounting for the first iteration in which an answer ends raises; returns how often it did."""
     loop, raised = engine._loop, []
-    account = loop._account
+    account = loop._record
 
     def broken(*arguments: Any) -> None:
-        if not raised and loop.serving._stats.outcomes["length"]:
+        if not raised and loop._stats.outcomes["length"]:
             raised.append(1)
             raise RuntimeError("the accounts are closed")
         account(*arguments)
 
-    loop._account = broken  # type: ignore[method-assign]
+    loop._record = broken  # type: ignore[method-assign]
     return raised
 
 
@@ -57,7 +57,7 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
 
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
         monkeypatch.setattr(ServedModel, "check_device", lost)
-        monkeypatch.setattr(engine._parts.runner, "run", run)
+        monkeypatch.setattr(engine.parts.runner, "run", run)
         engine.submit_pairs(random_pairs(4))
         engine.submit(request("r", random_ids(9, 1)))
         client.wait(lambda: "r" in client.finished)
@@ -68,12 +68,12 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
 
 def test_a_device_that_is_lost_in_a_unit_skips_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
-        trainer = engine._parts.trainer
+        trainer = engine.parts.trainer
         opened = trainer.open
 
         def open_broken(*arguments: Any) -> Any:
             step = opened(*arguments)
-            monkeypatch.setattr(step, "run_unit", lambda: lost(engine._parts.model))
+            monkeypatch.setattr(step, "run_unit", lambda: lost(engine.parts.model))
             return step
 
         monkeypatch.setattr(ServedModel, "check_device", lost)

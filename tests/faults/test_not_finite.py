@@ -40,7 +40,7 @@ def test_the_answer_ends_with_the_reason_and_others_are_as_before(tmp_path: Path
         wanted = answers(engine, client, "before", prompts)
         finite = answers(engine, client, "finite", [bad])
         engine.forget("nobody")
-        engine._command_queue.post(lambda: engine._parts.runner.trie.expire((None, 0)))
+        engine._commands.post(lambda: engine.parts.runner.pages.trie.expire((None, 0)))
         with not_a_number(engine):
             engine.submit(request("bad", bad))
             assert answers(engine, client, "beside", prompts) == wanted
@@ -65,14 +65,14 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
 
         def spoil() -> None:
             # As an overflow in the optimizer would: published, served, and not a number.
-            trainer = engine._parts.trainer
+            trainer = engine.parts.trainer
             state = trainer.state("ann")
             with torch.no_grad():
                 state.parameters()[1].fill_(float("nan"))
             state.version = state.newest_number = spoilt + 1
             trainer._versions.publish(trainer.pair_queues.learner("ann"), spoilt, "trained")
 
-        engine._command_queue.ask(spoil).result()
+        engine._commands.ask(spoil).result()
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))
         assert answers(engine, client, "ben-beside", [prompt], adapter="ben") == wanted["ben"]
         client.wait(lambda: "ann-spoilt" in client.finished)

@@ -39,7 +39,7 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
         wanted = answers(engine, client, "before", prompts)
         engine.submit_pairs(random_pairs(30))
         client.wait(lambda: engine.status()["finetune"]["steps"] > 0 or not engine.status()["queue"]["finetune"])
-        policy = engine._parts.scheduler.policy
+        policy = engine.parts.scheduler.policy
         whole = type(policy).plan
 
         def fail(*_: object) -> None:
@@ -64,7 +64,7 @@ def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytes
     with running_engine(tmp_path, scheduler__plan_ahead="on") as (engine, client):
         prompts = [random_ids(40, seed) for seed in range(3)]
         wanted = answers(engine, client, "before", prompts)
-        whole = type(engine._parts.scheduler.policy).plan
+        whole = type(engine.parts.scheduler.policy).plan
         calls = [0]
 
         def fails_later(self: object, *arguments: object) -> object:
@@ -73,6 +73,6 @@ def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytes
                 raise ValueError(math.nan)
             return whole(self, *arguments)
 
-        monkeypatch.setattr(type(engine._parts.scheduler.policy), "plan", fails_later)
+        monkeypatch.setattr(type(engine.parts.scheduler.policy), "plan", fails_later)
         assert answers(engine, client, "degraded", prompts) == wanted
         assert engine.status()["degraded"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from edged.bench.recorder import ReplayRecorder
 from edged.cli.main import cli
 from edged.engine.build import build_parts
 from edged.profiler.engine_time import engine_time
@@ -55,7 +56,9 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
 
 
 def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
-    parts = build_parts(load_settings(environ={}, overrides=SETTINGS), save_tiny(tmp_path / "tiny"), None)
+    recorder = ReplayRecorder()
+    settings = load_settings(environ={}, overrides=SETTINGS)
+    parts = build_parts(settings, save_tiny(tmp_path / "tiny"), None, recorder.deliver)
     run, ended_s = parts.runner.run, time.monotonic()
 
     def falls_asleep(*arguments: Any, **named: Any) -> Any:
@@ -68,7 +71,7 @@ def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
 
     parts.runner.run = falls_asleep  # type: ignore[method-assign]
     told: list[str] = []
-    found = engine_time(parts, quick=True, progress=lambda _done, _all, what: told.append(what))
+    found = engine_time(parts, recorder, quick=True, progress=lambda _done, _all, what: told.append(what))
     assert found.rest_s > 0.2
     assert found.overhead_s < 0.2
     assert "8 tokens after a rest" in told
@@ -78,7 +81,7 @@ def test_the_engine_starts_with_the_profile_of_its_data_folder(measured: tuple[P
     model, data, printed = measured
     parts = build_parts(load_settings(environ={}, overrides=SETTINGS), model, data)
     assert parts.report()["cost_model"]["source"] == printed["path"]
-    assert parts.cost.token_s == pytest.approx(max(printed["prices"]["forward"][2], 1e-9))
+    assert parts.scheduler.cost.token_s == pytest.approx(max(printed["prices"]["forward"][2], 1e-9))
 
 
 def test_a_profile_of_another_model_is_refused_in_one_line_and_latencies_are_guessed(

@@ -26,7 +26,7 @@ from edged.settings.load import AlignSettings, Settings
 from edged.simulator.device_file import DeviceError
 from edged.simulator.roofline import Pass
 from edged.simulator.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
-from edged.simulator.steps import VirtualStep
+from edged.simulator.steps import SimulatedStep
 from tests.align.dpo import test_dpo_exact as exact
 from tests.models import save_tiny, tiny_model
 
@@ -164,23 +164,23 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
     what = plan(policy="adainf", retrain_rate=1.0, pair_tokens=(400, 300, 300))
     simulation = Simulation(what, Bench.of(what), lambda _line: None)
     engine, cut = simulation.engine, []
-    run_units, unit_s = engine.learning.run_units, engine.device.unit_s
+    run_units, unit_s = engine.runner.run_units, engine.device.unit_s
     waited: list[float] = []
 
     def timed(unit: Unit) -> float:
         # Called when a unit begins.
-        waited.append(engine.now - min((coming.at_s for coming in engine._coming), default=engine.now))
+        waited.append(engine.now - min((coming.at_s for coming in engine.commands.coming), default=engine.now))
         return unit_s(unit)
 
-    def watched(job: Any, count: int, seconds: Any) -> int:
+    def watched(job: Any, count: int, *more: Any) -> int:
         waited.clear()
-        ran = run_units(job, count, seconds)
+        ran = run_units(job, count, *more)
         assert all(wait_s <= 0.0 for wait_s in waited[1:]), "a unit began though a request had come"
         cut.append(ran < count)
         return ran
 
     engine.device.unit_s = timed  # type: ignore[method-assign]
-    engine.learning.run_units = watched  # type: ignore[method-assign]
+    engine.runner.run_units = watched  # type: ignore[method-assign]
     simulation.play(read_trace(what.trace, what.seed))
     assert any(cut)
     assert not all(cut)
@@ -316,7 +316,7 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     model = tiny_model()
     exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, keep_graph=keep_graph)
     align = AlignSettings(window_tokens=window)
-    step = VirtualStep(StepBatch(pairs, []), 1, align, 3, model.config.vocab_size, 10_000, keep_graph)
+    step = SimulatedStep(StepBatch(pairs, []), 1, align, 3, model.config.vocab_size, 10_000, keep_graph)
     told = []
     while not step.finished:
         for stream in step.streams:

@@ -51,6 +51,10 @@ class AdapterCache:
 
     # -- states ------------------------------------------------------------------------------------------------------
 
+    def version(self, adapter: str | None) -> int:
+        """The adapter's current version; 0 when it has not learned, or is not there at all."""
+        return self.versions.get(adapter or "", 0)
+
     def resident(self, adapter: str) -> bool:
         """Whether `get` need not read files."""
         return adapter in self._places

@@ -1,33 +1,34 @@
-"""Adapters on their way from disk into memory: read on a thread beside the engine's, so that no iteration waits.
-
-Owns that thread and who is being read. Must not know who asked. Used by the engine thread alone.
-"""
+"""Adapters on their way from disk into memory: read on a thread beside the engine's, so that no iteration waits."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Callable
 
-from edged.align.trainer import Trainer
-from edged.engine.request import EngineStopping
+from edged.align.adapters.adapter import AdapterState
+from edged.align.adapters.adapter_cache import AdapterCache
 from edged.tensors.cpu_threads import one_beside
 
 log = logging.getLogger("edged.align")
 
 
 class AdapterLoader:
-    """Reads the states that the trainer's shelf has not got; the trainer takes them in when they are there."""
+    """Reads the states that an adapter cache has not got; used by the engine thread alone."""
 
     def __init__(
         self,
-        trainer: Trainer,
-        on_fetched: Callable[[str, str, float], None],
-        post: Callable[[Callable[[], None]], None],
+        adapter_cache: AdapterCache,
+        on_loaded: Callable[[str, AdapterState | None, list[str]], None],
+        on_ended: Callable[[str, str], None],
+        post: Callable[[Callable[[], None]], object],
     ) -> None:
-        """`post` has the engine thread run something; `on_fetched(adapter, why not or "", now)` answers `fetch`."""
-        self._trainer, self._on_fetched, self._post = trainer, on_fetched, post
+        """`post` has the engine thread run something, or ignores it once that has ended.
+
+        There, `on_loaded` gets an adapter's state with the problems of newer versions, or None where it cannot be read,
+        unless the adapter was forgotten meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
+        """
+        self._adapter_cache, self._on_loaded, self._on_ended = adapter_cache, on_loaded, on_ended
+        self._post = post
         self._thread = one_beside("edged-loader")
         self._tickets: dict[str, object] = {}
         """One for each adapter that is being read; `forget` takes it away."""
@@ -55,29 +56,25 @@ class AdapterLoader:
 
     def _load(self, adapter: str, ticket: object) -> None:
         """On the loader's thread. Requests for an adapter that cannot be read end with the reason."""
-        loaded, problem = None, ""
+        state, problems, reason = None, list[str](), ""
         try:
-            loaded = self._trainer.adapter_cache.load(adapter)
+            state, problems = self._adapter_cache.load(adapter)
         except Exception as error:
             log.error("adapter %s could not be read: %s", adapter, error)
-            problem = f"adapter {adapter} could not be read: {error}"
+            reason = f"adapter {adapter} could not be read: {error}"
 
         def take() -> None:
             # Another ticket, or none: it was forgotten meanwhile.
             if self._tickets.get(adapter) is ticket:
                 del self._tickets[adapter]
-                if loaded is not None:
-                    self._trainer.adopt(*loaded)
-                    self._tell_problems()
-                else:
-                    self._trainer.set_unreadable(adapter)
-            self._on_fetched(adapter, problem, time.monotonic())
+                self._on_loaded(adapter, state, problems)
+                self._tell_problems()
+            self._on_ended(adapter, reason)
 
-        with contextlib.suppress(EngineStopping):
-            self._post(take)
+        self._post(take)
 
     def _tell_problems(self) -> None:
-        problems = self._trainer.adapter_cache.problems
+        problems = self._adapter_cache.problems
         for problem in problems[self._problems_told :]:
             log.warning("%s: an older version is used", problem)
         self._problems_told = len(problems)

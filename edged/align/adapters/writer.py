@@ -6,7 +6,6 @@ Used by the engine thread alone.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from edged.align.adapters.adapter import CopiedVersion
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.feedback.pair import Record, VersionSaved
 from edged.align.versions import UnknownAdapter
-from edged.engine.request import EngineStopping
 from edged.settings.load import StoreSettings
 from edged.store import StoreError
 from edged.tensors.cpu_threads import one_beside
@@ -32,10 +30,13 @@ class AdapterWriter:
         self,
         adapter_cache: AdapterCache,
         store: StoreSettings,
-        post: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], object],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
-        """`post` has the engine thread run something; the journal's future resolves when all it was given is there."""
+        """`post` has the engine thread run something, or ignores it once that has ended.
+
+        The journal's future resolves when all that it was given is on disk.
+        """
         self._adapter_cache, self._store, self._post, self._journal = adapter_cache, store, post, journal
         self._thread = one_beside("edged-saver")
         self._writing = False
@@ -130,8 +131,7 @@ class AdapterWriter:
             # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
             log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
             written = False
-        with contextlib.suppress(EngineStopping):
-            self._post(lambda: self._ended(copied.adapter, copied.version, written))
+        self._post(lambda: self._ended(copied.adapter, copied.version, written))
         if written:
             self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
 

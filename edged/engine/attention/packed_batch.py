@@ -15,11 +15,9 @@ import torch
 from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
-from edged.engine.lora.segments import LoraTiles, Run
+from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
 from edged.tensors.device_copy import upload
 
-NO_SLOT = -1
-"""The LoRA slot of tokens that the base model answers."""
 _TILE_COLUMNS = 6
 
 

@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from edged.engine.kv.store import KvStore
-from edged.engine.model.memory_plan import has_own_memory
 from edged.settings.load import CacheSettings
+from edged.tensors.device_copy import has_own_memory
 from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.engine")

@@ -16,6 +16,8 @@ from edged.align.dpo.decoder import LoraRows
 from edged.engine.lora.cpu import NativeUpdates, why_no_native_updates
 from edged.tensors.device_copy import upload
 
+NO_SLOT = -1
+"""The slot of tokens that the base model answers."""
 Run = tuple[int, int, int]
 """(start, stop, slot) of consecutive packed rows that one adapter answers."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from edged.align.adapters.adapter import AdapterState
-from edged.engine.attention.packed_batch import NO_SLOT
 from edged.engine.lora.linear import LoraSlots
+from edged.engine.lora.segments import NO_SLOT
 
 
 class SlotTable:

@@ -23,15 +23,11 @@ from edged.engine.model.memory_model import (
 )
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import Settings
+from edged.tensors.device_copy import has_own_memory
 
 log = logging.getLogger("edged.engine")
 CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
 """Shares of the free memory that K/V pages may take, by whose it is: the box's, a GPU's own, or both at once."""
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether the device is a discrete GPU: an integrated one shares the box's memory, as the CPU does."""
-    return device.type == "cuda" and not getattr(torch.cuda.get_device_properties(device), "is_integrated", False)
 
 
 def total_bytes(device: torch.device) -> int:

@@ -137,7 +137,7 @@ def test_where_pages_go_follows_the_settings_and_the_device(tmp_path: Path, capl
 
 def wait_for_the_disk(engine: Engine) -> None:
     """As long as it takes: an iteration's 20 ms may pass while something else runs."""
-    spill = engine._parts.runner.spill
+    spill = engine.parts.runner.pages.offload
     if isinstance(spill, DiskOffload):
         spill._wait_s = spill._left_s = 30.0
 

@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edged.engine.attention.packed_batch import NO_SLOT, Segment, pack
+from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends, pick_lora_kernel, trial_of_lora
 from edged.engine.lora.cpu import NativeUpdates
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.lora.segments import LoraTiles, Run
+from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
 from edged.engine.model.packed_linear import siblings
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels, why_no_kernels

@@ -81,11 +81,11 @@ def test_an_adapter_that_is_on_disk_is_learnt_when_slots_are_scarce(
     with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
         teach(engine, client, "ann", "ben", "eve")
         client.wait(lambda: {"ann", "ben", "eve"} == {record.adapter for record in client.of(VersionSaved)})
-        monkeypatch.setattr(SequenceTable, "refused", property(lambda _: True))
-        load, loads = engine._parts.trainer.adapter_cache.load, []
-        monkeypatch.setattr(engine._parts.trainer.adapter_cache, "load", lambda name: loads.append(name) or load(name))
+        monkeypatch.setattr(SequenceTable, "waiting_for_slot", property(lambda _: True))
+        load, loads = engine.parts.trainer.adapter_cache.load, []
+        monkeypatch.setattr(engine.parts.trainer.adapter_cache, "load", lambda name: loads.append(name) or load(name))
         take_both_slots(engine, client)
-        client.wait(lambda: not engine._parts.trainer.adapter_cache.resident("eve"))
+        client.wait(lambda: not engine.parts.trainer.adapter_cache.resident("eve"))
         before = len(client.of(PairRetired))
         engine.submit_pairs(random_pairs(2, "eve", seed=9, first_id=1000))
         client.wait(lambda: len(client.of(PairRetired)) == before + 2)
@@ -112,7 +112,7 @@ def test_pairs_are_learnt_while_requests_want_more_slots_than_there_are(
     with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
         teach(engine, client, *names)
         # At every moment, not only nearly always.
-        monkeypatch.setattr(SequenceTable, "refused", property(lambda _: True))
+        monkeypatch.setattr(SequenceTable, "waiting_for_slot", property(lambda _: True))
         asked = 0
 
         def ask() -> None:

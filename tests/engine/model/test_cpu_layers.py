@@ -11,8 +11,9 @@ import torch
 
 from edged.align.dpo.decoder import Branches
 from edged.align.dpo.pair_layout import Piece
-from edged.engine.attention.packed_batch import NO_SLOT, Segment, pack
+from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, PagedAttention, attention_pass
+from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import FEW_ROWS, kernels, why_no_kernels
