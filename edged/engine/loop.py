@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from edged.align.feedback.pair import IterationSample, Record
@@ -143,8 +144,7 @@ class EngineLoop:
     def step(self) -> bool:
         """One iteration; False when there is nothing to do before `resumes_s` or the next command."""
         self._commands.run_pending()
-        if self._limits.apply():
-            self._ahead = None
+        self._ahead = None if self._limits.apply() else self._ahead
         now = self._clock()
         self._finetuning.open_due_steps(now, self._sequences.waiting_for_slot)
         self._sequences.prepare(now)
@@ -153,17 +153,12 @@ class EngineLoop:
             with self._recovery.iteration(plan):
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
-                output = self._runner.run(
-                    plan,
-                    self._sequences.by_task,
-                    self._finetuning.jobs,
-                    interrupted=lambda: self._commands.arrived,
-                    while_waiting=lambda: self._look_ahead(plan, started),
-                )
+                sequences, jobs = self._sequences.by_task, self._finetuning.jobs
+                ahead = partial(self._look_ahead, plan, started)
+                output = self._runner.run(plan, sequences, jobs, interrupted=self._interrupted, while_waiting=ahead)
                 self._recovery.computed()
                 self._complete(plan, output, started)
         self._publish()
-        self.resumes_s = min(plan.resume_s, self._finetuning.resumes_s)
         return bool(plan.grants or plan.preempt)
 
     def run(self) -> None:
@@ -203,6 +198,7 @@ class EngineLoop:
         plan = self._scheduler.plan(self._clock(), self._resources(), ahead)
         self._stats.decision_ms.append((time.perf_counter() - started + self._ahead_s) * 1e3)
         self._ahead_s = 0.0
+        self.resumes_s = min(plan.resume_s, self._finetuning.resumes_s)
         return plan
 
     def _resources(self) -> Resources:
@@ -221,6 +217,9 @@ class EngineLoop:
         for task in tasks:
             if not self._finetuning.preempt(task.task_id, now):
                 self._sequences.preempt(task.task_id, now)
+
+    def _interrupted(self) -> bool:
+        return self._commands.arrived
 
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
         """Take in what the iteration came to: tokens, finished steps, the cost model's lesson."""
