@@ -28,7 +28,7 @@ from edged.store.completions import last_answers
 from edged.store.data_dir import folder_bytes
 
 _SERIES_PAIRS = 500
-_MOST_SERIES_PAIRS = 100_000
+MOST_SERIES_PAIRS = 100_000
 
 
 async def list_adapters(request: web.Request) -> web.Response:
@@ -155,8 +155,8 @@ def _name(request: web.Request) -> str:
 
 def _limit(request: web.Request) -> int:
     text = request.query.get("limit", str(_SERIES_PAIRS))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_SERIES_PAIRS):
-        raise bad_request(f'limit = "{text[:40]}" is not a number from 1 to {_MOST_SERIES_PAIRS}', "limit")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MOST_SERIES_PAIRS):
+        raise bad_request(f'limit = "{text[:40]}" is not a number from 1 to {MOST_SERIES_PAIRS}', "limit")
     return int(text[:9])
 
 

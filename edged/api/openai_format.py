@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiohttp import web
+from pydantic import BaseModel
+
 from edged.api.generation import Ask, ChoiceText, Generation, TokenLogprob
 from edged.api.limits import Remaining
 from edged.scheduler.task import ServiceClass
@@ -32,6 +35,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def json_answer(value: BaseModel | Json, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A model or a JSON object as a whole answer."""
+    body = value.model_dump() if isinstance(value, BaseModel) else value
+    return web.json_response(body, status=status, headers=headers, dumps=dumps)
 
 
 def server_event(value: Json) -> bytes:

@@ -19,7 +19,7 @@ from edged.api.errors import bad_request, begun
 from edged.api.services import services_of
 from edged.observe.trace import Event, Tracer
 
-MOST_SECONDS = 600.0
+MOST_SECONDS = 600
 _DEFAULT_SECONDS = 10.0
 _ITERATIONS_A_PIECE = 16
 """Made at once, so that the engine's thread is never kept waiting for long."""
@@ -62,5 +62,5 @@ def _seconds(request: web.Request) -> float:
     except ValueError:
         seconds = math.nan
     if not 0.0 < seconds <= MOST_SECONDS:
-        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS:g}', "seconds")
+        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS}', "seconds")
     return seconds
