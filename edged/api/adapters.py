@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from edged.align.versions import UnknownAdapter, UnknownVersion
 from edged.api import query
 from edged.api.access import Caller, caller_of
 from edged.api.erasure import forget_user
-from edged.api.errors import ApiError, begun, not_found
+from edged.api.errors import ApiError, not_found, send_pieces
 from edged.api.requests import RollbackRequest, parse_json, validate
 from edged.api.responses import Examined, Forgotten, RolledBack
 from edged.api.services import Services, services_of
@@ -107,15 +108,9 @@ async def export(request: web.Request) -> web.StreamResponse:
     except FileNotFoundError:
         # A newer one took its place meanwhile.
         raise _not_saved_yet(name) from None
-    response = web.StreamResponse(
-        headers={"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
-    )
-    await response.prepare(request)
-    with begun(request, "an export"):
-        while chunk:
-            await response.write(chunk)
-            chunk = await asyncio.to_thread(next, chunks, b"")
-    return response
+    chunks, headers = chain((chunk,), chunks), {"X-Edged-Version": str(saved["version"])}
+    headers["Content-Type"] = "application/x-tar"
+    return await send_pieces(request, "an export", headers, lambda: next(chunks, None))
 
 
 def _archive(folder: Path) -> Iterator[bytes]:

@@ -55,7 +55,7 @@ def _demand_room(feed: Feed, caller: Caller) -> None:
         full = f"{_MOST_READERS} clients read events already"
     else:
         return
-    raise ApiError(429, full, code="too_many_readers", kind="rate_limit_error")
+    raise ApiError(429, full, code="too_many_readers")
 
 
 async def close_streams(app: web.Application) -> None:

@@ -17,7 +17,7 @@ from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import bad_request, begun
+from edged.api.errors import bad_request, send_pieces
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, parse_json
@@ -65,12 +65,9 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     caller.demand_user(user)
     since = _since(request.query.get("since", ""))
     ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
-    response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
-    await response.prepare(request)
-    with begun(request, "an export"):
-        for first in range(0, len(ids), _EXPORT_ROWS):
-            await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
-    return response
+    parts = (_export(services, ids[first : first + _EXPORT_ROWS]) for first in range(0, len(ids), _EXPORT_ROWS))
+    headers = {"Content-Type": "application/jsonl; charset=utf-8"}
+    return await send_pieces(request, "an export", headers, lambda: next(parts, None))
 
 
 def _since(text: str) -> str:

@@ -28,7 +28,7 @@ async def list_quarantined(request: web.Request) -> Quarantine:
     """The newest pairs that wait for a decision (of `?user=NAME`), and how many there are."""
     user, caller = query.user_name(request), caller_of(request)
     if not caller.may("admin") and not (user and caller.speaks_for(user)):
-        raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own", kind="permission_error")
+        raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own")
 
     def read(db: Database) -> Quarantine:
         found = quarantine.quarantined(db, user, _MOST)
@@ -100,7 +100,6 @@ def _decision(caller: Caller, adapter: str, action: str) -> quarantine.Decision:
             f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account; '
             f"{caller.label} may drop it ({caller.rule})",
             code="forbidden_role",
-            kind="permission_error",
         )
     return "released" if action == "release" else "dropped"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api.errors import begun, unavailable
+from edged.api.errors import send_pieces, unavailable
 from edged.api.responses import Vacuumed
 from edged.api.services import Services, services_of
 from edged.api.single_flight import SingleFlight
@@ -54,11 +54,7 @@ async def backup(request: web.Request) -> web.StreamResponse:
         except BackupError as error:
             raise unavailable(str(error), "no_backup") from None
         headers = {"Content-Type": "application/x-tar", "X-Edged-Bytes": str(total)}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        with begun(request, "a backup"):
-            while (chunk := await asyncio.to_thread(parts.next)) is not None:
-                await response.write(chunk)
+        response = await send_pieces(request, "a backup", headers, parts.next)
     finally:
         # Behind the thread that may still make the next part for a client that left.
         closed = asyncio.get_running_loop().run_in_executor(None, parts.close)
