@@ -108,9 +108,9 @@ async def export(request: web.Request) -> web.StreamResponse:
     except FileNotFoundError:
         # A newer one took its place meanwhile.
         raise _not_saved_yet(name) from None
-    chunks, headers = chain((chunk,), chunks), {"X-Edged-Version": str(saved["version"])}
-    headers["Content-Type"] = "application/x-tar"
-    return await send_pieces(request, "an export", headers, lambda: next(chunks, None))
+    pieces = chain((chunk,), chunks)
+    headers = {"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
+    return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
 
 
 def _archive(folder: Path) -> Iterator[bytes]:

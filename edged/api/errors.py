@@ -18,6 +18,7 @@ from aiohttp import web
 from edged.align.feedback.signals import FeedbackError
 from edged.api.admission import QueueFull
 from edged.api.limits import LimitReached
+from edged.api.responses import Error, ErrorDetail
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.settings.load import ConfigError
 from edged.store import StoreError
@@ -69,7 +70,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return Error(error=detail).model_dump()
 
     def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
         """The whole answer."""

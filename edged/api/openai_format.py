@@ -103,10 +103,9 @@ def chunk(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> Json 
     choice: Json = {"index": answer.index}
     if ask.messages is not None:
         choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        choice["logprobs"] = chat_logprobs(logprobs, codec) if logprobs else None
     else:
         choice["text"] = text
-        choice["logprobs"] = text_logprobs(logprobs, codec) if logprobs else None
+    choice["logprobs"] = _logprobs(ask, logprobs, codec) if logprobs else None
     choice["finish_reason"] = answer.reason if ended else None
     return {**_head(ask, _chunk_object(ask)), "choices": [choice]}
 
@@ -131,21 +130,18 @@ def _head(ask: Ask, kind: str) -> Json:
 
 
 def _full_choice(ask: Ask, answer: ChoiceText, codec: Tokenizer) -> Json:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
     logprobs = answer.take_logprobs()
-    asked = ask.sampling.logprobs is not None
-    if ask.messages is not None:
-        return {
-            "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(logprobs, codec) if asked else None,
-            "finish_reason": answer.reason,
-        }
     return {
         "index": answer.index,
-        "text": answer.text,
-        "logprobs": text_logprobs(logprobs, codec) if asked else None,
+        **({"text": answer.text} if ask.messages is None else {"message": message}),
+        "logprobs": None if ask.sampling.logprobs is None else _logprobs(ask, logprobs, codec),
         "finish_reason": answer.reason,
     }
+
+
+def _logprobs(ask: Ask, entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+    return (text_logprobs if ask.messages is None else chat_logprobs)(entries, codec)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
