@@ -65,7 +65,7 @@ def _caller_check(access: Access) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         header_came(request)
         row = _row(request)
-        # One that is no row's is for admins; a URL that is not there, for anybody to hear so.
+        # A route outside the table is for admins; a URL without a route is for anybody, and the answer is 404.
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
             caller = request[CALLER] = await access.caller(request)

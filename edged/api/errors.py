@@ -177,8 +177,8 @@ async def send_pieces(
 ) -> web.StreamResponse:
     """Answer with pieces of `what` (such as "an export"), each made on a worker's thread, until there is None.
 
-    No error leaves, for the status is sent already: that a client left is told; anything else is logged with its
-    traceback, and closes the connection.
+    No error leaves, for the status is sent already: the log has a line for a client that left; any other error is
+    logged with its traceback, and closes the connection.
     """
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)

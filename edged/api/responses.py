@@ -1,7 +1,7 @@
 """What the routes answer: the JSON bodies as models, from which the OpenAPI document is made.
 
-Handlers build them. Completions, whose log-probabilities may be thousands of objects, and what other parts report are
-plain dicts: `tests/api/test_openapi.py` holds these to their models.
+Handlers build them. Completions, whose log-probabilities may be thousands of objects, and the reports of other parts
+are plain dicts: `tests/api/test_openapi.py` holds these to their models.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A row of `edged.api.routes.ROUTES`. Whose data a caller may ask for, the handler checks.
+    """A row of `edged.api.routes.ROUTES`. The handler checks for which users the caller may speak.
 
-    `handler` returns a response, or what becomes one of status `status`: a model or a JSON object.
+    `handler` returns a response, or a model or JSON object that becomes one with the status `status`.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -51,7 +51,7 @@ class Route:
         return re.sub(r":[^}]*", "", self.path)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Have the router know it; who asks for the head alone of a stream of events would wait for ever."""
+        """Add the route to a router, and HEAD beside a GET; a stream of events has none, for it does not end."""
         router.add_route(self.method, self.path, self.handle)
         if self.method == "GET" and EVENTS not in self.media:
             router.add_route("HEAD", self.path, self.handle)
