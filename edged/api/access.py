@@ -203,8 +203,8 @@ def is_loopback(name: str) -> bool:
 
 def forbidden(message: str, code: str, user: str | None = None) -> ApiError:
     """The refusal of a caller who may not; `user` is for whom it wanted to speak."""
-    return ApiError(403, message, code=code, kind="permission_error", user=user)
+    return ApiError(403, message, code=code, user=user)
 
 
 def _unknown(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+    return ApiError(401, message, code="invalid_api_key")

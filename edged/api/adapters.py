@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from sqlite_utils import Database
 from edged.align import metrics
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS
 from edged.align.versions import UnknownAdapter, UnknownVersion
-from edged.api import openai_format
+from edged.api import query
 from edged.api.access import Caller, caller_of
 from edged.api.erasure import forget_user
-from edged.api.errors import ApiError, bad_request, begun, not_found
+from edged.api.errors import ApiError, not_found, send_pieces
 from edged.api.requests import RollbackRequest, parse_json, validate
+from edged.api.responses import Examined, Forgotten, RolledBack
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
 from edged.store.archive import archive
@@ -28,14 +30,12 @@ from edged.store.completions import last_answers
 from edged.store.data_dir import folder_bytes
 
 _SERIES_PAIRS = 500
-_MOST_SERIES_PAIRS = 100_000
+MOST_SERIES_PAIRS = 100_000
 
 
-async def list_adapters(request: web.Request) -> web.Response:
+async def list_adapters(request: web.Request) -> dict[str, Any]:
     """Metrics of every adapter that the caller may speak for."""
-    services, caller = services_of(request), caller_of(request)
-    found = await asyncio.to_thread(_listed, services, caller)
-    return web.json_response({"adapters": found}, dumps=openai_format.dumps)
+    return {"adapters": await asyncio.to_thread(_listed, services_of(request), caller_of(request))}
 
 
 def _listed(services: Services, caller: Caller) -> list[dict[str, Any]]:
@@ -53,10 +53,10 @@ def _listed(services: Services, caller: Caller) -> list[dict[str, Any]]:
     ]
 
 
-async def get_adapter(request: web.Request) -> web.Response:
+async def get_adapter(request: web.Request) -> dict[str, Any]:
     """One adapter's metrics, versions (newest first) and the series of its pairs (`?limit=`, oldest first)."""
     services, name = services_of(request), _name(request)
-    limit = _limit(request)
+    limit = query.integer(request, "limit", _SERIES_PAIRS, 1, MOST_SERIES_PAIRS)
 
     def read(db: Database) -> dict[str, Any] | None:
         summary = metrics.summary(db, name)
@@ -67,10 +67,10 @@ async def get_adapter(request: web.Request) -> web.Response:
     found = await asyncio.to_thread(services.store.read, read)
     if found is None:
         raise _unknown(name)
-    return web.json_response(_current(services, found), dumps=openai_format.dumps)
+    return _current(services, found)
 
 
-async def rollback(request: web.Request) -> web.Response:
+async def rollback(request: web.Request) -> RolledBack:
     """Serve an earlier version again, as a new one."""
     services, name = services_of(request), _name(request)
     body = validate(RollbackRequest, parse_json(await request.read()))
@@ -80,17 +80,17 @@ async def rollback(request: web.Request) -> web.Response:
         raise _unknown(name) from None
     except UnknownVersion as error:
         raise not_found(str(error.args[0]), "version", "unknown_version") from None
-    return web.json_response({"adapter": name, "version": version, "restored": body.version}, dumps=openai_format.dumps)
+    return RolledBack(adapter=name, version=version, restored=body.version)
 
 
-async def mend(request: web.Request) -> web.Response:
+async def mend(request: web.Request) -> Examined:
     """Have the version that is served tested; where its language is broken, the newest that passes takes its place."""
     services, name = services_of(request), _name(request)
     version = services.engine.adapters().get(name)
     if version is None:
         raise _unknown(name)
     services.engine.examine(name)
-    return web.json_response({"adapter": name, "version": version}, status=202, dumps=openai_format.dumps)
+    return Examined(adapter=name, version=version)
 
 
 async def export(request: web.Request) -> web.StreamResponse:
@@ -108,15 +108,9 @@ async def export(request: web.Request) -> web.StreamResponse:
     except FileNotFoundError:
         # A newer one took its place meanwhile.
         raise _not_saved_yet(name) from None
-    response = web.StreamResponse(
-        headers={"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
-    )
-    await response.prepare(request)
-    with begun(request, "an export"):
-        while chunk:
-            await response.write(chunk)
-            chunk = await asyncio.to_thread(next, chunks, b"")
-    return response
+    pieces = chain((chunk,), chunks)
+    headers = {"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
+    return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
 
 
 def _archive(folder: Path) -> Iterator[bytes]:
@@ -125,7 +119,7 @@ def _archive(folder: Path) -> Iterator[bytes]:
         yield from archive((config, weights))
 
 
-async def forget(request: web.Request) -> web.Response:
+async def forget(request: web.Request) -> Forgotten:
     """Delete an adapter, its versions on every base, and all completions, signals and pairs of its user."""
     services, name = services_of(request), _name(request)
     # Whether the client still listens makes no difference: half of it would be learned again at the next start.
@@ -135,7 +129,7 @@ async def forget(request: web.Request) -> web.Response:
     done = await asyncio.shield(forgetting)
     if done is None:
         raise _unknown(name)
-    return web.json_response({"adapter": name, "forgotten": True, **done}, dumps=openai_format.dumps)
+    return Forgotten(adapter=name, forgotten=True, **done)
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
@@ -151,13 +145,6 @@ def _name(request: web.Request) -> str:
         raise _unknown(name)
     caller_of(request).demand_user(name)
     return name
-
-
-def _limit(request: web.Request) -> int:
-    text = request.query.get("limit", str(_SERIES_PAIRS))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_SERIES_PAIRS):
-        raise bad_request(f'limit = "{text[:40]}" is not a number from 1 to {_MOST_SERIES_PAIRS}', "limit")
-    return int(text[:9])
 
 
 def _not_saved_yet(name: str) -> ApiError:

@@ -1,81 +1,32 @@
-"""The aiohttp application: routes, who may call them, and when.
-
-Owns the table of routes and the checks before every one of them. Must not know what they do.
-"""
+"""The aiohttp application: the table of routes, and the checks before every one of them."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from typing import Literal
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from edged.api import (
-    adapters,
-    completions,
-    events,
-    feedback,
-    importing,
-    metrics,
-    models,
-    openapi,
-    page,
-    progress,
-    quarantine,
-    settings_route,
-    status,
-    storage,
-    trace,
-)
+from edged.api import events, importing, metrics, storage
 from edged.api.access import CALLER, Access, forbidden, is_loopback, over_tcp
 from edged.api.connections import header_came
 from edged.api.errors import ApiError, Handler, errors_as_json
-from edged.api.request_log import add_request_id, request_lines
+from edged.api.request_log import PROBES, add_request_id, request_lines
+from edged.api.route import Route
+from edged.api.routes import ROUTES
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.api.single_flight import SingleFlight
 from edged.observe.observer import Observer
-from edged.settings.access import Role
 from edged.settings.load import AccessSettings, ApiSettings, LimitSettings
 
 # A request's caller has a plain name, which aiohttp would rather have as an object.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
-_PROBES = ("/healthz", "/readyz")
-_ALWAYS = (*_PROBES, "/v1/status", "/metrics")
 _ELSEWHERE = ("cross-site", "same-site")
-_STREAMED = ("/v1/adapters/{name}/import",)
-
-ROLES: dict[str, Role | Literal["anybody"]] = {
-    "POST /v1/chat/completions": "use",
-    "POST /v1/completions": "use",
-    "GET /v1/models": "use",
-    "GET /v1/models/{id}": "use",
-    "POST /v1/feedback": "train",
-    "GET /v1/feedback": "train",
-    "GET /v1/feedback/{id}": "use",
-    "GET /v1/adapters": "use",
-    "GET /v1/adapters/{name}": "use",
-    "DELETE /v1/adapters/{name}": "train",
-    "POST /v1/adapters/{name}/rollback": "train",
-    "POST /v1/adapters/{name}/mend": "train",
-    "GET /v1/adapters/{name}/export": "train",
-    "POST /v1/adapters/{name}/import": "train",
-    "GET /v1/quarantine": "train",
-    "POST /v1/quarantine": "train",
-    "POST /v1/quarantine/{pair}": "train",
-    "GET /v1/status": "use",
-    "GET /v1/events": "use",
-    "GET /metrics": "metrics",
-    "GET /openapi.json": "anybody",
-    "GET /": "anybody",
-    "GET /page/{name}": "anybody",
-    "GET /healthz": "anybody",
-    "GET /readyz": "anybody",
-}
-"""The role that a route needs; one that is not here is for admins. For whom a caller may speak, its handler checks."""
+_PAGE = "/"
+_ROWS: dict[tuple[str, str], Route] = {(route.method, route.name): route for route in ROUTES}
 
 
 def make_app(
@@ -95,43 +46,16 @@ def make_app(
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", completions.chat_completions),
-            web.post("/v1/completions", completions.completions),
-            web.get("/v1/models", models.list_models),
-            web.get("/v1/models/{id:.+}", models.get_model),
-            web.post("/v1/feedback", feedback.post_feedback),
-            web.get("/v1/feedback", feedback.get_feedback),
-            web.get("/v1/feedback/{id}", progress.get_feedback_progress),
-            web.get("/v1/adapters", adapters.list_adapters),
-            web.get("/v1/adapters/{name}", adapters.get_adapter),
-            web.delete("/v1/adapters/{name}", adapters.forget),
-            web.post("/v1/adapters/{name}/rollback", adapters.rollback),
-            web.post("/v1/adapters/{name}/mend", adapters.mend),
-            web.get("/v1/adapters/{name}/export", adapters.export),
-            web.post("/v1/adapters/{name}/import", importing.import_adapter),
-            web.get("/v1/quarantine", quarantine.list_quarantined),
-            web.post("/v1/quarantine", quarantine.decide_all),
-            web.post("/v1/quarantine/{pair}", quarantine.decide),
-            web.get("/v1/backup", storage.backup),
-            web.get("/v1/store", storage.store_report),
-            web.post("/v1/store/prune", storage.prune),
-            web.post("/v1/store/vacuum", storage.vacuum),
-            web.get("/v1/status", status.status),
-            web.get("/v1/settings", settings_route.get_settings),
-            web.post("/v1/reload", settings_route.reload),
-            web.get("/v1/trace", trace.get_trace),
-            web.get("/metrics", metrics.metrics),
-            web.get("/v1/events", events.events, allow_head=False),
-            web.get("/healthz", status.healthz),
-            web.get("/readyz", status.readyz),
-            web.get(page.PAGE, page.page),
-            web.get(page.FILES + "{name}", page.file),
-            web.get("/openapi.json", openapi.get_document),
-        ]
-    )
+    for route in ROUTES:
+        route.add_to(app.router)
     return app
+
+
+def _row(request: web.Request) -> Route | None:
+    """The row of the table that a request is for."""
+    resource = request.match_info.route.resource
+    method = "GET" if request.method == "HEAD" else request.method
+    return _ROWS.get((method, resource.canonical)) if resource is not None else None
 
 
 def _caller_check(access: Access) -> Middleware:
@@ -140,9 +64,9 @@ def _caller_check(access: Access) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         header_came(request)
-        resource = request.match_info.route.resource
-        method = "GET" if request.method == "HEAD" else request.method
-        role = ROLES.get(f"{method} {resource.canonical}", "admin") if resource is not None else "anybody"
+        row = _row(request)
+        # A route outside the table is for admins; a URL without a route is for anybody, and the answer is 404.
+        role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
             caller = request[CALLER] = await access.caller(request)
             caller.demand_role(role)
@@ -162,7 +86,7 @@ def _browser_check(listen: str, access: Access) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if over_tcp(request) and not access.has_tokens and request.path not in _PROBES:
+        if over_tcp(request) and not access.has_tokens and request.path not in PROBES:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
             if not is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
                 raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
@@ -178,7 +102,7 @@ def _browser_check(listen: str, access: Access) -> Middleware:
 def _follows_link(request: web.Request) -> bool:
     """Whether a browser goes to the page, in a tab of its own."""
     mode, target = (request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
-    return request.method == "GET" and request.path == page.PAGE and (mode, target) == ("navigate", "document")
+    return request.method == "GET" and request.path == _PAGE and (mode, target) == ("navigate", "document")
 
 
 def _name_in(host: str) -> str:
@@ -196,19 +120,19 @@ def _forbidden(message: str, code: str) -> ApiError:
 @web.middleware
 async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResponse:
     """While the model is loading, and from SIGTERM on, nothing new is begun."""
-    problem = request.app[LIFECYCLE].problem()
-    if problem and request.path not in _ALWAYS and not page.is_page(request.path):
+    problem, row = request.app[LIFECYCLE].problem(), _row(request)
+    if problem and not (row and row.always):
         raise problem
     return await handler(request)
 
 
 def _body_check(body_s: float) -> Middleware:
-    """Bodies come in time. Handlers find them read, but for those of `_STREAMED`, who see to it themselves."""
+    """Bodies come in time. Handlers find them read, but for those of `streamed` rows, which see to it themselves."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        if resource is not None and resource.canonical in _STREAMED:
+        row = _row(request)
+        if row and row.streamed:
             return await handler(request)
         try:
             async with asyncio.timeout(body_s):

@@ -177,7 +177,7 @@ async def _answer(
     finally:
         limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
         note(request, **generation.facts())
-    return web.json_response(openai_format.full(generation, services.codec), headers=headers, dumps=openai_format.dumps)
+    return openai_format.json_answer(openai_format.full(generation, services.codec), headers=headers)
 
 
 async def _stream(

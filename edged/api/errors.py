@@ -6,11 +6,11 @@ cannot go on. Must not know routes.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +18,7 @@ from aiohttp import web
 from edged.align.feedback.signals import FeedbackError
 from edged.api.admission import QueueFull
 from edged.api.limits import LimitReached
+from edged.api.responses import Error, ErrorDetail
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.settings.load import ConfigError
 from edged.store import StoreError
@@ -28,6 +29,7 @@ log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _RETRY_AFTER_S = 1.0
 _SHOWN_CHARS = 200
 """Of a URL that is not there."""
@@ -57,7 +59,6 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "",
         retry_after_s: float = _RETRY_AFTER_S,
         user: str | None = None,
     ) -> None:
@@ -65,11 +66,12 @@ class ApiError(Exception):
         self.user = user
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return Error(error=detail).model_dump()
 
     def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
         """The whole answer."""
@@ -100,7 +102,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def _too_much(message: str, code: str, retry_after_s: float, user: str | None = None) -> ApiError:
-    return ApiError(429, message, code=code, kind="rate_limit_error", retry_after_s=retry_after_s, user=user)
+    return ApiError(429, message, code=code, retry_after_s=retry_after_s, user=user)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -124,7 +126,7 @@ def as_api_error(error: Exception) -> ApiError:
         case TokenizerError():
             return bad_request(str(error), code="bad_text")
         case StorageFull():
-            return ApiError(403, str(error), code="storage_full", kind="permission_error")
+            return ApiError(403, str(error), code="storage_full")
         case ConfigError():
             return bad_request(str(error), code="bad_settings")
         case StoreError():
@@ -170,14 +172,19 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return answer.response(allowed)
 
 
-@contextlib.contextmanager
-def begun(request: web.Request, what: str) -> Iterator[None]:
-    """While the pieces of `what` (such as "an export") are sent: no error leaves, for the status is sent already.
+async def send_pieces(
+    request: web.Request, what: str, headers: Mapping[str, str], next_piece: Callable[[], bytes | None]
+) -> web.StreamResponse:
+    """Answer with pieces of `what` (such as "an export"), each made on a worker's thread, until there is None.
 
-    That a client left is told; anything else is logged with its traceback, and closes the connection.
+    No error leaves, for the status is sent already: the log has a line for a client that left; any other error is
+    logged with its traceback, and closes the connection.
     """
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
     try:
-        yield
+        while (piece := await asyncio.to_thread(next_piece)) is not None:
+            await response.write(piece)
     except ConnectionResetError:
         log.info("a client left in the middle of %s", what)
     except Exception:
@@ -185,3 +192,4 @@ def begun(request: web.Request, what: str) -> Iterator[None]:
         log.exception("%s broke off", what)
         if request.transport is not None:
             request.transport.close()
+    return response

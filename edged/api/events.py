@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from aiohttp import web
 
-from edged.api import openai_format
+from edged.api import openai_format, query
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, Feed, Reader
@@ -29,7 +29,7 @@ _RETRY = b"retry: 2000\n\n"
 async def events(request: web.Request) -> web.StreamResponse:
     """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
     feed, caller = services_of(request).feed, caller_of(request)
-    wants, backlog = _wants(request), _backlog(request)
+    wants, backlog = _wants(request), query.integer(request, "backlog", 0, 0, MOST_BACKLOG)
     _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     reader = Reader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
@@ -55,7 +55,7 @@ def _demand_room(feed: Feed, caller: Caller) -> None:
         full = f"{_MOST_READERS} clients read events already"
     else:
         return
-    raise ApiError(429, full, code="too_many_readers", kind="rate_limit_error")
+    raise ApiError(429, full, code="too_many_readers")
 
 
 async def close_streams(app: web.Application) -> None:
@@ -97,10 +97,3 @@ def _wants(request: web.Request) -> frozenset[str]:
     if unknown := sorted(wants.difference(EVENTS)):
         raise bad_request(f'events = "{unknown[0][:40]}": use some of {", ".join(EVENTS)}, with commas', "events")
     return wants
-
-
-def _backlog(request: web.Request) -> int:
-    text = request.query.get("backlog", "0")
-    if not (text.isascii() and text.isdigit() and int(text[:9]) <= MOST_BACKLOG):
-        raise bad_request(f'backlog = "{text[:40]}" is not a number from 0 to {MOST_BACKLOG}', "backlog")
-    return int(text[:9])

@@ -15,13 +15,15 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
-from edged.api import openai_format
+from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import bad_request, begun
+from edged.api.errors import bad_request, send_pieces
 from edged.api.models import check_tokens
+from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, parse_json
+from edged.api.responses import FeedbackTaken
 from edged.api.services import Services, services_of
-from edged.settings.load import USER_NAME, FeedbackSettings
+from edged.settings.load import FeedbackSettings
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, pair_ids_of
@@ -31,7 +33,7 @@ _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
 
 
-async def post_feedback(request: web.Request) -> web.Response:
+async def post_feedback(request: web.Request) -> FeedbackTaken:
     """Take a signal or a pair. 200 means that it is on disk."""
     services, caller = services_of(request), caller_of(request)
     body = parse_feedback(parse_json(await request.read()))
@@ -44,14 +46,13 @@ async def post_feedback(request: web.Request) -> web.Response:
     written.add_done_callback(lambda done: _learn(services, done))
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
-    answer = {
-        "id": result.feedback_id,
-        "object": "feedback",
-        "pair_ids": list(result.pair_ids),
-        "reason": result.reason or None,
-        "duplicate": result.duplicate,
-    }
-    return web.json_response(answer, dumps=openai_format.dumps)
+    return FeedbackTaken(
+        id=result.feedback_id,
+        object="feedback",
+        pair_ids=list(result.pair_ids),
+        reason=result.reason or None,
+        duplicate=result.duplicate,
+    )
 
 
 async def get_feedback(request: web.Request) -> web.StreamResponse:
@@ -60,18 +61,13 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     They have the shape that `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
     """
     services, caller = services_of(request), caller_of(request)
-    user = request.query.get("user")
-    if user is not None and not USER_NAME.fullmatch(user):
-        raise bad_request(f'"{user[:80]}" cannot name a user', "user")
+    user = query.user_name(request)
     caller.demand_user(user)
     since = _since(request.query.get("since", ""))
     ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
-    response = web.StreamResponse(headers={"Content-Type": "application/jsonl; charset=utf-8"})
-    await response.prepare(request)
-    with begun(request, "an export"):
-        for first in range(0, len(ids), _EXPORT_ROWS):
-            await response.write(await asyncio.to_thread(_export, services, ids[first : first + _EXPORT_ROWS]))
-    return response
+    parts = (_export(services, ids[first : first + _EXPORT_ROWS]) for first in range(0, len(ids), _EXPORT_ROWS))
+    headers = {"Content-Type": "application/jsonl; charset=utf-8"}
+    return await send_pieces(request, "an export", headers, lambda: next(parts, None))
 
 
 def _since(text: str) -> str:
@@ -120,4 +116,4 @@ def _learn(services: Services, written: Future[FeedbackResult]) -> None:
 
 def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
     pairs = services.store.read(lambda db: get_pairs(db, pair_ids))
-    return "".join(openai_format.dumps(export_pair(pair)) + "\n" for pair in pairs).encode()
+    return "".join(dumps(export_pair(pair)) + "\n" for pair in pairs).encode()

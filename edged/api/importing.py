@@ -16,9 +16,9 @@ from aiohttp import web
 
 from edged.align.adapters.adapter import LoraSpec
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
-from edged.api import openai_format
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
+from edged.api.responses import Imported
 from edged.api.services import Services, services_of
 from edged.api.single_flight import SingleFlight
 from edged.settings.load import USER_NAME
@@ -33,7 +33,7 @@ REASONS = ("imported", "rebuilt")
 """What a version that came this way may be called; `edged align rebuild` says the second."""
 
 
-async def import_adapter(request: web.Request) -> web.Response:
+async def import_adapter(request: web.Request) -> Imported:
     """Take a tar archive of a PEFT folder as the newest version of {name}: a new version, which can be rolled back."""
     services, name = services_of(request), request.match_info["name"]
     if not USER_NAME.fullmatch(name):
@@ -57,7 +57,7 @@ async def import_adapter(request: web.Request) -> web.Response:
     finally:
         turn.end()
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
-    return web.json_response({"adapter": name, "version": version, "reason": reason}, dumps=openai_format.dumps)
+    return Imported(adapter=name, version=version, reason=reason)
 
 
 async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:

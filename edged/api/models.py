@@ -6,13 +6,12 @@ Owns the naming: `BASE` is the served model, `BASE:NAME` the same with that user
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from aiohttp import web
 
-from edged.api import openai_format
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
 
@@ -47,16 +46,15 @@ def _unknown(services: Services, model: str) -> ApiError:
     )
 
 
-async def list_models(request: web.Request) -> web.Response:
+async def list_models(request: web.Request) -> ModelList:
     """The base model and one model per adapter that the caller may speak for."""
     services, caller = services_of(request), caller_of(request)
     adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))
     names = [services.model, *(f"{services.model}:{name}" for name in adapters)]
-    body = {"object": "list", "data": [_model(services, name) for name in names]}
-    return web.json_response(body, dumps=openai_format.dumps)
+    return ModelList(object="list", data=[_model(services, name) for name in names])
 
 
-async def get_model(request: web.Request) -> web.Response:
+async def get_model(request: web.Request) -> Model:
     """One model."""
     services = services_of(request)
     name = request.match_info["id"]
@@ -64,17 +62,17 @@ async def get_model(request: web.Request) -> web.Response:
     caller_of(request).demand_user(adapter)
     if adapter is not None and adapter not in services.engine.adapters():
         raise _unknown(services, name)
-    return web.json_response(_model(services, name), dumps=openai_format.dumps)
+    return _model(services, name)
 
 
-def _model(services: Services, name: str) -> dict[str, Any]:
+def _model(services: Services, name: str) -> Model:
     base, adapter = services.model, name.removeprefix(f"{services.model}:")
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(services.started_at_s),
-        "owned_by": "edged",
-        "max_model_len": services.engine.max_context_tokens,
-        "parent": base if name != base else None,
-        "adapter": adapter if name != base else None,
-    }
+    return Model(
+        id=name,
+        object="model",
+        created=int(services.started_at_s),
+        owned_by="edged",
+        max_model_len=services.engine.max_context_tokens,
+        parent=base if name != base else None,
+        adapter=adapter if name != base else None,
+    )

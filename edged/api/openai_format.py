@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiohttp import web
+from pydantic import BaseModel
+
 from edged.api.generation import Ask, ChoiceText, Generation, TokenLogprob
 from edged.api.limits import Remaining
 from edged.scheduler.task import ServiceClass
@@ -32,6 +35,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def json_answer(value: BaseModel | Json, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A model or a JSON object as a whole answer."""
+    body = value.model_dump() if isinstance(value, BaseModel) else value
+    return web.json_response(body, status=status, headers=headers, dumps=dumps)
 
 
 def server_event(value: Json) -> bytes:
@@ -94,10 +103,9 @@ def chunk(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> Json 
     choice: Json = {"index": answer.index}
     if ask.messages is not None:
         choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        choice["logprobs"] = chat_logprobs(logprobs, codec) if logprobs else None
     else:
         choice["text"] = text
-        choice["logprobs"] = text_logprobs(logprobs, codec) if logprobs else None
+    choice["logprobs"] = _logprobs(ask, logprobs, codec) if logprobs else None
     choice["finish_reason"] = answer.reason if ended else None
     return {**_head(ask, _chunk_object(ask)), "choices": [choice]}
 
@@ -122,21 +130,18 @@ def _head(ask: Ask, kind: str) -> Json:
 
 
 def _full_choice(ask: Ask, answer: ChoiceText, codec: Tokenizer) -> Json:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
     logprobs = answer.take_logprobs()
-    asked = ask.sampling.logprobs is not None
-    if ask.messages is not None:
-        return {
-            "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(logprobs, codec) if asked else None,
-            "finish_reason": answer.reason,
-        }
     return {
         "index": answer.index,
-        "text": answer.text,
-        "logprobs": text_logprobs(logprobs, codec) if asked else None,
+        **({"text": answer.text} if ask.messages is None else {"message": message}),
+        "logprobs": None if ask.sampling.logprobs is None else _logprobs(ask, logprobs, codec),
         "finish_reason": answer.reason,
     }
+
+
+def _logprobs(ask: Ask, entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+    return (text_logprobs if ask.messages is None else chat_logprobs)(entries, codec)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:

@@ -1,6 +1,4 @@
-"""`GET /openapi.json`: the OpenAPI 3.1 document, made from the application's routes and the models of their bodies.
-
-Owns how routes and models become that document. Must not know what a route does: `edged.api.routes` has the table.
+"""The OpenAPI 3.1 document, made from the table of routes and the models of their bodies.
 
 `python -m edged.api.openapi` prints it; `docs/openapi.json` is a copy of that.
 """
@@ -9,16 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from aiohttp import web
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 import edged
-from edged.api import responses as answers
 from edged.api.errors import meaning_of
-from edged.api.routes import EVENTS, JSON, OPERATIONS, Operation
+from edged.api.responses import Error
+from edged.api.route import EVENTS, Route
 
+_JSON = "application/json"
 _ANY_ROUTE = (400, 401, 403, 429, 500, 503)
 """What every route may answer: a wrong query, a caller that may not, too many requests, a failure, not now."""
 _WITH_BODY = (413,)
@@ -33,18 +32,12 @@ _EVENT: _Schema = {
 }
 
 
-def undocumented(app: web.Application) -> list[str]:
-    """Routes of the application that have no line in the table, as "METHOD /path"."""
-    return [f"{method} {path}" for method, path in _routes(app) if (method, path) not in OPERATIONS]
-
-
-def document(app: web.Application) -> _Schema:
+def document(routes: Sequence[Route]) -> _Schema:
     """The OpenAPI document of the application's routes."""
-    documented = [route for route in _routes(app) if route in OPERATIONS]
-    references, schemas = _schemas([OPERATIONS[route] for route in documented])
+    references, schemas = _schemas(routes)
     paths: dict[str, _Schema] = {}
-    for method, path in documented:
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, OPERATIONS[method, path], references)
+    for route in routes:
+        paths.setdefault(route.name, {})[route.method.lower()] = _operation(route, references)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -61,23 +54,10 @@ def document(app: web.Application) -> _Schema:
     }
 
 
-async def get_document(request: web.Request) -> web.Response:
-    """This daemon's document."""
-    return web.json_response(document(request.app), dumps=_dumps)
-
-
-def _routes(app: web.Application) -> list[tuple[str, str]]:
-    return [
-        (route.method, route.resource.canonical)
-        for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD"
-    ]
-
-
-def _schemas(operations: list[Operation]) -> tuple[dict[type, _Schema], dict[str, _Schema]]:
+def _schemas(routes: Sequence[Route]) -> tuple[dict[type, _Schema], dict[str, _Schema]]:
     """A reference to each model's schema, and the schemas by name. Bodies are what is taken, answers what is given."""
-    taken = {model for operation in operations for model in operation.body}
-    given = {operation.answer for operation in operations if operation.answer is not None} | {answers.Error}
+    taken = {model for route in routes for model in route.body}
+    given = {route.answer for route in routes if route.answer is not None} | {Error}
     modes: list[tuple[Any, JsonSchemaMode]] = [(model, "validation") for model in taken]
     modes += [(model, "serialization") for model in given]
     modes.sort(key=lambda item: str(item[0].__name__))
@@ -85,21 +65,21 @@ def _schemas(operations: list[Operation]) -> tuple[dict[type, _Schema], dict[str
     return {model: schema for (model, _), schema in references.items()}, whole["$defs"]
 
 
-def _operation(method: str, path: str, operation: Operation, references: dict[type, _Schema]) -> _Schema:
+def _operation(route: Route, references: dict[type, _Schema]) -> _Schema:
     made: _Schema = {
-        "summary": operation.summary,
-        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
-        "responses": _responses(operation, references),
+        "summary": route.summary,
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.name}").strip("_"),
+        "responses": _responses(route, references),
     }
-    names = re.findall(r"{(\w+)}", path)
+    names = re.findall(r"{(\w+)}", route.name)
     parameters = [{"name": name, "in": "path", "required": True, "schema": _named(name)} for name in names]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
     if parameters:
         made["parameters"] = parameters
-    if operation.body:
-        bodies = [references[model] for model in operation.body]
+    if route.body:
+        bodies = [references[model] for model in route.body]
         schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     return made
 
 
@@ -107,15 +87,15 @@ def _named(name: str) -> _Schema:
     return {"type": "string", "minLength": 1, "description": f"The {name}; unknown ones are 404."}
 
 
-def _responses(operation: Operation, references: dict[type, _Schema]) -> _Schema:
-    content: _Schema = {JSON: {"schema": references[operation.answer]}} if operation.answer is not None else {}
-    content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in operation.media}
-    responses: _Schema = {"200": {"description": operation.summary, "content": content}}
-    statuses = {*_ANY_ROUTE, *operation.errors, *(_WITH_BODY if operation.body else ())}
+def _responses(route: Route, references: dict[type, _Schema]) -> _Schema:
+    content: _Schema = {_JSON: {"schema": references[route.answer]}} if route.answer is not None else {}
+    content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
+    responses: _Schema = {str(route.status): {"description": route.summary, "content": content}}
+    statuses = {*_ANY_ROUTE, *route.errors, *(_WITH_BODY if route.body else ())}
     for status in sorted(statuses):
         responses[str(status)] = {
             "description": meaning_of(status),
-            "content": {JSON: {"schema": references[answers.Error]}},
+            "content": {_JSON: {"schema": references[Error]}},
         }
         if status in _RETRY_LATER:
             responses[str(status)]["headers"] = {
@@ -124,13 +104,7 @@ def _responses(operation: Operation, references: dict[type, _Schema]) -> _Schema
     return responses
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False)
-
-
 if __name__ == "__main__":
-    from edged.api.app import make_app
-    from edged.api.services import Lifecycle
-    from edged.settings.load import ApiSettings
+    from edged.api.routes import ROUTES
 
-    print(_dumps(document(make_app(ApiSettings(), Lifecycle()))))
+    print(json.dumps(document(ROUTES), indent=1, ensure_ascii=False))

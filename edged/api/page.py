@@ -1,6 +1,7 @@
 """`GET /` and `GET /page/{file}`: the page for browsers.
 
-Owns how its files are sent: what the page may load, and what a browser may keep. Must not know what is on the page.
+Owns how its files are sent: what the page may load, and what a browser may keep. They hold no data, and need no token.
+Must not know what is on the page.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from aiohttp import web
 from edged.api.errors import not_found
 from edged.page import INDEX, NAMES, page_file
 
-PAGE = "/"
-FILES = "/page/"
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -36,11 +35,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
 }
-
-
-def is_page(path: str) -> bool:
-    """Whether a path is the page's: it holds no data, and so needs no token."""
-    return path == PAGE or path.startswith(FILES)
 
 
 async def page(request: web.Request) -> web.Response:

@@ -8,16 +8,16 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import not_found
+from edged.api.responses import FeedbackProgress, PairProgress
 from edged.api.services import Services, services_of
 from edged.store.feedback import get_signal, progress_of
 
 _LONGEST_ID = 64
 
 
-async def get_feedback_progress(request: web.Request) -> web.Response:
+async def get_feedback_progress(request: web.Request) -> FeedbackProgress:
     """Each pair's state, the version that learned it and after how long; or what it waits for."""
     feedback_id = request.match_info["id"]
     body = await asyncio.to_thread(_progress, services_of(request), caller_of(request), feedback_id)
@@ -28,10 +28,10 @@ async def get_feedback_progress(request: web.Request) -> web.Response:
             "id",
             "unknown_feedback",
         )
-    return web.json_response(body, dumps=openai_format.dumps)
+    return body
 
 
-def _progress(services: Services, caller: Caller, feedback_id: str) -> openai_format.Json | None:
+def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress | None:
     """The answer's body; None for a feedback that is not there, or is none of the caller's."""
 
     def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
@@ -46,19 +46,19 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> openai_fo
     per_hour, late = services.settings.feedback.pairs_per_hour, tuning["pairs_waiting"]
     reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
     pairs = [_told(row, _waits_for(row, reasons)) for row in rows]
-    waits = any(pair["waits_for"] for pair in pairs)
-    return {
-        "id": signal.id,
-        "object": "feedback.progress",
-        "user": signal.user,
-        "reason": signal.reason or None,
-        "settled": not waits,
-        "blocked": waits and blocked,
-        "pairs": pairs,
-    }
+    waits = any(pair.waits_for for pair in pairs)
+    return FeedbackProgress(
+        id=signal.id,
+        object="feedback.progress",
+        user=signal.user,
+        reason=signal.reason or None,
+        settled=not waits,
+        blocked=waits and blocked,
+        pairs=pairs,
+    )
 
 
-def _told(row: dict[str, Any], waits_for: str | None) -> openai_format.Json:
+def _told(row: dict[str, Any], waits_for: str | None) -> PairProgress:
     """One pair as the answer shows it, with a sentence that says the same."""
     name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
     after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"
@@ -70,15 +70,15 @@ def _told(row: dict[str, Any], waits_for: str | None) -> openai_format.Json:
         "quarantined": f"held: {note}; if this was you: edged quarantine release --user {name}",
         "skipped": f"not learned: {note}",
     }
-    return {
-        "pair_id": row["id"],
-        "adapter": name,
-        "state": row["state"],
-        "version": version,
-        "seconds": seconds,
-        "waits_for": waits_for,
-        "text": texts[row["state"]],
-    }
+    return PairProgress(
+        pair_id=row["id"],
+        adapter=name,
+        state=row["state"],
+        version=version,
+        seconds=seconds,
+        waits_for=waits_for,
+        text=texts[row["state"]],
+    )
 
 
 def _waits_for(row: dict[str, Any], reasons: list[str]) -> str | None:

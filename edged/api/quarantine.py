@@ -7,43 +7,37 @@ decides about no other user's pair is checked here.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, PairState
-from edged.api import openai_format
+from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.errors import ApiError, not_found
 from edged.api.requests import QuarantineRequest, UserQuarantineRequest, parse_json, validate
+from edged.api.responses import AllDecided, Decided, Quarantine
 from edged.api.services import Services, services_of
-from edged.settings.load import USER_NAME
 from edged.store import quarantine, utc_now, utc_text
 
 _MOST = 500
 """Pairs that one answer lists."""
 
 
-async def list_quarantined(request: web.Request) -> web.Response:
+async def list_quarantined(request: web.Request) -> Quarantine:
     """The newest pairs that wait for a decision (of `?user=NAME`), and how many there are."""
-    services = services_of(request)
-    user = request.query.get("user")
-    if user is not None and not USER_NAME.fullmatch(user):
-        raise bad_request(f'"{user[:80]}" cannot name a user', "user")
-    caller = caller_of(request)
+    user, caller = query.user_name(request), caller_of(request)
     if not caller.may("admin") and not (user and caller.speaks_for(user)):
-        raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own", kind="permission_error")
+        raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own")
 
-    def read(db: Database) -> dict[str, Any]:
+    def read(db: Database) -> Quarantine:
         found = quarantine.quarantined(db, user, _MOST)
-        return {"pairs": found, "count": quarantine.count_quarantined(db, user)}
+        return Quarantine(pairs=found, count=quarantine.count_quarantined(db, user))
 
-    body = await asyncio.to_thread(services.store.read, read)
-    return web.json_response(body, dumps=openai_format.dumps)
+    return await asyncio.to_thread(services_of(request).store.read, read)
 
 
-async def decide(request: web.Request) -> web.Response:
+async def decide(request: web.Request) -> Decided:
     """Release a pair, which is learned from then, or drop it."""
     services, pair_id = services_of(request), _pair_id(request)
     body = validate(QuarantineRequest, parse_json(await request.read()))
@@ -58,18 +52,16 @@ async def decide(request: web.Request) -> web.Response:
         raise ApiError(
             409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
         )
-    answer = {"pair_id": pair_id, "adapter": adapter, "decision": decision, "left": left}
-    return web.json_response(answer, dumps=openai_format.dumps)
+    return Decided(pair_id=pair_id, adapter=adapter, decision=decision, left=left)
 
 
-async def decide_all(request: web.Request) -> web.Response:
+async def decide_all(request: web.Request) -> AllDecided:
     """Release or drop all pairs of a user that wait."""
     body = validate(UserQuarantineRequest, parse_json(await request.read()))
     caller_of(request).demand_user(body.user)
     decision = _decision(caller_of(request), body.user, body.action)
     decided, left = await _decide(services_of(request), body.user, decision)
-    answer = {"user": body.user, "decision": decision, "pair_ids": decided, "left": left}
-    return web.json_response(answer, dumps=openai_format.dumps)
+    return AllDecided(user=body.user, decision=decision, pair_ids=decided, left=left)
 
 
 async def _decide(
@@ -108,7 +100,6 @@ def _decision(caller: Caller, adapter: str, action: str) -> quarantine.Decision:
             f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account; '
             f"{caller.label} may drop it ({caller.rule})",
             code="forbidden_role",
-            kind="permission_error",
         )
     return "released" if action == "release" else "dropped"
 

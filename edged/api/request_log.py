@@ -26,7 +26,7 @@ _VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 """What a client may call its request: it comes back in a header and stands in the log."""
 _ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
 """Where a request keeps its id, whether that is the client's choice, and what `note` was told."""
-_PROBES = ("/healthz", "/readyz")
+PROBES = ("/healthz", "/readyz")
 _FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
 """Of failed and slow requests of one route and status: a box that is overloaded need not say so a thousand times."""
 _sparing = logs.Sparing(_FAILED_BURST, _FAILED_EVERY_S)
@@ -108,7 +108,7 @@ def _refusal(request: web.Request) -> dict[str, Any]:
 
 def _judged(request: web.Request, fields: dict[str, Any]) -> tuple[int, str]:
     """(level, what was wrong)."""
-    if request.path in _PROBES:
+    if request.path in PROBES:
         return logging.DEBUG, ""
     if error := fields.get("error"):
         return logging.WARNING, f"failed ({error})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
@@ -30,7 +30,6 @@ _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 
 USER_PATTERN = f"^{USER_NAME.pattern}$"
 """`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
-UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN})]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
 Body = TypeVar("Body", bound="_Body")
 
@@ -47,6 +46,19 @@ def _clean(text: str) -> str:
     except UnicodeEncodeError:
         _refuse("contains half a surrogate pair (\\ud800 to \\udfff), which is no character")
     return text
+
+
+def _check_user(user: str) -> str:
+    if not USER_NAME.fullmatch(user):
+        _refuse(
+            f'"{user[:80]}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", '
+            "the first one a letter or digit"
+        )
+    return user
+
+
+UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), AfterValidator(_check_user)]
+_CLEAN = AfterValidator(_clean)
 
 
 class _Body(BaseModel):
@@ -102,15 +114,6 @@ class ResponseFormat(_Body):
     type: Literal["text"]
 
 
-def _check_user(user: str | None) -> str | None:
-    if user is not None and not USER_NAME.fullmatch(user):
-        _refuse(
-            f'"{user[:80]}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", '
-            "the first one a letter or digit"
-        )
-    return user
-
-
 class _Generation(_Body):
     """What both kinds of completion share. vLLM's extensions are from `min_tokens` on."""
 
@@ -135,8 +138,6 @@ class _Generation(_Body):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
-
-    _user = field_validator("user")(_check_user)
 
     @model_validator(mode="before")
     @classmethod
@@ -245,38 +246,24 @@ class _Own(_Body):
 class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
 
-    completion_id: Annotated[str, Field(min_length=1, max_length=200)]
-    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
+    completion_id: Annotated[str, Field(min_length=1, max_length=200), _CLEAN]
+    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), _CLEAN]
     user: UserName | None = None
     choice: int | None = None
-    text: str | None = None
+    text: Annotated[str, _CLEAN] | None = None
     seconds: float | None = None
-
-    _user = field_validator("user")(_check_user)
-
-    @field_validator("text", "completion_id", "signal")
-    @classmethod
-    def _encodable(cls, text: str | None) -> str | None:
-        return None if text is None else _clean(text)
 
 
 class PairRequest(_Own):
     """`POST /v1/feedback` with an explicit pair."""
 
     user: UserName
-    chosen: str
-    rejected: str
+    chosen: Annotated[str, _CLEAN]
+    rejected: Annotated[str, _CLEAN]
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(min_length=1), _CLEAN] | None = None
     prompt_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    _user = field_validator("user")(_check_user)
-
-    @field_validator("chosen", "rejected", "prompt")
-    @classmethod
-    def _encodable(cls, text: str | None) -> str | None:
-        return None if text is None else _clean(text)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> PairRequest:
@@ -301,8 +288,6 @@ class UserQuarantineRequest(QuarantineRequest):
     """`POST /v1/quarantine`."""
 
     user: UserName
-
-    _user = field_validator("user")(_check_user)
 
 
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:

@@ -1,7 +1,7 @@
 """What the routes answer: the JSON bodies as models, from which the OpenAPI document is made.
 
-Owns the names and types of the answers' fields. Must not know how they come about: `edged.api.openai_format` and the
-routes make them as plain dicts, and `tests/api/test_openapi.py` holds the two together.
+Handlers build them. Completions, whose log-probabilities may be thousands of objects, and the reports of other parts
+are plain dicts: `tests/api/test_openapi.py` holds these to their models.
 """
 
 from __future__ import annotations

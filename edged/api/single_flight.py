@@ -24,7 +24,6 @@ class SingleFlight:
                 429,
                 f"another {self._what} is being made: try again when it is done",
                 code=f"{self._what}_busy",
-                kind="rate_limit_error",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._taken = True

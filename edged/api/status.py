@@ -11,20 +11,21 @@ import time
 from aiohttp import web
 
 import edged
-from edged.api import openai_format
 from edged.api.access import Caller, caller_of
+from edged.api.openai_format import Json
+from edged.api.responses import Health, Ready
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
 from edged.store import Store, StoreError
 from edged.store.quarantine import count_quarantined
 
 
-async def status(request: web.Request) -> web.Response:
+async def status(request: web.Request) -> Json:
     """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
-    return web.json_response(visible(body, caller_of(request)), dumps=openai_format.dumps)
+    return visible(body, caller_of(request))
 
 
-def report(lifecycle: Lifecycle, services: Services) -> openai_format.Json:
+def report(lifecycle: Lifecycle, services: Services) -> Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
     engine = engine_status(services)
     quarantined, problem = look_at_store(services.store)
@@ -43,7 +44,7 @@ def report(lifecycle: Lifecycle, services: Services) -> openai_format.Json:
     }
 
 
-def engine_status(services: Services) -> openai_format.Json:
+def engine_status(services: Services) -> Json:
     """The engine's status, of all requests: also of those that wait to be let in, or never were."""
     status = services.engine.status()
     return {**status, "queue": queue(services), "outcomes": {**status["outcomes"], "refused": refused(services)}}
@@ -68,7 +69,7 @@ def look_at_store(store: Store) -> tuple[int | None, str]:
         return None, store.problem or str(error)
 
 
-def visible(body: openai_format.Json, caller: Caller) -> openai_format.Json:
+def visible(body: Json, caller: Caller) -> Json:
     """A status as a caller may see it: who that is, and no adapter's name that it may not hear of."""
     learning, sees = body["finetune"], caller.speaks_for
     named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
@@ -77,17 +78,17 @@ def visible(body: openai_format.Json, caller: Caller) -> openai_format.Json:
     return {**body, "caller": known, "forgetting": forgetting, "finetune": {**learning, **named}}
 
 
-async def healthz(request: web.Request) -> web.Response:
+async def healthz(request: web.Request) -> Health:
     """200 as long as the process should be left alone: loading, serving, draining."""
     lifecycle = request.app[LIFECYCLE]
     problem = lifecycle.problem()
     if problem and problem.code not in ("loading", "draining"):
         raise problem
-    return web.json_response({"status": "ok", "phase": lifecycle.phase})
+    return Health(status="ok", phase=lifecycle.phase)
 
 
-async def readyz(request: web.Request) -> web.Response:
+async def readyz(request: web.Request) -> Ready:
     """200 when completions are served, 503 while the model is loading and from SIGTERM on."""
     if problem := request.app[LIFECYCLE].problem():
         raise problem
-    return web.json_response({"status": "ready"})
+    return Ready(status="ready")

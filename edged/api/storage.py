@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api import openai_format
-from edged.api.errors import begun, unavailable
+from edged.api.errors import send_pieces, unavailable
+from edged.api.responses import Vacuumed
 from edged.api.services import Services, services_of
 from edged.api.single_flight import SingleFlight
 from edged.settings.toml import to_toml, without_secrets
@@ -22,24 +22,22 @@ from edged.store.backup import BackupError, staged, stream, total_bytes
 TURN = web.AppKey("backup", SingleFlight)
 
 
-async def store_report(request: web.Request) -> web.Response:
+async def store_report(request: web.Request) -> dict[str, Any]:
     """Sizes, rows by table, the oldest completion: of now."""
-    upkeep = services_of(request).upkeep
-    return web.json_response(await asyncio.to_thread(upkeep.report, True), dumps=openai_format.dumps)
+    return await asyncio.to_thread(services_of(request).upkeep.report, True)
 
 
-async def prune(request: web.Request) -> web.Response:
+async def prune(request: web.Request) -> dict[str, Any]:
     """Delete at once what the settings no longer keep."""
     upkeep = services_of(request).upkeep
     deleted = await asyncio.to_thread(upkeep.sweep)
-    return web.json_response({"deleted": deleted, "store": upkeep.report()}, dumps=openai_format.dumps)
+    return {"deleted": deleted, "store": upkeep.report()}
 
 
-async def vacuum(request: web.Request) -> web.Response:
+async def vacuum(request: web.Request) -> Vacuumed:
     """Rewrite the file without free pages; what is to be stored meanwhile waits for it."""
-    upkeep = services_of(request).upkeep
-    before, after = await asyncio.to_thread(upkeep.vacuum)
-    return web.json_response({"bytes_before": before, "bytes_after": after}, dumps=openai_format.dumps)
+    before, after = await asyncio.to_thread(services_of(request).upkeep.vacuum)
+    return Vacuumed(bytes_before=before, bytes_after=after)
 
 
 async def backup(request: web.Request) -> web.StreamResponse:
@@ -56,11 +54,7 @@ async def backup(request: web.Request) -> web.StreamResponse:
         except BackupError as error:
             raise unavailable(str(error), "no_backup") from None
         headers = {"Content-Type": "application/x-tar", "X-Edged-Bytes": str(total)}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        with begun(request, "a backup"):
-            while (chunk := await asyncio.to_thread(parts.next)) is not None:
-                await response.write(chunk)
+        response = await send_pieces(request, "a backup", headers, parts.next)
     finally:
         # Behind the thread that may still make the next part for a client that left.
         closed = asyncio.get_running_loop().run_in_executor(None, parts.close)

@@ -5,7 +5,6 @@ Owns the route and how the document is written without being in memory as a whol
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -15,11 +14,11 @@ from itertools import islice
 from aiohttp import web
 
 import edged
-from edged.api.errors import bad_request, begun
+from edged.api.errors import bad_request, send_pieces
 from edged.api.services import services_of
 from edged.observe.trace import Event, Tracer
 
-MOST_SECONDS = 600.0
+MOST_SECONDS = 600
 _DEFAULT_SECONDS = 10.0
 _ITERATIONS_A_PIECE = 16
 """Made at once, so that the engine's thread is never kept waiting for long."""
@@ -33,26 +32,19 @@ async def get_trace(request: web.Request) -> web.StreamResponse:
     records = [record for record in engine.iterations() if record.started_s + record.elapsed_s >= since_s]
     pieces = Tracer(engine.stats.labels.copy()).events(records)
     facts = {"edged": edged.__version__, "model": services.model, "seconds": seconds, "iterations": len(records)}
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    await response.prepare(request)
-    head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1]
-    with begun(request, "a trace"):
-        await response.write(f'{head}, "traceEvents": [\n'.encode())
-        separator = ""
-        while events := await asyncio.to_thread(_next_piece, pieces):
-            await response.write((separator + ",\n".join(events)).encode())
-            separator = ",\n"
-        await response.write(b"\n]}\n")
-        await response.write_eof()
-    return response
+    document = _written(json.dumps({"displayTimeUnit": "ms", "otherData": facts}), pieces)
+    return await send_pieces(request, "a trace", {"Content-Type": "application/json"}, lambda: next(document, None))
 
 
-def _next_piece(pieces: Iterator[list[Event]]) -> list[str]:
-    """Some iterations' events as JSON; empty at the end."""
+def _written(head: str, pieces: Iterator[list[Event]]) -> Iterator[bytes]:
+    """The document in pieces of some iterations' events each; `head` is a JSON object with the fields before them."""
+    yield f'{head[:-1]}, "traceEvents": [\n'.encode()
+    separator = ""
     for some in iter(lambda: list(islice(pieces, _ITERATIONS_A_PIECE)), []):
         if events := [json.dumps(event, allow_nan=False) for piece in some for event in piece]:
-            return events
-    return []
+            yield (separator + ",\n".join(events)).encode()
+            separator = ",\n"
+    yield b"\n]}\n"
 
 
 def _seconds(request: web.Request) -> float:
@@ -62,5 +54,5 @@ def _seconds(request: web.Request) -> float:
     except ValueError:
         seconds = math.nan
     if not 0.0 < seconds <= MOST_SECONDS:
-        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS:g}', "seconds")
+        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS}', "seconds")
     return seconds

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from edged.api.errors import begun
+from edged.api.errors import send_pieces
 
 
 async def answered(folder: Path, error: Exception) -> bytes:
     """What a client has read when an answer of two pieces fails with `error` between them, of which it is told."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        with begun(request, "an export"):
-            await response.write(b"first")
+        def pieces() -> Iterator[bytes]:
+            yield b"first"
             raise error
-        return response
+
+        made = pieces()
+        return await send_pieces(request, "an export", {}, lambda: next(made, None))
 
     app = web.Application()
     app.router.add_get("/", answer)
