@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,13 @@ from edged.cli.options import (
     trace_option,
 )
 from edged.cli.output import make_console, number, percent, print_json, show_progress
-from edged.cli.report import report as draw_report
 from edged.cli.simulate import simulate
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from edged.bench.replay import Progress, ReplayPlan
 
 
 @click.group()
@@ -47,9 +49,6 @@ def bench() -> None:
 @retrain_rate_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @seed_option
-@click.option(
-    "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
-)
 @json_option
 def replay(
     trace: str,
@@ -62,8 +61,8 @@ def replay(
     retrain_rate: float,
     seconds: float,
     seed: int,
-    score_arrivals: bool,
     as_json: bool,
+    run: Callable[[ReplayPlan, Progress], dict[str, Any]] | None = None,
 ) -> None:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
@@ -76,7 +75,7 @@ def replay(
     from transformers.utils import logging as transformers_logging
 
     from edged.bench.replay import ReplayError, ReplayPlan
-    from edged.bench.replay import replay as run
+    from edged.bench.replay import replay as run_replay
     from edged.bench.traces import TraceError
     from edged.engine.model.served_model import ModelRefused
     from edged.models.source import ModelMissing, find_model
@@ -96,9 +95,8 @@ def replay(
             retrain_rate=retrain_rate,
             seconds=seconds,
             seed=seed,
-            score_arrivals=score_arrivals,
         )
-        report = run(plan, show_progress)
+        report = (run or run_replay)(plan, show_progress)
     except (ConfigError, ModelMissing, ModelRefused, TokenizerError, TraceError, ReplayError, OSError) as error:
         raise DaemonError(str(error)) from None
     if as_json:
@@ -270,4 +268,3 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 bench.add_command(compare)
 bench.add_command(simulate)
-bench.add_command(draw_report)

@@ -14,6 +14,8 @@ from edged.client.client import DaemonError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from edged.bench.compare import Workload
+
 Floats = tuple[float, ...]
 
 
@@ -71,7 +73,6 @@ class Values(click.ParamType):
 )
 @click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", show_default=True, metavar="NUMBERS")
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long each sends.")
-@click.option("--score-arrivals", is_flag=True, help="As for edged bench replay.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulations at once.")
 @json_option
 def compare(
@@ -88,9 +89,9 @@ def compare(
     loads: Floats,
     seeds: tuple[int, ...],
     seconds: float,
-    score_arrivals: bool,
     jobs: int,
     as_json: bool,
+    kind: type[Workload] | None = None,
 ) -> None:
     """Run every policy at every retrain rate, request rate and seed, and compare their figures.
 
@@ -104,11 +105,9 @@ def compare(
 
     if bool(pairs) == bool(device):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
-    if score_arrivals and device:
-        raise DaemonError("--score-arrivals needs real pairs: not with --device")
     if jobs > 1 and not device:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
-    workload = Workload(trace, model, seconds, pairs, pair_format, config, device, score_arrivals)
+    workload = (kind or Workload)(trace, model, seconds, pairs, pair_format, config, device)
     axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
     try:
         for policy in policies:

@@ -47,7 +47,17 @@ class Failure(click.ClickException):
         click.echo(f"edged: {self.format_message()}", err=True)
 
 
-class LazyGroup(click.Group):
+class FailingGroup(click.Group):
+    """A group whose commands say by a DaemonError what a user can put right."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DaemonError as error:
+            raise Failure(str(error)) from None
+
+
+class LazyGroup(FailingGroup):
     """A group whose commands are imported when they are named or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -59,12 +69,6 @@ class LazyGroup(click.Group):
         module, attribute = COMMANDS[cmd_name]
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except DaemonError as error:
-            raise Failure(str(error)) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
