@@ -25,6 +25,7 @@ from edged.settings.load import Settings, load_settings
 from edged.store import Store
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.models import save_tiny
+from tests.store import schemas
 
 LONG_S = 40.0
 """Tests share their processors: here torch may take its time."""
@@ -324,6 +325,20 @@ def test_a_database_of_a_newer_or_older_edged_is_told_apart(tmp_path: Path) -> N
     newer = only(storage.database(examination(tmp_path)))
     assert newer.state == "fail"
     assert "m999_future" in newer.seen
+
+
+@pytest.mark.parametrize(("version", "told"), [(9, "up to date (1 migrations)"), (10, "schema m010_language")])
+def test_a_database_from_before_the_first_release_is_well(tmp_path: Path, version: int, told: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "edged.db"
+    schemas.load(version, path)
+    finding = only(storage.database(examination(tmp_path)))
+    assert (finding.state, told in finding.seen) == ("ok", True)
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM migrations WHERE name = 'm003_adapters'")
+    finding = only(storage.database(examination(tmp_path)))
+    assert (finding.state, "8 of its 9" in finding.seen) == ("fail", True)
+    assert "restore another backup" in finding.way_out
 
 
 def test_a_database_in_use_is_checked_too(tmp_path: Path) -> None:

@@ -177,15 +177,16 @@ def database(it: Examination) -> Iterator[Finding]:
 
 
 def _schema(path: Path, applied: set[str]) -> Finding:
-    from edged.store.migrations import MIGRATIONS
+    from edged.store.migrations import MIGRATIONS, UnknownMigration, known_of
 
-    known = [migration.__name__ for migration in MIGRATIONS]
     seen = f"{gib(path.stat().st_size)}, whole"
-    if unknown := sorted(applied.difference(known)):
-        return broken("database", f"written by a newer edged ({unknown[0]})", "install that version again")
-    if missing := [name for name in known if name not in applied]:
-        return fine("database", f"{seen}; the next start brings it up to date ({len(missing)} migrations)")
-    return fine("database", f"{seen}, schema {known[-1]}")
+    try:
+        missing = len(MIGRATIONS) - len(known_of(applied))
+    except UnknownMigration as error:
+        return broken("database", f"{path} {error.seen}", error.way_out)
+    if missing:
+        return fine("database", f"{seen}; the next start brings it up to date ({missing} migrations)")
+    return fine("database", f"{seen}, schema {MIGRATIONS[-1].__name__}")
 
 
 def _open_to_read(path: Path) -> sqlite3.Connection:
