@@ -44,5 +44,4 @@ def ask(
         return print_json(session.candidates(1))
     for piece in session.stream():
         click.echo(piece, nl=False)
-    click.echo()
-    return None
+    return click.echo()

@@ -66,13 +66,9 @@ def feedback() -> None:
     "--user", "-u", default="", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user."
 )
 @click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["hh", "trl", "edged"]),
-    default="edged",
-    show_default=True,
+    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged", show_default=True,
     help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
-)
+)  # fmt: skip
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
 @click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
@@ -204,13 +200,9 @@ def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Importe
 
 @click.command()
 @click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["jsonl", "trl", "hh"]),
-    default="jsonl",
-    show_default=True,
+    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl", show_default=True,
     help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
-)
+)  # fmt: skip
 @click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
 @click.option("--since", default="", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
 @click.option("--texts", is_flag=True, help="trl: the pairs about plain prompts; else those about chats.")

@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from edged import __version__
-from edged.client.client import DaemonError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("edged.cli.serve", "serve"),
@@ -40,6 +39,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Each command's module and the name of the click command in it."""
 
 
+EXPECTED = (
+    ("edged.client.client", "DaemonError"),
+    ("edged.settings.load", "ConfigError"),
+    ("edged.models.source", "ModelMissing"),
+    ("edged.engine.model.loading", "ModelRefused"),
+    ("edged.text.tokenizer", "TokenizerError"),
+    ("edged.bench.traces", "TraceError"),
+    ("edged.bench.replay", "ReplayError"),
+    ("edged.bench.compare", "CompareError"),
+    ("edged.simulator.device_file", "DeviceError"),
+    ("edged.profiler.profile", "ProfilingFailed"),
+    ("edged.rebuild.stored", "RebuildError"),
+    ("edged.store.backup", "BackupError"),
+    ("edged.store.lock", "FolderTaken"),
+)
+"""Modules and names of errors whose message is all that a user needs."""
+
+
 class Failure(click.ClickException):
     """An expected failure: shown as `edged: message`, exit code 1."""
 
@@ -48,13 +65,17 @@ class Failure(click.ClickException):
 
 
 class FailingGroup(click.Group):
-    """A group whose commands say by a DaemonError what a user can put right."""
+    """A group whose commands say by one of the EXPECTED errors what a user can put right."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except DaemonError as error:
-            raise Failure(str(error)) from None
+        except Exception as error:
+            # What was raised is of a module that is loaded; none is imported for this.
+            loaded = [getattr(sys.modules[module], name) for module, name in EXPECTED if module in sys.modules]
+            if isinstance(error, tuple(loaded)):
+                raise Failure(str(error)) from None
+            raise
 
 
 class LazyGroup(FailingGroup):

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import click
 
-from edged.cli.options import policy_option
+from edged.cli.options import config_option, policy_option
 
 
 @click.command()
-@click.option(
-    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
-)
+@config_option
 @click.option("--model", "-m", metavar="DIR", help='Directory of save_pretrained, hub name, or "demo".')
 @click.option("--socket", metavar="PATH", help="Unix socket to listen on [EDGED_SOCKET].")
 @click.option("--listen", metavar="HOST:PORT", help="Listen on TCP too.")
