@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from edged.bench.replay import Progress, ReplayPlan
 
+    Replay = Callable[[ReplayPlan, Progress], dict[str, Any]]
+
 
 @click.group()
 def bench() -> None:
@@ -49,18 +51,8 @@ def bench() -> None:
 @seed_option
 @shown
 def replay(
-    trace: str,
-    pairs: Path,
-    pair_format: Any,
-    model: str,
-    config: Path | None,
-    policy: str | None,
-    rate: float | None,
-    retrain_rate: float,
-    seconds: float,
-    seed: int,
-    run: Callable[[ReplayPlan, Progress], dict[str, Any]] | None = None,
-) -> Any:
+    model: str, config: Path | None, policy: str | None, run: Replay | None = None, **load: Any
+) -> tuple[dict[str, Any], Callable[[], RenderableType]]:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -79,8 +71,7 @@ def replay(
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     try:
-        model_dir, _ = find_model(settings.model)
-        plan = ReplayPlan(trace, pairs, model_dir, settings, pair_format, rate, retrain_rate, seconds, seed)
+        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, **load)
         report = (run or run_replay)(plan, show_progress)
     except OSError as error:
         raise DaemonError(str(error)) from None
@@ -102,12 +93,7 @@ def replay(
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @shown
 def memory(
-    model: Path,
-    quantize: str,
-    device: Any,
-    device_memory: float | None,
-    context: int,
-    config: Path | None,
+    model: Path, quantize: str, device: Any, device_memory: float | None, context: int, config: Path | None
 ) -> Any:
     """Say whether a model fits a box, with K/V pages, adapters and training, from its configuration alone.
 

@@ -65,20 +65,14 @@ class Values(click.ParamType):
 @shown
 def compare(
     folder: Path,
-    trace: str,
-    pairs: str | None,
-    pair_format: str,
-    model: str,
-    config: str | None,
-    device: str | None,
     policies: tuple[str, ...],
     retrain_rates: Floats,
     rates: Floats,
     loads: Floats,
     seeds: tuple[int, ...],
-    seconds: float,
     jobs: int,
     kind: type[Workload] | None = None,
+    **load: Any,
 ) -> Any:
     """Run every policy at every retrain rate, request rate and seed, and compare their figures.
 
@@ -90,14 +84,14 @@ def compare(
     from edged.bench.summary import Runs, summarise
     from edged.settings.load import load_settings
 
-    if bool(pairs) == bool(device):
+    if bool(load["pairs"]) == bool(load["device"]):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
-    if jobs > 1 and not device:
+    if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
-    workload = (kind or Workload)(trace, model, seconds, pairs, pair_format, config, device)
+    workload = (kind or Workload)(**load)
     axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
     for policy in policies:
-        load_settings(Path(config) if config else None, overrides={"scheduler.policy": policy})
+        load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
     try:
         manifest = run(workload, axes, folder, show_progress, jobs)
         runs = Runs.read(folder)
@@ -126,9 +120,9 @@ def table(rows: list[dict[str, Any]]) -> RenderableType:
         caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
     )
     for row in rows:
-        load = "" if row["load"] is None else f" ({percent(row['load'])})"
+        share = "" if row["load"] is None else f" ({percent(row['load'])})"
         cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
-        made.add_row(f"{row['rate_per_s']:.2f}{load}", percent(row["retrain_rate"]), row["policy"], *cells)
+        made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
     return made
 
 

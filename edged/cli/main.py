@@ -14,30 +14,12 @@ import click
 
 from edged import __version__
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("edged.cli.serve", "serve"),
-    "chat": ("edged.cli.chat", "chat"),
-    "ask": ("edged.cli.ask", "ask"),
-    "status": ("edged.cli.status", "status"),
-    "metrics": ("edged.cli.metrics", "metrics"),
-    "adapters": ("edged.cli.adapters", "adapters"),
-    "feedback": ("edged.cli.feedback", "feedback"),
-    "reload": ("edged.cli.reload", "reload"),
-    "align": ("edged.cli.align", "align"),
-    "export": ("edged.cli.feedback", "export"),
-    "store": ("edged.cli.store", "store"),
-    "backup": ("edged.cli.backup", "backup"),
-    "restore": ("edged.cli.backup", "restore"),
-    "quarantine": ("edged.cli.quarantine", "quarantine"),
-    "config": ("edged.cli.configure", "config"),
-    "token": ("edged.cli.token", "token"),
-    "doctor": ("edged.cli.doctor.command", "doctor"),
-    "trace": ("edged.cli.trace", "trace"),
-    "profile": ("edged.cli.profile", "profile"),
-    "bench": ("edged.cli.bench", "bench"),
-}
-"""Each command's module and the name of the click command in it."""
-
+COMMANDS = (
+    *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
+    *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
+)
+"""Each is a click command of its name, in the module of its name unless MODULES has another."""
+MODULES = {"export": "feedback", "restore": "backup", "config": "configure", "doctor": "doctor.command"}
 
 EXPECTED = (
     ("edged.client.client", "DaemonError"),
@@ -87,8 +69,8 @@ class LazyGroup(FailingGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"edged.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
 

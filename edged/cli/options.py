@@ -34,7 +34,10 @@ trace_option = click.option(
     "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
 )
 rate_option = click.option(
-    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
+    "--rate",
+    "rate_per_s",
+    type=click.FloatRange(0.0, min_open=True),
+    help="Requests per second; default: 70 % of a burst's.",
 )
 retrain_rate_option = click.option(
     "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."

@@ -11,6 +11,9 @@ from edged.cli.options import shown, with_client
 from edged.cli.output import make_table, moment, number, short
 from edged.client.client import Client, DaemonError
 
+_pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))
+_all_of_user_option = click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
+
 
 @click.group()
 def quarantine() -> None:
@@ -33,8 +36,8 @@ def list_(client: Client, user: str) -> Any:
 
 
 @quarantine.command()
-@click.argument("pairs", nargs=-1, type=click.IntRange(1))
-@click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
+@_pairs_argument
+@_all_of_user_option
 @shown
 @with_client
 def release(client: Client, pairs: tuple[int, ...], user: str) -> Any:
@@ -46,8 +49,8 @@ def release(client: Client, pairs: tuple[int, ...], user: str) -> Any:
 
 
 @quarantine.command()
-@click.argument("pairs", nargs=-1, type=click.IntRange(1))
-@click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
+@_pairs_argument
+@_all_of_user_option
 @shown
 @with_client
 def drop(client: Client, pairs: tuple[int, ...], user: str) -> Any:

@@ -49,19 +49,7 @@ class Lengths(click.ParamType):
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
 @seed_option
 @shown
-def simulate(
-    trace: str,
-    device: str,
-    model: str,
-    quantize: str | None,
-    config: Path | None,
-    policy: str | None,
-    rate: float | None,
-    retrain_rate: float,
-    pair_tokens: tuple[int, int, int],
-    seconds: float,
-    seed: int,
-) -> Any:
+def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
     """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
 
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
@@ -76,16 +64,5 @@ def simulate(
     from edged.simulator.simulation import simulate as run
 
     settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
-    plan = SimulationPlan(
-        trace=trace,
-        device=device,
-        model=model,
-        settings=settings,
-        rate_per_s=rate,
-        retrain_rate=retrain_rate,
-        seconds=seconds,
-        seed=seed,
-        pair_tokens=pair_tokens,
-    )
-    report = run(plan, show_progress)
+    report = run(SimulationPlan(settings=settings, **load), show_progress)
     return report, lambda: screen(report)
