@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -63,6 +64,21 @@ def show_progress(line: str) -> None:
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
     else:
         click.echo(line, err=True)
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar on stderr, where that is a terminal; what it yields takes what is done, of how much, and what is being
+    done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    share, name = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    off = quiet or not console.is_terminal
+    with Progress(BarColumn(), share, TimeRemainingColumn(), name, console=console, disable=off, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)
 
 
 def number(value: Any, digits: int = 2, unit: str = "") -> str:

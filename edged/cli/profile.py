@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edged.cli.options import config_option, shown
-from edged.cli.output import make_table, number
+from edged.cli.output import make_table, number, progress_bar
 from edged.cli.settings import settings_of
 from edged.client.client import DaemonError
 
@@ -47,34 +45,12 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
         model_dir, name = find_model(settings.model)
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
         folder = data_folder(settings.store.data_dir, os.environ)
-        with _progress_bar() as progress:
+        with progress_bar("loading") as progress:
             measured = profile_device(named, model_dir, folder, output, quick, progress)
     except OSError as error:
         raise DaemonError(str(error)) from None
     data = {"path": str(measured.path), **measured.profile.model_dump(mode="json")}
     return data, lambda: screen(measured.profile.model_dump(), str(measured.path))
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    share, name = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
-    console = Console(stderr=True)
-    with Progress(
-        BarColumn(),
-        share,
-        TimeRemainingColumn(),
-        name,
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("loading", total=None)
-
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def screen(profile: dict[str, Any], path: str) -> RenderableType:
