@@ -6,7 +6,6 @@ Owns how each is looked at without changing it. Must not import torch.
 from __future__ import annotations
 
 import grp
-import hashlib
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fin
 from edged.cli.doctor.installed import in_place_of
 from edged.cli.doctor.safetensors import Damaged, tensors_of
 from edged.cli.settings import INSTALLED_DATA_DIR
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
@@ -245,13 +244,8 @@ def _damage(folder: Path, sums: bool) -> str:
         for name, checksum in expected.items():
             if name.endswith(".safetensors"):
                 tensors_of(folder / name)
-            if sums and _sha256(folder / name) != checksum:
+            if sums and sha256_of(folder / name) != checksum:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, Damaged) as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
