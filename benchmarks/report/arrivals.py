@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 import numpy as np
 import torch
 
+from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
-from edged.bench.compare import Workload
 from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
 from edged.cli.bench import replay as replay_command
 from edged.cli.compare import compare as compare_command
@@ -107,15 +107,6 @@ def replay_and_score(plan: ReplayPlan, progress: Progress = lambda _line: None) 
     arrivals = Arrivals()
     report = replay(plan, progress, arrivals.meet)
     return {**report, "arrivals": arrivals.judge(plan.model_dir, report["model"]["device"])}
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredWorkload(Workload):
-    """Runs whose arrivals are scored; the mark stays in the manifest of their folder."""
-
-    score_arrivals: bool = True
-
-    program: ClassVar[tuple[str, ...]] = ("python", "-m", "benchmarks.report.arrivals")
 
 
 @click.group(cls=FailingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.arrivals import ScoredWorkload
 from benchmarks.report.canvas import Canvas
 from benchmarks.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
 from benchmarks.report.learning import against_retrain_rate, over_time
@@ -27,6 +26,7 @@ from benchmarks.report.overheads import (
     scheduler_table,
 )
 from benchmarks.report.panels import Figure
+from benchmarks.report.scored import ScoredWorkload
 from benchmarks.report.serving import ablations, breakdown, iterations, throughput, utilisation
 from benchmarks.report.setting import Setting
 from benchmarks.report.sources import read_pruning, read_scheduler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report.arrivals import ScoredWorkload
+from benchmarks.report.scored import ScoredWorkload
 from edged.bench.compare import Axes, compare
 from tests.bench.conftest import tiny_workload, workload_files
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.report.arrivals import ScoredWorkload, arrivals, replay_and_score
+from benchmarks.report.arrivals import arrivals, replay_and_score
+from benchmarks.report.scored import ScoredWorkload
 from edged.bench.compare import Axes, CompareError, compare
 from edged.bench.replay import ReplayPlan
 from edged.settings.load import Settings
