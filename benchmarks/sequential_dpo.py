@@ -19,9 +19,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.report.arrivals import answer_logp, answer_logps
 from benchmarks.support.interleave import Conversation, Side
 from edged.align.feedback.pair import TokenPair
-from edged.bench.arrivals import answer_logp, answer_logps
 from edged.settings.load import AlignSettings
 
 _FEW_PARAMETERS = 16_000_000

@@ -1,8 +1,8 @@
 """Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed.
 
 Owns the order of the runs, their folder of raw reports and what happens when one fails. Must not know what a run
-measures: each is `edged bench replay` or `edged bench simulate` in a process of its own, so that nothing leaks from one
-into the next, and its command is kept beside its report.
+measures: each is `edged bench replay` or `edged bench simulate` in a process of its own, or what `Workload.program`
+names, so that nothing leaks from one into the next, and its command is kept beside its report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MANIFEST = "manifest.json"
 CAPACITY_POLICY = "fcfs"
@@ -52,10 +52,12 @@ class Workload:
     pair_format: str = "hh"
     config: str | None = None
     device: str | None = None
-    score_arrivals: bool = False
+
+    program: ClassVar[tuple[str, ...]] = ("edged", "bench")
+    """The words before "replay" or "simulate", as one types them: `edged`'s, or `python -m` and a module."""
 
     def command(self, policy: str, retrain_rate: float, rate_per_s: float | None, seed: int) -> list[str]:
-        """Arguments of `edged` that do one run; without a rate the machine's capacity is measured first."""
+        """The command that does one run; without a rate the machine's capacity is measured first."""
         learnt = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
         options = {
             "--device": self.device,
@@ -70,8 +72,7 @@ class Workload:
             "--seed": seed,
         }
         given = [text for name, value in options.items() if value is not None for text in (name, f"{value}")]
-        flags = ["--score-arrivals"] if self.score_arrivals else []
-        return ["bench", "simulate" if self.device else "replay", *given, *flags, "--json"]
+        return [*self.program, "simulate" if self.device else "replay", *given, "--json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class _Remaining:
 
 def _do(workload: Workload, run: Run, folder: Path, clock: _Remaining, progress: Progress) -> None:
     command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
-    record: dict[str, Any] = {"run": asdict(run), "command": ["edged", *command]}
+    record: dict[str, Any] = {"run": asdict(run), "command": command}
     name = run.file.removesuffix(".json")
     started_s = time.monotonic()
     try:
@@ -183,12 +184,11 @@ def _do(workload: Workload, run: Run, folder: Path, clock: _Remaining, progress:
 
 
 def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:
-    """Run `edged` with these arguments in a process of its own; returns the JSON that it prints. Raises RunFailed."""
+    """Run a workload's command in a process of its own; returns the JSON that it prints. Raises RunFailed."""
+    python = [sys.executable, "-P", "-m", "edged.cli"] if command[0] == "edged" else [sys.executable]
     limit_s = _SLOWEST * seconds + _START_S
     with tempfile.TemporaryFile("w+") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "edged.cli", *command], stdout=output, stderr=subprocess.PIPE, text=True
-        )
+        child = subprocess.Popen([*python, *command[1:]], stdout=output, stderr=subprocess.PIPE, text=True)
         timer = threading.Timer(limit_s, child.kill)
         timer.start()
         last, said = "", ""
@@ -220,7 +220,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
 
 def _capacity(workload: Workload, progress: Progress) -> float:
     """Requests per second that a burst reaches."""
-    short = replace(workload, seconds=1.0, score_arrivals=False)
+    short = replace(workload, seconds=1.0)
     try:
         report = call(
             short.command(CAPACITY_POLICY, 0.0, None, 0), short.seconds, lambda line: progress(f"capacity: {line}")
@@ -250,17 +250,19 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
             "runs": [],
         }
     manifest = read_manifest(folder)
-    for name, value in manifest["workload"].items():
-        _refuse_other(folder, name.replace("_", " "), value, wanted.get(name))
+    before = manifest["workload"]
+    for name in before | wanted:
+        # What only some workloads have is false in the others.
+        _refuse_other(folder, name.replace("_", " "), before.get(name) or None, wanted.get(name) or None)
     for part, named in present.items():
-        before = manifest.get(part)
-        if not isinstance(before, dict):
+        known = manifest.get(part)
+        if not isinstance(known, dict):
             raise CompareError(f'"{path}" tells no {part}, as an older edged wrote it: give another folder')
         for name, value in named.items():
             what = f"{name} version" if part == "versions" else f"a {name} file of bytes"
             # A file that was not there gave no run.
-            if before.get(name) is not None:
-                _refuse_other(folder, what, before[name], value)
+            if known.get(name) is not None:
+                _refuse_other(folder, what, known[name], value)
     return {**manifest, **present}
 
 

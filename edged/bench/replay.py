@@ -20,7 +20,6 @@ import numpy as np
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import Format, read_pairs
 from edged.align.feedback.pair_tokens import tokenize_pair
-from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import (
     ReplayRecorder,
     alignment_figures,
@@ -68,14 +67,18 @@ class ReplayPlan:
     retrain_rate: float = 0.1
     seconds: float = 60.0
     seed: int = 0
-    score_arrivals: bool = False
-    """Whether each pair is also judged by the version that was served when it came, after the replay."""
 
 
 Progress = Callable[[str], None]
+OnPair = Callable[[Engine, TokenPair, float], None]
+"""Called with a pair before the engine gets it, and the seconds since the start of the load."""
 
 
-def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
+def replay(
+    plan: ReplayPlan,
+    progress: Progress = lambda _line: None,
+    on_pair: OnPair = lambda _engine, _pair, _at_s: None,
+) -> dict[str, Any]:
     """Run the plan and report; units are in the keys' names.
 
     Raises ReplayError, and what reading the trace, the pairs or the model raises: TraceError, OSError, ModelRefused,
@@ -92,12 +95,10 @@ def replay(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[st
     gc.freeze()
     engine.start()
     try:
-        player = _Player(plan, engine, recorder, codec, progress)
+        player = _Player(plan, engine, recorder, codec, progress, on_pair)
         report = player.play(trace, pairs)
     finally:
         engine.stop(0.0)
-    if player.arrivals is not None:
-        report["arrivals"] = player.arrivals.judge(plan.model_dir, report["model"]["device"])
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average_before": load_before,
@@ -138,7 +139,13 @@ class _Player:
     """One replay against a running engine."""
 
     def __init__(
-        self, plan: ReplayPlan, engine: Engine, recorder: ReplayRecorder, codec: Tokenizer, progress: Progress
+        self,
+        plan: ReplayPlan,
+        engine: Engine,
+        recorder: ReplayRecorder,
+        codec: Tokenizer,
+        progress: Progress,
+        on_pair: OnPair,
     ) -> None:
         self._plan, self._engine, self._recorder, self._progress = plan, engine, recorder, progress
         self._token_ids = range(max(codec.eos_ids) + 1, codec.vocab_size)
@@ -146,7 +153,7 @@ class _Player:
             self._token_ids = range(codec.vocab_size)
         self._numbers = count()
         self._pairs_sent = 0
-        self.arrivals = Arrivals(engine, ADAPTER) if plan.score_arrivals else None
+        self._on_pair = on_pair
         self._next_line_s = _LINE_EVERY_S
 
     def play(self, trace: RequestTrace, pairs: list[TokenPair]) -> dict[str, Any]:
@@ -259,8 +266,7 @@ class _Player:
             self._wait_until(start_s + arrival.at_s, start_s)
             self._submit(arrival, start_s + arrival.at_s)
             if chance.random() < plan.retrain_rate and (pair := next(waiting, None)) is not None:
-                if self.arrivals is not None:
-                    self.arrivals.meet(pair, time.monotonic() - start_s)
+                self._on_pair(self._engine, pair, time.monotonic() - start_s)
                 self._recorder.expect_pair(pair.pair_id)
                 self._engine.submit_pairs([pair])
                 self._pairs_sent += 1

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import io
 import shutil
-import sys
 import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
 
-from edged.cli.metrics import fetch_metrics, plot, table, verdict
-from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, moment, number, print_json, short, size
+from edged.cli.metrics import NO_ADAPTER, fetch_metrics, plot, table, verdict
+from edged.cli.options import shown, with_client
+from edged.cli.output import make_table, moment, number, short, size
 from edged.client.client import Client, DaemonError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -30,76 +32,60 @@ def adapters() -> None:
 
 
 @adapters.command("list")
-@json_option
+@shown
 @with_client
-def list_(client: Client, as_json: bool) -> None:
+def list_(client: Client) -> Any:
     """All adapters: a verdict, what waits and is held, size on disk, last use."""
-    from rich.table import Table
-
     data = fetch_metrics(client, with_series=False)
-    if as_json:
-        return print_json(data)
-    if not data["adapters"]:
-        return click.echo('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
-    table = Table("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
-    for item in data["adapters"]:
-        counts = (item[f"pairs_{state}"] for state in ("seen", "queued", "quarantined"))
-        name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
-        table.add_row(name, item["verdict"], *map(str, counts), size(item["disk_bytes"]), used)
-    return make_console().print(table)
+    titles = ("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
+    return data, lambda: make_table(*titles, rows=map(_row, data["adapters"])) if data["adapters"] else NO_ADAPTER
+
+
+def _row(item: dict[str, Any]) -> list[str]:
+    counts = (str(item[f"pairs_{state}"]) for state in ("seen", "queued", "quarantined"))
+    name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
+    return [name, item["verdict"], *counts, size(item["disk_bytes"]), used]
 
 
 @adapters.command()
 @click.argument("name")
-@json_option
+@shown
 @with_client
-def show(client: Client, name: str, as_json: bool) -> None:
+def show(client: Client, name: str) -> Any:
     """One adapter: metrics, versions, and how it came about."""
-    from rich.table import Table
-
     data = client.get(_path(name))
-    if as_json:
-        return print_json(data)
-    console = make_console()
-    console.print(verdict(data))
-    console.print(table([data]))
-    versions = Table("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer")
-    for item in data["versions"]:
-        versions.add_row(*_version_row(item, data))
-    versions.caption = (
-        "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
-        "version 0 is the untrained adapter"
+    return data, lambda: [verdict(data), table([data]), _versions(data), plot(data)]
+
+
+def _versions(data: dict[str, Any]) -> RenderableType:
+    return make_table(
+        *("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer"),
+        rows=(_version_row(item, data) for item in data["versions"]),
+        caption="held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it "
+        "became; version 0 is the untrained adapter",
     )
-    console.print(versions)
-    if drawn := plot(data):
-        console.print(drawn)
-    return None
 
 
 @adapters.command()
 @click.argument("name")
 @click.argument("version", type=click.IntRange(0))
-@json_option
+@shown
 @with_client
-def rollback(client: Client, name: str, version: int, as_json: bool) -> None:
+def rollback(client: Client, name: str, version: int) -> Any:
     """Serve an earlier VERSION of NAME again.
 
     It gets a new number, so that nothing is lost; VERSION 0 is the untrained adapter.
     """
     data = client.post(f"{_path(name)}/rollback", {"version": version})
-    if as_json:
-        print_json(data)
-    elif data["version"] == version:
-        click.echo(f"{name} serves version {version} already")
-    else:
-        click.echo(f"{name} serves version {version} again, as version {data['version']}")
+    how = "already" if data["version"] == version else f"again, as version {data['version']}"
+    return data, f"{name} serves version {version} {how}"
 
 
 @adapters.command()
 @click.argument("name")
-@json_option
+@shown
 @with_client
-def mend(client: Client, name: str, as_json: bool) -> None:
+def mend(client: Client, name: str) -> Any:
     """Test the language of NAME's version now; where it is broken, go back to the newest that is not.
 
     The daemon's guard does this by itself. Pairs that broken versions had learned are learned again.
@@ -118,13 +104,11 @@ def mend(client: Client, name: str, as_json: bool) -> None:
             within = f"within {_LONGEST_TEST_S:.0f} s"
             raise DaemonError(f"{name} was not tested {within}: `edged status` tells what fine-tuning waits for")
         time.sleep(0.2)
-    if as_json:
-        return print_json(data)
     if not tested["problem"]:
-        return click.echo(f"version {tested['version']} of {name} passes its test: nothing is to be mended")
+        return data, f"version {tested['version']} of {name} passes its test: nothing is to be mended"
     again = next((item["restored"] for item in data["versions"] if item["reason"].startswith("guard")), 0)
     served = f"version {again}" if again else "the untrained adapter"
-    return click.echo(
+    return data, (
         f"version {tested['version']} of {name} was broken ({tested['problem']}): {served} is served again, and tested "
         "in its turn; what broken versions had learned is learned again"
     )
@@ -133,15 +117,14 @@ def mend(client: Client, name: str, as_json: bool) -> None:
 @adapters.command()
 @click.argument("name")
 @click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write.")
-@json_option
+@shown
 @with_client
-def export(client: Client, name: str, output: Path, as_json: bool) -> None:
+def export(client: Client, name: str, output: Path) -> Any:
     """Write NAME's newest version as a PEFT folder.
 
     peft, vLLM and TRL load it as it is, and so does `edged adapters import`.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
+    refuse_full(output)
     headers, chunks = client.download(f"{_path(name)}/export")
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -155,10 +138,14 @@ def export(client: Client, name: str, output: Path, as_json: bool) -> None:
     except OSError as error:
         raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
     version = int(headers["X-Edged-Version"])
-    if as_json:
-        print_json({"adapter": name, "version": version, "path": str(output)})
-    else:
-        click.echo(f"{name} version {version} is in {output}")
+    data = {"adapter": name, "version": version, "path": str(output)}
+    return data, f"{name} version {version} is in {output}"
+
+
+def refuse_full(folder: Path) -> None:
+    """Raises DaemonError where an adapter cannot be written without touching what is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DaemonError(f"{folder} exists and is not an empty folder: choose another --output")
 
 
 def _unpack(packed: IO[bytes], folder: Path) -> None:
@@ -178,22 +165,31 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
 @adapters.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--user", "-u", required=True, metavar="NAME", help="Whose newest version it becomes.")
-@json_option
+@shown
 @with_client
-def import_(client: Client, source: Path, user: str, as_json: bool) -> None:
+def import_(client: Client, source: Path, user: str) -> Any:
     """Serve the PEFT adapter in SOURCE for NAME: a folder, or its adapter_model.safetensors.
 
     It becomes a new version, which can be rolled back. Only safetensors are read, never a pickle.
     """
-    data = client.upload(f"{_path(user)}/import", _archive(source), "application/x-tar")
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(f"{source} is version {data['version']} of {user}")
+    data = upload(client, user, _checked(source))
+    return data, f"{source} is version {data['version']} of {user}"
 
 
-def _archive(source: Path) -> bytes:
-    """A tar archive of an adapter's files."""
+def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str, Any]:
+    """Give the daemon the adapter in `folder` as the user's newest version."""
+    packed = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=packed, mode="w:") as tar:
+            for name in _FILES:
+                tar.add(folder / name, arcname=name)
+    except OSError as error:
+        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
+    return client.upload(f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
+
+
+def _checked(source: Path) -> Path:
+    """The folder of the adapter that is meant. Raises DaemonError where it has not all files."""
     folder = source if source.is_dir() else source.parent
     if not source.is_dir() and source.suffix != ".safetensors":
         raise DaemonError(
@@ -203,22 +199,15 @@ def _archive(source: Path) -> bytes:
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")
-    packed = io.BytesIO()
-    try:
-        with tarfile.open(fileobj=packed, mode="w:") as tar:
-            for name in _FILES:
-                tar.add(folder / name, arcname=name)
-    except OSError as error:
-        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
-    return packed.getvalue()
+    return folder
 
 
 @adapters.command()
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@json_option
+@shown
 @with_client
-def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
+def forget(client: Client, name: str, yes: bool) -> Any:
     """Delete everything learned for NAME.
 
     That is the adapter with all its versions, and the user's completions, signals and pairs. A search afterwards shows
@@ -228,12 +217,7 @@ def forget(client: Client, name: str, yes: bool, as_json: bool) -> None:
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
     data = client.call("DELETE", _path(name))
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(_forgotten(name, data))
-    if not data["verified"]:
-        sys.exit(1)
+    return data, _forgotten(name, data), 0 if data["verified"] else 1
 
 
 def _forgotten(name: str, data: dict[str, Any]) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, percent, print_json, show_progress
+from edged.cli.adapters import refuse_full, upload
+from edged.cli.options import config_option, json_option, with_client
+from edged.cli.output import make_table, number, percent, print_json, print_text, show_progress
 from edged.cli.settings import means_installed, served_settings, settings_of
-from edged.client.client import Client, DaemonError, NotRunning
+from edged.client.client import Client, NotRunning
 
 if TYPE_CHECKING:
     from edged.rebuild.rebuild import Comparison, Rebuild
@@ -34,9 +35,7 @@ def align() -> None:
 @click.option("--adopt", is_flag=True, help="Serve the rebuilt adapter, as a new version.")
 @click.option("--model", "-m", metavar="DIR", help="Base model; default: the running daemon's.")
 @click.option("--data-dir", metavar="DIR", help="Data folder; default: the running daemon's.")
-@click.option(
-    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="Its settings [EDGED_CONFIG]."
-)
+@config_option
 @json_option
 @with_client
 def rebuild(
@@ -58,10 +57,9 @@ def rebuild(
     the settings' LoRA, beta and step size. Nothing is served differently unless --adopt says so. A daemon may run
     meanwhile; the base model is then loaded a second time.
     """
-    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DaemonError(f"{output} exists and is not an empty folder: choose another --output")
+    if output is not None:
+        refuse_full(output)
     settings, work = _prepare(client, user, config, {"model.path": model, "store.data_dir": data_dir})
-    from edged.rebuild.stored import RebuildError
     from edged.rebuild.training import Recipe
 
     recipe = Recipe(epochs or settings.align.epochs, lr or settings.align.learning_rate, seed)
@@ -74,12 +72,9 @@ def rebuild(
         if output is not None or adopt:
             work.save(folder)
         if not as_json:
-            _show(result)
+            print_text(_text(result))
         if adopt:
-            try:
-                version = _adopt(client, work, folder)
-            except RebuildError as error:
-                raise DaemonError(str(error)) from None
+            version = _adopt(client, work, folder)
     if as_json:
         return print_json({**result.as_dict(), "output": output and str(output), "adopted_version": version})
     if output is not None:
@@ -90,27 +85,21 @@ def rebuild(
 
 
 def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:
-    """The settings, and the rebuild with its base model loaded. Raises DaemonError."""
+    """The settings, and the rebuild with its base model loaded."""
     settings = settings_of(config, flags)
     # The installed daemon's file is known: to ask it could start it, and load its model a second time.
     if config is None and not means_installed(None):
         settings = served_settings(client, flags) or settings
     _quieten()  # before the imports, some of which remark
-    from edged.engine.model.served_model import ModelRefused
-    from edged.models.source import ModelMissing, find_model
-    from edged.rebuild.stored import RebuildError
+    from edged.models.source import find_model
     from edged.rebuild.training import check_trl
     from edged.store.data_dir import data_folder
-    from edged.text.tokenizer import TokenizerError
 
-    try:
-        check_trl()
-        model_dir, name = find_model(settings.model)
-        from edged.rebuild.rebuild import Rebuild
+    check_trl()
+    model_dir, name = find_model(settings.model)
+    from edged.rebuild.rebuild import Rebuild
 
-        return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
-    except (RebuildError, ModelMissing, ModelRefused, TokenizerError) as error:
-        raise DaemonError(str(error)) from None
+    return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
 
 
 def _quieten() -> None:
@@ -130,24 +119,14 @@ def _quieten() -> None:
 
 def _adopt(client: Client, work: Rebuild, folder: Path) -> int:
     """Publish the adapter through the daemon, or in its folder while it is stopped; the version's number."""
-    import io
-    import tarfile
-
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            tar.add(folder / name, arcname=name)
     try:
-        path = f"/v1/adapters/{quote(work.adapter, safe='')}/import?reason=rebuilt"
-        return int(client.upload(path, packed.getvalue(), "application/x-tar")["version"])
+        return int(upload(client, work.adapter, folder, "?reason=rebuilt")["version"])
     except NotRunning:
         return work.publish(folder)
 
 
-def _show(result: Comparison) -> None:
-    from rich.table import Table
-
-    rows = (
+def _text(result: Comparison) -> list[Any]:
+    rows: tuple[tuple[str, Callable[[Any], str]], ...] = (
         ("reward accuracy", lambda score: percent(score.reward_accuracy)),
         ("reward margin", lambda score: number(score.reward_margin, 3)),
         ("win rate", lambda score: percent(score.win_rate)),
@@ -155,14 +134,12 @@ def _show(result: Comparison) -> None:
         ("KL to the base", lambda score: number(score.kl_nats, 4, "nats/token")),
     )
     title = f"{result.adapter}: online version {result.online_version}, rebuilt with {result.steps} steps"
-    table = Table("pairs", "", "online", "rebuilt", title=title, title_justify="left")
+    table = make_table("pairs", "", "online", "rebuilt", title=title)
     for key, name in (("held_out", "held out"), ("learned", "learned")):
         online, rebuilt = result.online[key], result.rebuilt[key]
         for index, (label, show) in enumerate(rows):
             if online is not None and rebuilt is not None:
                 table.add_row(f"{name} ({online.pairs})" if index == 0 else "", label, show(online), show(rebuilt))
-    console = make_console()
-    console.print(table)
-    if result.online["held_out"] is None:
-        console.print("no pair is held out: what both were trained on says little about either")
-    console.print(f"the same greedy tokens: {percent(result.agreement)}")
+    nothing = "no pair is held out: what both were trained on says little about either"
+    agreement = f"the same greedy tokens: {percent(result.agreement)}"
+    return [table, None if result.online["held_out"] else nothing, agreement]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -21,16 +22,7 @@ from edged.client.client import Client, DaemonError
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
 @json_option
 @with_client
-def ask(
-    client: Client,
-    prompt: str,
-    user: str,
-    system: str,
-    max_tokens: int | None,
-    temperature: float | None,
-    seed: int | None,
-    as_json: bool,
-) -> None:
+def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
     """Print the answer to PROMPT as it is generated.
 
     PROMPT "-" reads standard input. With --json: the API's chat.completion object, whose id feedback can name.
@@ -38,11 +30,10 @@ def ask(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise DaemonError("the prompt is empty")
-    session = Session(client, Options(user, system, max_tokens, temperature, seed))
+    session = Session(client, Options(**options))
     session.say(text)
     if as_json:
         return print_json(session.candidates(1))
     for piece in session.stream():
         click.echo(piece, nl=False)
-    click.echo()
-    return None
+    return click.echo()

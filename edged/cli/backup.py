@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import number, print_json, show_progress, size
+from edged.cli.options import config_option, shown, with_client
+from edged.cli.output import number, show_progress, size
 from edged.cli.settings import settings_of
 from edged.client.client import Client, DaemonError, NotRunning
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     "--all-versions", is_flag=True, help="Every version on disk, to roll back to; else each adapter's newest."
 )
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Folder of a daemon that is stopped.")
-@click.option(
-    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="Its settings [EDGED_CONFIG]."
-)
-@json_option
+@config_option
+@shown
 @with_client
 def backup(
     client: Client,
@@ -40,56 +38,47 @@ def backup(
     all_versions: bool,
     data_dir: Path | None,
     config: Path | None,
-    as_json: bool,
-) -> None:
+) -> Any:
     """Write database, adapters, profiles and settings to FILE, a tar (.gz: compressed).
 
     A running daemon goes on serving and learning meanwhile; of one that is stopped, the data folder is read.
     The file is read again and checked before the command ends.
     """
-    from edged.store.backup import BackupError, write_file
+    from edged.store.backup import write_file
     from edged.store.restore import verify
 
     try:
         if not only_verify:
             with _chunks(client, data_dir, config, all_versions) as (total, chunks):
-                write_file(_watched(chunks, total, quiet=as_json), file)
+                write_file(_watched(chunks, total), file)
         contents = verify(file)
-    except BackupError as error:
-        raise DaemonError(str(error)) from None
     except OSError as error:
         raise DaemonError(f"{file} cannot be written: {error.strerror or error}") from None
-    if as_json:
-        return print_json(_summary(file, contents))
-    return click.echo(f"{file}: {_described(file, contents)}; verified")
+    return _summary(file, contents), f"{file}: {_described(file, contents)}; verified"
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--data-dir", required=True, type=click.Path(path_type=Path), help="Folder to make.")
 @click.option("--force", is_flag=True, help="Put a folder with data aside, and this in its place.")
-@json_option
-def restore(file: Path, data_dir: Path, force: bool, as_json: bool) -> None:
+@shown
+def restore(file: Path, data_dir: Path, force: bool) -> Any:
     """Make a data folder of the backup FILE, while the daemon is stopped.
 
     Everything is checked before the folder appears.
     """
-    from edged.store.backup import BackupError
     from edged.store.restore import restore as put
 
-    try:
-        contents, aside = put(file, data_dir, force)
-    except BackupError as error:
-        raise DaemonError(str(error)) from None
+    contents, aside = put(file, data_dir, force)
     command, problem = _next_start(data_dir, contents)
-    if as_json:
-        places = {"data_dir": str(data_dir), "aside": aside and str(aside)}
-        return print_json({**_summary(file, contents), **places, "start_with": command, "problem": problem})
-    click.echo(f"{data_dir}: {_described(file, contents)}")
-    if aside is not None:
-        click.echo(f"what was there is in {aside}")
-    click.echo(f"start with: {command}")
-    return click.echo(f"before that: {problem}") if problem else None
+    places = {"data_dir": str(data_dir), "aside": aside and str(aside)}
+    text = [
+        f"{data_dir}: {_described(file, contents)}",
+        f"what was there is in {aside}" if aside else None,
+        f"start with: {command}",
+        f"before that: {problem}" if problem else None,
+    ]
+    return {**_summary(file, contents), **places, "start_with": command, "problem": problem}, text
 
 
 def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
@@ -121,29 +110,25 @@ def _chunks(
     client: Client, data_dir: Path | None, config: Path | None, all_versions: bool
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
     """The backup's size and bytes, from the daemon or, where none runs, from the folder."""
+    also = ""
     if data_dir is None:
         try:
             headers, chunks = client.download("/v1/backup?versions=all" if all_versions else "/v1/backup")
             yield int(headers.get("X-Edged-Bytes") or 0), chunks
             return
         except NotRunning as error:
-            stopped = str(error)
-    else:
-        stopped = ""
+            also = f"{error}; and its "
     from edged.settings.toml import to_toml, without_secrets
     from edged.store.backup import BackupError, staged, stream, total_bytes
     from edged.store.data_dir import DATABASE_FILE, data_folder
-    from edged.store.lock import FolderLock, FolderTaken
+    from edged.store.lock import FolderLock
 
     settings = settings_of(config)
     try:
         folder = (data_dir or data_folder(settings.store.data_dir, os.environ)).expanduser()
         if not (folder / DATABASE_FILE).is_file():
-            also = f"{stopped}; and its " if stopped else ""
             raise BackupError(f'{also}data folder "{folder}" has no {DATABASE_FILE}: there is nothing to back up')
         lock = FolderLock(folder)
-    except FolderTaken as error:
-        raise DaemonError(str(error)) from None
     except OSError as error:
         raise DaemonError(f'data folder "{folder}" cannot be used: {error.strerror}') from None
     try:
@@ -153,15 +138,15 @@ def _chunks(
         lock.release()
 
 
-def _watched(chunks: Iterator[bytes], total: int, quiet: bool) -> Iterator[bytes]:
+def _watched(chunks: Iterator[bytes], total: int) -> Iterator[bytes]:
     """The chunks; on a terminal, how many there were."""
-    done = 0
+    done, told = 0, sys.stderr.isatty() and not click.get_current_context().params["as_json"]
     for chunk in chunks:
         yield chunk
         done += len(chunk)
-        if not quiet and sys.stderr.isatty():
+        if told:
             show_progress(f"{size(min(done, total))} of {size(total)}")
-    if not quiet and sys.stderr.isatty():
+    if told:
         show_progress("")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +10,24 @@ import click
 
 from edged.cli.compare import compare
 from edged.cli.options import (
-    json_option,
+    pair_format_option,
     policy_option,
     rate_option,
     retrain_rate_option,
     seed_option,
+    shown,
     trace_option,
 )
-from edged.cli.output import make_console, number, percent, print_json, show_progress
-from edged.cli.report import report as draw_report
+from edged.cli.output import make_table, number, percent, show_progress
 from edged.cli.simulate import simulate
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from edged.bench.replay import Progress, ReplayPlan
+
+    Replay = Callable[[ReplayPlan, Progress], dict[str, Any]]
 
 
 @click.group()
@@ -34,12 +38,10 @@ def bench() -> None:
 @bench.command()
 @trace_option
 @click.option(
-    "--pairs",
-    required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    "--pairs", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Preference pairs, in the order in which users give them.",
-)
-@click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True)
+)  # fmt: skip
+@pair_format_option
 @click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @policy_option
@@ -47,24 +49,10 @@ def bench() -> None:
 @retrain_rate_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @seed_option
-@click.option(
-    "--score-arrivals", is_flag=True, help="Also judge each pair by the version that was served when it came."
-)
-@json_option
+@shown
 def replay(
-    trace: str,
-    pairs: Path,
-    pair_format: Any,
-    model: str,
-    config: Path | None,
-    policy: str | None,
-    rate: float | None,
-    retrain_rate: float,
-    seconds: float,
-    seed: int,
-    score_arrivals: bool,
-    as_json: bool,
-) -> None:
+    model: str, config: Path | None, policy: str | None, run: Replay | None = None, **load: Any
+) -> tuple[dict[str, Any], Callable[[], RenderableType]]:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -75,67 +63,38 @@ def replay(
     prepare()
     from transformers.utils import logging as transformers_logging
 
-    from edged.bench.replay import ReplayError, ReplayPlan
-    from edged.bench.replay import replay as run
-    from edged.bench.traces import TraceError
-    from edged.engine.model.served_model import ModelRefused
-    from edged.models.source import ModelMissing, find_model
-    from edged.settings.load import ConfigError, load_settings
-    from edged.text.tokenizer import TokenizerError
+    from edged.bench.replay import ReplayPlan
+    from edged.bench.replay import replay as run_replay
+    from edged.models.source import find_model
+    from edged.settings.load import load_settings
 
     transformers_logging.disable_progress_bar()
+    settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     try:
-        settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
-        plan = ReplayPlan(
-            trace=trace,
-            pairs=pairs,
-            model_dir=find_model(settings.model)[0],
-            settings=settings,
-            pair_format=pair_format,
-            rate_per_s=rate,
-            retrain_rate=retrain_rate,
-            seconds=seconds,
-            seed=seed,
-            score_arrivals=score_arrivals,
-        )
-        report = run(plan, show_progress)
-    except (ConfigError, ModelMissing, ModelRefused, TokenizerError, TraceError, ReplayError, OSError) as error:
+        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, **load)
+        report = (run or run_replay)(plan, show_progress)
+    except OSError as error:
         raise DaemonError(str(error)) from None
-    if as_json:
-        print_json(report)
-    else:
-        make_console().print(screen(report))
+    return report, lambda: screen(report)
 
 
 @bench.command()
 @click.option(
-    "--model",
-    "-m",
-    required=True,
-    type=click.Path(exists=True, path_type=Path),
-    metavar="DIR_OR_CONFIG",
+    "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
     help="A model's directory, or a config.json alone (configs/models has some).",
-)
+)  # fmt: skip
 @click.option("--quantize", default="", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
-    "--device-memory",
-    type=click.FloatRange(0.0, min_open=True),
-    metavar="GIB",
+    "--device-memory", type=click.FloatRange(0.0, min_open=True), metavar="GIB",
     help="Memory of the box, or of its GPU where that has its own; default: what is here.",
-)
+)  # fmt: skip
 @click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of K/V that must fit.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
-@json_option
+@shown
 def memory(
-    model: Path,
-    quantize: str,
-    device: Any,
-    device_memory: float | None,
-    context: int,
-    config: Path | None,
-    as_json: bool,
-) -> None:
+    model: Path, quantize: str, device: Any, device_memory: float | None, context: int, config: Path | None
+) -> Any:
     """Say whether a model fits a box, with K/V pages, adapters and training, from its configuration alone.
 
     Nothing is loaded or downloaded. Exits with 1 when it does not fit.
@@ -146,22 +105,13 @@ def memory(
     import torch
 
     from edged.bench.memory import plan_memory
-    from edged.engine.model.loading import ModelRefused
     from edged.engine.model.memory_plan import total_bytes
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import load_settings
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
-    try:
-        overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
-        plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)
-    except (ConfigError, ModelRefused) as error:
-        raise DaemonError(str(error)) from None
-    if as_json:
-        print_json(plan)
-    else:
-        make_console().print(memory_screen(plan))
-    if not plan["fits"]:
-        sys.exit(1)
+    overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
+    plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)
+    return plan, lambda: memory_screen(plan), 0 if plan["fits"] else 1
 
 
 _PARTS = {
@@ -180,20 +130,15 @@ _PARTS = {
 
 def memory_screen(plan: dict[str, Any]) -> RenderableType:
     """The plan as a table in MiB."""
-    from rich.table import Table
-
     kind = f", {plan['quantization']}" if plan["quantization"] else ""
     verdict = "fits" if plan["fits"] else "does not fit"
-    table = Table(
+    table = make_table(
+        *("part", ">MiB"),
         title=f"{plan['model']} ({plan['parameters'] / 1e9:.2f} G weights{kind}, {plan['dtype']} on {plan['device']}) "
         f"{verdict} {plan['device_bytes'] / 2**30:.1f} GiB with {plan['context_tokens']:,} tokens of K/V",
-        title_justify="left",
         caption=f"{plan['kv_tokens']:,} tokens of K/V fit in what is left "
         f"({plan['kv_bytes_per_1k_tokens'] / 2**20:.0f} MiB for 1,000)",
-        caption_justify="left",
     )
-    table.add_column("part")
-    table.add_column("MiB", justify="right")
     for name, size in plan["parts"].items():
         if size:
             table.add_row(_PARTS[name].format(**plan["adapter"]), f"{size / 2**20:,.0f}")
@@ -204,19 +149,14 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
 
 def screen(report: dict[str, Any]) -> RenderableType:
     """The report as one table of what was measured."""
-    from rich.table import Table
-
     load, model = report["load"], report["model"]
     title = (
         f"{load['trace']} on {model['name']} ({model['device']}, {model['dtype']}), policy {report['policy']}: "
         f"{load['rate_per_s']:.2f} requests/s for {load['seconds']:.0f} s, prompts of {load['mean_prompt_tokens']:.0f} "
         f"and answers of {load['mean_output_tokens']:.0f} tokens, pairs with {load['retrain_rate']:.0%} of them"
     )
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for label, value in _rows(report):
-        table.add_row(label, value)
+    table = make_table("", "", rows=_rows(report), title=title, show_header=False)
+    table.columns[0].style = "bold"
     return table
 
 
@@ -270,4 +210,3 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 bench.add_command(compare)
 bench.add_command(simulate)
-bench.add_command(draw_report)

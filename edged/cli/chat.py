@@ -33,12 +33,13 @@ _ASK_S = 0.1
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer.")
 @with_client
-def chat(client: Client, user: str, system: str, max_tokens: int | None, temperature: float | None) -> None:
+def chat(client: Client, **options: Any) -> None:
     """Talk with the model and tell it what you prefer.
 
     /up, /down, /edit, /regen and /pick give feedback on the last answer; /help lists all commands.
     """
-    session = Session(client, Options(user, system, max_tokens, temperature))
+    session = Session(client, Options(**options))
+    user = session.options.user
     model = client.get("/v1/status")["model"]["name"]
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing for input())

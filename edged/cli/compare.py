@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.options import json_option
-from edged.cli.output import make_console, percent, print_json, show_progress
+from edged.cli.options import pair_format_option, shown
+from edged.cli.output import make_table, percent, show_progress
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from edged.bench.compare import Workload
+
 Floats = tuple[float, ...]
+_ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 
 
 class Values(click.ParamType):
@@ -40,7 +43,7 @@ class Values(click.ParamType):
 @click.option(
     "--pairs", type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay; not for simulations."
 )
-@click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True)
+@pair_format_option
 @click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(exists=True, dir_okay=False), help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
@@ -48,109 +51,79 @@ class Values(click.ParamType):
     "--policies", type=Values(click.STRING), default="fcfs,mace", show_default=True, metavar="NAMES", help="Policies."
 )
 @click.option(
-    "--retrain-rates",
-    type=Values(click.FloatRange(0.0, 1.0)),
-    default="0.1",
-    show_default=True,
-    metavar="SHARES",
+    "--retrain-rates", type=Values(click.FloatRange(0.0, 1.0)), default="0.1", show_default=True, metavar="SHARES",
     help="Pairs per request.",
-)
+)  # fmt: skip
+@click.option("--rates", type=Values(_ABOVE_ZERO), default=(), metavar="RATES", help="Requests per second.")
 @click.option(
-    "--rates",
-    type=Values(click.FloatRange(0.0, min_open=True)),
-    default=(),
-    metavar="RATES",
-    help="Requests per second.",
-)
-@click.option(
-    "--loads",
-    type=Values(click.FloatRange(0.0, min_open=True)),
-    default=(),
-    metavar="SHARES",
+    "--loads", type=Values(_ABOVE_ZERO), default=(), metavar="SHARES",
     help="Rates as shares of the requests per second of a burst, which is measured once; default: 0.7.",
-)
+)  # fmt: skip
 @click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", show_default=True, metavar="NUMBERS")
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long each sends.")
-@click.option("--score-arrivals", is_flag=True, help="As for edged bench replay.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulations at once.")
-@json_option
+@shown
 def compare(
     folder: Path,
-    trace: str,
-    pairs: str | None,
-    pair_format: str,
-    model: str,
-    config: str | None,
-    device: str | None,
     policies: tuple[str, ...],
     retrain_rates: Floats,
     rates: Floats,
     loads: Floats,
     seeds: tuple[int, ...],
-    seconds: float,
-    score_arrivals: bool,
     jobs: int,
-    as_json: bool,
-) -> None:
+    kind: type[Workload] | None = None,
+    **load: Any,
+) -> Any:
     """Run every policy at every retrain rate, request rate and seed, and compare their figures.
 
     Lists are separated by commas. Each run is a process of its own; policies take turns. FOLDER gets one JSON per run:
     called again, the command does only what is missing or failed.
     """
-    from edged.bench.compare import Axes, CompareError, Workload
+    from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import load_settings
 
-    if bool(pairs) == bool(device):
+    if bool(load["pairs"]) == bool(load["device"]):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
-    if score_arrivals and device:
-        raise DaemonError("--score-arrivals needs real pairs: not with --device")
-    if jobs > 1 and not device:
+    if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
-    workload = Workload(trace, model, seconds, pairs, pair_format, config, device, score_arrivals)
+    workload = (kind or Workload)(**load)
     axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
+    for policy in policies:
+        load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
     try:
-        for policy in policies:
-            load_settings(Path(config) if config else None, overrides={"scheduler.policy": policy})
         manifest = run(workload, axes, folder, show_progress, jobs)
         runs = Runs.read(folder)
-    except (CompareError, ConfigError, OSError) as error:
+    except OSError as error:
         raise DaemonError(str(error)) from None
-    rows = summarise(runs)
-    if as_json:
-        capacity = manifest["capacity_per_s"]
-        print_json({"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed})
-    else:
-        make_console().print(table(rows))
+    rows, capacity = summarise(runs), manifest["capacity_per_s"]
+
+    def text() -> RenderableType:
         for name, reason in runs.failed.items():
             click.echo(f"{name} failed: {reason}", err=True)
+        return table(rows)
+
+    return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
 
 
 def table(rows: list[dict[str, Any]]) -> RenderableType:
     """Medians with their range over seeds, and under them the ratios to adainf's and to fcfs'."""
-    from rich.table import Table
-
     from edged.bench.summary import BASELINES, METRICS
 
-    shown = Table(
+    def cell(values: dict[str, Any], digits: int) -> str:
+        ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
+        return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
+
+    made = make_table(
+        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in METRICS)),
         caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
-        caption_justify="left",
     )
-    shown.add_column("requests/s")
-    shown.add_column("retrain")
-    shown.add_column("policy")
-    for metric in METRICS:
-        shown.add_column(metric.title, justify="right")
     for row in rows:
-        load = "" if row["load"] is None else f" ({percent(row['load'])})"
-        cells = []
-        for metric in METRICS:
-            values = row["metrics"][metric.path]
-            ratios = " ".join("–" if not (ratio := values[f"to_{b}"]) else f"{ratio['median']:.2f}x" for b in BASELINES)
-            cells.append(f"{middle(values['value'], metric.digits)}\n{ratios}")
-        shown.add_row(f"{row['rate_per_s']:.2f}{load}", percent(row["retrain_rate"]), row["policy"], *cells)
-    return shown
+        share = "" if row["load"] is None else f" ({percent(row['load'])})"
+        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
+        made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
+    return made
 
 
 def middle(value: dict[str, float] | None, digits: int) -> str:

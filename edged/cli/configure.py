@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from edged.cli.options import json_option
-from edged.cli.output import print_json
+from edged.cli.options import config_option, shown
 from edged.cli.settings import settings_of
 from edged.client.client import DaemonError
 
@@ -24,9 +24,9 @@ def config() -> None:
 
 
 @config.command()
-@click.option("--config", "-c", "path", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file.")
-@json_option
-def show(path: Path | None, as_json: bool) -> None:
+@config_option
+@shown
+def show(config: Path | None) -> Any:
     """The settings that a daemon with this file uses: defaults, then the file, then the environment.
 
     Without --config they are the installed daemon's; where none is installed, what `edged serve` would use.
@@ -34,13 +34,11 @@ def show(path: Path | None, as_json: bool) -> None:
     from edged.settings.load import Settings
     from edged.settings.toml import to_toml
 
-    settings = settings_of(path)
+    settings = settings_of(config)
     if settings.api.token:
         # What is shown ends in bug reports and logs.
         settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": HIDDEN})})
-    if as_json:
-        return print_json(settings.model_dump())
-    return click.echo(to_toml(settings, Settings()), nl=False)
+    return settings.model_dump(), to_toml(settings, Settings()).removesuffix("\n")
 
 
 @config.command()

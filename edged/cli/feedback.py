@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 import click
 
 from edged.cli.options import json_option, with_client
-from edged.cli.output import print_json, show_progress
+from edged.cli.output import print_json, progress_bar, show_progress
 from edged.client.client import Client, DaemonError, Refused
 
 if TYPE_CHECKING:
@@ -66,13 +66,9 @@ def feedback() -> None:
     "--user", "-u", default="", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user."
 )
 @click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["hh", "trl", "edged"]),
-    default="edged",
-    show_default=True,
+    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged", show_default=True,
     help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
-)
+)  # fmt: skip
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
 @click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
@@ -95,8 +91,8 @@ def import_(
         total = count_lines(file)
         rows = islice(read_pairs(file, format_), skip, None if limit is None else skip + limit)
         expected = max(0, total - skip) if limit is None else max(0, min(limit, total - skip))
-        with _progress(expected, quiet=as_json) as advance:
-            result = send(client, user, rows, advance)
+        with progress_bar("importing", quiet=as_json) as show:
+            result = send(client, user, rows, lambda done: show(done, expected, f"importing: {done} of {expected}"))
     except OSError as error:
         raise DaemonError(f"{file} cannot be read: {error.strerror or error}") from None
     waits = result.pairs and not (no_wait or result.stopped)
@@ -123,7 +119,7 @@ def import_(
 
 
 def send(
-    client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[], None]
+    client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
 ) -> ImportedLines:
     """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
 
@@ -134,7 +130,7 @@ def send(
         for result.line, pair in rows:
             _send(client, user, pair, result)
             result.done += 1
-            advance()
+            advance(result.done)
     except DaemonError as error:
         result.stopped = str(error)
     except KeyboardInterrupt:
@@ -204,13 +200,9 @@ def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Importe
 
 @click.command()
 @click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["jsonl", "trl", "hh"]),
-    default="jsonl",
-    show_default=True,
+    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl", show_default=True,
     help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
-)
+)  # fmt: skip
 @click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
 @click.option("--since", default="", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
 @click.option("--texts", is_flag=True, help="trl: the pairs about plain prompts; else those about chats.")
@@ -265,21 +257,6 @@ def _post(client: Client, pair: dict[str, Any]) -> dict[str, Any]:
             if error.status != 429:
                 raise
             time.sleep(BUSY_WAIT_S)
-
-
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal's stderr; nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("importing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("import", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _report(result: ImportedLines, user: str) -> None:

@@ -13,31 +13,30 @@ from typing import Any
 import click
 
 from edged import __version__
-from edged.client.client import DaemonError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("edged.cli.serve", "serve"),
-    "chat": ("edged.cli.chat", "chat"),
-    "ask": ("edged.cli.ask", "ask"),
-    "status": ("edged.cli.status", "status"),
-    "metrics": ("edged.cli.metrics", "metrics"),
-    "adapters": ("edged.cli.adapters", "adapters"),
-    "feedback": ("edged.cli.feedback", "feedback"),
-    "reload": ("edged.cli.reload", "reload"),
-    "align": ("edged.cli.align", "align"),
-    "export": ("edged.cli.feedback", "export"),
-    "store": ("edged.cli.store", "store"),
-    "backup": ("edged.cli.backup", "backup"),
-    "restore": ("edged.cli.backup", "restore"),
-    "quarantine": ("edged.cli.quarantine", "quarantine"),
-    "config": ("edged.cli.configure", "config"),
-    "token": ("edged.cli.token", "token"),
-    "doctor": ("edged.cli.doctor.command", "doctor"),
-    "trace": ("edged.cli.trace", "trace"),
-    "profile": ("edged.cli.profile", "profile"),
-    "bench": ("edged.cli.bench", "bench"),
-}
-"""Each command's module and the name of the click command in it."""
+COMMANDS = (
+    *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
+    *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
+)
+"""Each is a click command of its name, in the module of its name unless MODULES has another."""
+MODULES = {"export": "feedback", "restore": "backup", "config": "configure", "doctor": "doctor.command"}
+
+EXPECTED = (
+    ("edged.client.client", "DaemonError"),
+    ("edged.settings.load", "ConfigError"),
+    ("edged.models.source", "ModelMissing"),
+    ("edged.engine.model.loading", "ModelRefused"),
+    ("edged.text.tokenizer", "TokenizerError"),
+    ("edged.bench.traces", "TraceError"),
+    ("edged.bench.replay", "ReplayError"),
+    ("edged.bench.compare", "CompareError"),
+    ("edged.simulator.device_file", "DeviceError"),
+    ("edged.profiler.profile", "ProfilingFailed"),
+    ("edged.rebuild.stored", "RebuildError"),
+    ("edged.store.backup", "BackupError"),
+    ("edged.store.lock", "FolderTaken"),
+)
+"""Modules and names of errors whose message is all that a user needs."""
 
 
 class Failure(click.ClickException):
@@ -47,7 +46,21 @@ class Failure(click.ClickException):
         click.echo(f"edged: {self.format_message()}", err=True)
 
 
-class LazyGroup(click.Group):
+class FailingGroup(click.Group):
+    """A group whose commands say by one of the EXPECTED errors what a user can put right."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # What was raised is of a module that is loaded; none is imported for this.
+            loaded = [getattr(sys.modules[module], name) for module, name in EXPECTED if module in sys.modules]
+            if isinstance(error, tuple(loaded)):
+                raise Failure(str(error)) from None
+            raise
+
+
+class LazyGroup(FailingGroup):
     """A group whose commands are imported when they are named or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -56,15 +69,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"edged.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name)
         return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except DaemonError as error:
-            raise Failure(str(error)) from None
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import click
 
 from edged.cli.options import interval_option, json_option, with_client
-from edged.cli.output import number, percent, show
+from edged.cli.output import make_table, number, percent, show
 from edged.cli.plot import line_plot
 from edged.client.client import Client, DaemonError
 
@@ -20,6 +20,7 @@ PLOT_HEIGHT = 6
 FIRST_PAIR = 10
 """Where curves begin: means over fewer pairs say nothing."""
 
+NO_ADAPTER = 'no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"'
 LANGUAGE = {
     "held_out_kl_nats": "KL {:.2f} nats/token",
     "neutral_nll_change": "neutral text {:+.1%}",
@@ -80,7 +81,7 @@ def screen(data: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     if not data["adapters"]:
-        return Text('no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"')
+        return Text(NO_ADAPTER)
     plots = [drawn for item in data["adapters"] if (drawn := plot(item))]
     return Group(*(Text(verdict(item)) for item in data["adapters"]), table(data["adapters"]), *plots)
 
@@ -111,29 +112,28 @@ def _share(item: dict[str, Any], key: str) -> str:
 def table(adapters: list[dict[str, Any]]) -> RenderableType:
     """One row per adapter: means over the last pairs."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
 
-    result = Table(
+    return make_table(
+        *("adapter", ">pairs", ">reward acc.", ">win rate", ">margin", ">loss", ">held out", ">CLPD"),
+        rows=map(_row, adapters),
+        fold=True,
         box=SIMPLE_HEAD,
         caption="pairs trained/seen; means over the last 50 pairs (in brackets: 95 % intervals), each scored before it "
         "was trained on; held out: reward accuracy; KL and CLPD in nats",
-        caption_justify="left",
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    result.add_column("adapter", overflow="fold")
-    for title in ("pairs", "reward acc.", "win rate", "margin", "loss", "held out", "CLPD"):
-        result.add_column(title, justify="right", overflow="fold")
-    for item in adapters:
-        result.add_row(
-            f"{item['adapter']} v{item['version']}",
-            f"{item['pairs_trained']}/{item['pairs_seen']}",
-            *(_share(item, key) for key in ("reward_accuracy", "win_rate")),
-            *(number(item[f"{key}_recent"]) for key in ("reward_margin", "loss")),
-            f"{percent(item['held_out_reward_accuracy'])}, KL {number(item['held_out_kl_nats'])}",
-            number(item["clpd_recent"], 1),
-        )
-    return result
+
+
+def _row(item: dict[str, Any]) -> list[str]:
+    return [
+        f"{item['adapter']} v{item['version']}",
+        f"{item['pairs_trained']}/{item['pairs_seen']}",
+        *(_share(item, key) for key in ("reward_accuracy", "win_rate")),
+        *(number(item[f"{key}_recent"]) for key in ("reward_margin", "loss")),
+        f"{percent(item['held_out_reward_accuracy'])}, KL {number(item['held_out_kl_nats'])}",
+        number(item["clpd_recent"], 1),
+    ]
 
 
 def plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> RenderableType | None:

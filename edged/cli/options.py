@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from edged.cli.output import print_json, print_text
 from edged.client.client import Client, find_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -15,17 +18,26 @@ _LOADING_S = 600.0
 """How long a command waits for a daemon that loads its model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+config_option = click.option(
+    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
+)
 interval_option = click.option(
     "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds per refresh."
 )
 user_option = click.option(
     "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
 )
+pair_format_option = click.option(
+    "--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True
+)
 trace_option = click.option(
     "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
 )
 rate_option = click.option(
-    "--rate", type=click.FloatRange(0.0, min_open=True), help="Requests per second; default: 70 % of a burst's."
+    "--rate",
+    "rate_per_s",
+    type=click.FloatRange(0.0, min_open=True),
+    help="Requests per second; default: 70 % of a burst's.",
 )
 retrain_rate_option = click.option(
     "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
@@ -55,5 +67,26 @@ def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:
         with Client(find_address(socket_path, url, token), patience_s=_LOADING_S, on_wait=_tell) as client:
             return function(client, *args, **kwargs)
+
+    return command
+
+
+def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--json`, and print what the function returns: its data as JSON, else its text.
+
+    It returns (data, text) or (data, text, exit code). A text is a string, something that rich prints, a list of these,
+    or a function that makes it: so nothing is drawn that is not shown.
+    """
+
+    @json_option
+    @functools.wraps(function)
+    def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        data, text, *code = function(*args, **kwargs)
+        if as_json:
+            print_json(data)
+        else:
+            print_text(text() if callable(text) else text)
+        if any(code):
+            sys.exit(code[0])
 
     return command

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 PIPE_WIDTH = 140
 """Columns of a table that goes to a file or pipe."""
@@ -33,12 +35,50 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=max(PIPE_WIDTH, console.width))
 
 
+def print_text(text: Any) -> None:
+    """A string as it is, anything else as rich draws it; a list is these, one after the other."""
+    for part in text if isinstance(text, list) else [text]:
+        if isinstance(part, str):
+            click.echo(part)
+        elif part is not None:
+            make_console().print(part)
+
+
+def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Table:
+    """rich's table, its title and caption on the left. Columns that begin with ">" are on the right; `fold` wraps cells
+    anywhere."""
+    from rich.table import Table
+
+    table = Table(title_justify="left", caption_justify="left", **style)
+    for name in columns:
+        side: Any = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=side, overflow="fold" if fold else "ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def show_progress(line: str) -> None:
     """One line on stderr: a terminal's is overwritten by the next."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
     else:
         click.echo(line, err=True)
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar on stderr, where that is a terminal; what it yields takes what is done, of how much, and what is being
+    done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    share, name = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    off = quiet or not console.is_terminal
+    with Progress(BarColumn(), share, TimeRemainingColumn(), name, console=console, disable=off, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)
 
 
 def number(value: Any, digits: int = 2, unit: str = "") -> str:

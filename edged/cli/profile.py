@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.options import json_option
-from edged.cli.output import make_console, number, print_json
+from edged.cli.options import config_option, shown
+from edged.cli.output import make_table, number, progress_bar
 from edged.cli.settings import settings_of
 from edged.client.client import DaemonError
 
@@ -21,16 +19,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--model", "-m", metavar="DIR", help="As for edged serve.")
-@click.option(
-    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
-)
+@config_option
 @click.option("--data-dir", metavar="DIR", help="Folder in which the daemon will look for the profile.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile here instead.")
 @click.option("--quick", is_flag=True, help="Fewer shapes, fewer times.")
-@json_option
-def profile(
-    model: str | None, config: Path | None, data_dir: str | None, output: Path | None, quick: bool, as_json: bool
-) -> None:
+@shown
+def profile(model: str | None, config: Path | None, data_dir: str | None, output: Path | None, quick: bool) -> Any:
     """Measure how long forwards and fine-tune units take here, and what memory they need.
 
     The daemon starts with these prices instead of a guess, when it serves the same model on the same device. Takes a
@@ -42,9 +36,8 @@ def profile(
     prepare(settings.model.keep_freed_memory)
     from transformers.utils import logging as transformers_logging
 
-    from edged.engine.model.served_model import ModelRefused
-    from edged.models.source import ModelMissing, find_model
-    from edged.profiler.profile import ProfilingFailed, profile_device
+    from edged.models.source import find_model
+    from edged.profiler.profile import profile_device
     from edged.store.data_dir import data_folder
 
     transformers_logging.disable_progress_bar()
@@ -52,42 +45,17 @@ def profile(
         model_dir, name = find_model(settings.model)
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
         folder = data_folder(settings.store.data_dir, os.environ)
-        with _progress_bar() as progress:
+        with progress_bar("loading") as progress:
             measured = profile_device(named, model_dir, folder, output, quick, progress)
-    except (ModelMissing, ModelRefused, ProfilingFailed, OSError) as error:
+    except OSError as error:
         raise DaemonError(str(error)) from None
-    if as_json:
-        print_json({"path": str(measured.path), **measured.profile.model_dump(mode="json")})
-    else:
-        make_console().print(screen(measured.profile.model_dump(), str(measured.path)))
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield show
+    data = {"path": str(measured.path), **measured.profile.model_dump(mode="json")}
+    return data, lambda: screen(measured.profile.model_dump(), str(measured.path))
 
 
 def screen(profile: dict[str, Any], path: str) -> RenderableType:
     """Prices, errors and memory."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from edged.scheduler.cost.model import FORWARD_PRICES
@@ -95,22 +63,16 @@ def screen(profile: dict[str, Any], path: str) -> RenderableType:
     subject, prices = profile["subject"], profile["prices"]
     kind = f", {subject['quantization']}" if subject["quantization"] else ""
     head = Text(f"{subject['model']} ({subject['dtype']}{kind}) on {subject['device']}: {path}", style="bold")
-    forward = Table(title="a forward", title_justify="left")
-    forward.add_column("price")
-    forward.add_column("us", justify="right")
+    forward = make_table("price", ">us", title="a forward")
     for name, price in zip(FORWARD_PRICES, prices["forward"], strict=True):
         forward.add_row(name.replace("knee", f"knee ({prices['knee_tokens']})"), number(price * 1e6, 3))
     forward.add_row("between two iterations", number(profile["overhead_s"] * 1e6, 3))
     forward.add_row("after a rest", number(profile["rest_s"] * 1e6, 3))
-    units = Table(title="a fine-tune unit", title_justify="left")
-    for column in ("kind", "us", "us/token"):
-        units.add_column(column, justify="left" if column == "kind" else "right")
+    units = make_table("kind", ">us", ">us/token", title="a fine-tune unit")
     for name, (once, token) in prices["units"].items():
         units.add_row(name, number(once * 1e6, 1), number(token * 1e6, 2))
     errors = ", ".join(f"{name} {number(value, 0)} %" for name, value in profile["error_percent"].items())
-    memory = Table(title="memory at the peak", title_justify="left")
-    for column in ("work", "modelled MiB", "measured MiB"):
-        memory.add_column(column, justify="left" if column == "work" else "right")
+    memory = make_table("work", ">modelled MiB", ">measured MiB", title="memory at the peak")
     for name, peak in profile["memory"].items():
         memory.add_row(name, *(number(peak[key] / 2**20, 1) for key in ("modelled_bytes", "measured_bytes")))
     off = Text(f"mean error of measurements that were kept out of the fit: {errors}")

@@ -7,9 +7,12 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, moment, number, print_json, short
+from edged.cli.options import shown, with_client
+from edged.cli.output import make_table, moment, number, short
 from edged.client.client import Client, DaemonError
+
+_pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))
+_all_of_user_option = click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
 
 
 @click.group()
@@ -19,50 +22,43 @@ def quarantine() -> None:
 
 @quarantine.command("list")
 @click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
-@json_option
+@shown
 @with_client
-def list_(client: Client, user: str, as_json: bool) -> None:
+def list_(client: Client, user: str) -> Any:
     """The pairs that wait for a decision, newest first."""
-    data = _fetch(client, user)
-    if as_json:
-        return print_json(data)
+    data = client.get(f"/v1/quarantine?user={quote(user, safe='')}" if user else "/v1/quarantine")
     if not data["pairs"]:
-        return click.echo("no pair is in quarantine")
-    from rich.table import Table
-
-    table = Table("pair", "user", "since (UTC)", "source", "loss", "better", "worse", "why")
-    for item in data["pairs"]:
-        table.add_row(*_row(item))
-    make_console().print(table)
-    if data["count"] > len(data["pairs"]):
-        click.echo(f"... and {data['count'] - len(data['pairs'])} older ones")
-    return None
+        return data, "no pair is in quarantine"
+    titles = ("pair", "user", "since (UTC)", "source", "loss", "better", "worse", "why")
+    older = data["count"] - len(data["pairs"])
+    more = f"... and {older} older ones" if older > 0 else None
+    return data, lambda: [make_table(*titles, rows=map(_row, data["pairs"])), more]
 
 
 @quarantine.command()
-@click.argument("pairs", nargs=-1, type=click.IntRange(1))
-@click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
-@json_option
+@_pairs_argument
+@_all_of_user_option
+@shown
 @with_client
-def release(client: Client, pairs: tuple[int, ...], user: str, as_json: bool) -> None:
+def release(client: Client, pairs: tuple[int, ...], user: str) -> Any:
     """Learn from PAIRS after all, or from all of --user.
 
     Released pairs are trusted: they are not judged again.
     """
-    _decide(client, pairs, user, "release", as_json)
+    return _decide(client, pairs, user, "release")
 
 
 @quarantine.command()
-@click.argument("pairs", nargs=-1, type=click.IntRange(1))
-@click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
-@json_option
+@_pairs_argument
+@_all_of_user_option
+@shown
 @with_client
-def drop(client: Client, pairs: tuple[int, ...], user: str, as_json: bool) -> None:
+def drop(client: Client, pairs: tuple[int, ...], user: str) -> Any:
     """Never learn from PAIRS, or from all of --user."""
-    _decide(client, pairs, user, "drop", as_json)
+    return _decide(client, pairs, user, "drop")
 
 
-def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str, as_json: bool) -> None:
+def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str) -> tuple[dict[str, Any], str]:
     if bool(pairs) == bool(user):
         raise DaemonError("give either the numbers of pairs (see edged quarantine list) or --user NAME")
     decided = [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in pairs]
@@ -70,13 +66,7 @@ def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str, as_j
         answer = client.post("/v1/quarantine", {"user": user, "action": action})
         same = {"adapter": user, "decision": answer["decision"], "left": answer["left"]}
         decided = [{"pair_id": pair, **same} for pair in answer["pair_ids"]]
-    if as_json:
-        return print_json({"decided": decided})
-    return click.echo(f"{len(decided)} pairs {'released' if action == 'release' else 'dropped'}")
-
-
-def _fetch(client: Client, user: str) -> dict[str, Any]:
-    return client.get(f"/v1/quarantine?user={quote(user, safe='')}" if user else "/v1/quarantine")
+    return {"decided": decided}, f"{len(decided)} pairs {'released' if action == 'release' else 'dropped'}"
 
 
 def _row(item: dict[str, Any]) -> list[str]:

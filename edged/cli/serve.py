@@ -10,28 +10,24 @@ from pathlib import Path
 
 import click
 
-from edged.cli.options import policy_option
+from edged.cli.options import config_option, policy_option
+
+_SETTINGS = {
+    **{"model": "model.path", "socket": "api.socket", "listen": "api.listen"},
+    **{"data_dir": "store.data_dir", "new_base": "store.new_base", "policy": "scheduler.policy"},
+}
+"""What each flag sets."""
 
 
 @click.command()
-@click.option(
-    "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
-)
+@config_option
 @click.option("--model", "-m", metavar="DIR", help='Directory of save_pretrained, hub name, or "demo".')
 @click.option("--socket", metavar="PATH", help="Unix socket to listen on [EDGED_SOCKET].")
 @click.option("--listen", metavar="HOST:PORT", help="Listen on TCP too.")
 @click.option("--data-dir", metavar="DIR", help="Folder of the database and the adapters.")
 @click.option("--new-base", metavar="HOW", help='In a folder of another model: "shelve" or "learn" (store.new_base).')
 @policy_option
-def serve(
-    config: Path | None,
-    model: str | None,
-    socket: str | None,
-    listen: str | None,
-    data_dir: str | None,
-    new_base: str | None,
-    policy: str | None,
-) -> None:
+def serve(config: Path | None, **flags: str | None) -> None:
     """Serve a model on the local socket and learn from feedback.
 
     Runs in the foreground until SIGTERM or Ctrl-C; running answers are finished first.
@@ -43,15 +39,7 @@ def serve(
     from edged.runtime import logs
     from edged.settings.load import ConfigError, LogSettings, Settings, load_settings
 
-    flags = {
-        "model.path": model,
-        "api.socket": socket,
-        "api.listen": listen,
-        "store.data_dir": data_dir,
-        "store.new_base": new_base,
-        "scheduler.policy": policy,
-    }
-    load = functools.partial(load_settings, config, overrides=flags)
+    load = functools.partial(load_settings, config, overrides={_SETTINGS[flag]: flags[flag] for flag in flags})
     try:
         settings = load()
     except ConfigError as error:

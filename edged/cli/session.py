@@ -6,7 +6,7 @@ Owns the messages and which completion each answer came from. Must not know the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged.client.client import Client, DaemonError
@@ -151,14 +151,6 @@ class Session:
 
     def _body(self) -> dict[str, Any]:
         """The request for an answer to the last question. The model's name is left to the daemon, which serves one."""
-        options = self.options
-        body: dict[str, Any] = {"messages": self._question()}
-        for key, value in (
-            ("user", options.user or None),
-            ("max_tokens", options.max_tokens),
-            ("temperature", options.temperature),
-            ("seed", options.seed),
-        ):
-            if value is not None:
-                body[key] = value
-        return body
+        asked = {**asdict(self.options), "user": self.options.user or None}
+        del asked["system"]
+        return {"messages": self._question(), **{key: value for key, value in asked.items() if value is not None}}

@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from edged.cli.options import (
-    json_option,
     policy_option,
     rate_option,
     retrain_rate_option,
     seed_option,
+    shown,
     trace_option,
 )
-from edged.client.client import DaemonError
+from edged.cli.output import show_progress
 
 
 class Lengths(click.ParamType):
@@ -48,21 +48,8 @@ class Lengths(click.ParamType):
 )
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
 @seed_option
-@json_option
-def simulate(
-    trace: str,
-    device: str,
-    model: str,
-    quantize: str | None,
-    config: Path | None,
-    policy: str | None,
-    rate: float | None,
-    retrain_rate: float,
-    pair_tokens: tuple[int, int, int],
-    seconds: float,
-    seed: int,
-    as_json: bool,
-) -> None:
+@shown
+def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
     """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
 
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
@@ -71,32 +58,11 @@ def simulate(
     from edged.runtime.process import prepare
 
     prepare()
-    from edged.bench.traces import TraceError
     from edged.cli.bench import screen
-    from edged.cli.output import make_console, print_json, show_progress
-    from edged.engine.model.served_model import ModelRefused
-    from edged.settings.load import ConfigError, load_settings
-    from edged.simulator.device_file import DeviceError
+    from edged.settings.load import load_settings
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run
 
-    try:
-        overrides = {"scheduler.policy": policy, "model.quantize": quantize}
-        plan = SimulationPlan(
-            trace=trace,
-            device=device,
-            model=model,
-            settings=load_settings(config, overrides=overrides),
-            rate_per_s=rate,
-            retrain_rate=retrain_rate,
-            seconds=seconds,
-            seed=seed,
-            pair_tokens=pair_tokens,
-        )
-        report = run(plan, show_progress)
-    except (ConfigError, DeviceError, ModelRefused, TraceError) as error:
-        raise DaemonError(str(error)) from None
-    if as_json:
-        print_json(report)
-    else:
-        make_console().print(screen(report))
+    settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
+    report = run(SimulationPlan(settings=settings, **load), show_progress)
+    return report, lambda: screen(report)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.options import interval_option, json_option, with_client
-from edged.cli.output import duration, number, percent, show
+from edged.cli.output import duration, make_table, number, percent, show
 from edged.cli.plot import sparkline
 from edged.cli.store import describe
 from edged.client.client import Client
@@ -73,55 +73,30 @@ def headline(data: dict[str, Any]) -> RenderableType:
 
 def facts(data: dict[str, Any]) -> RenderableType:
     """The numbers, in two columns of name and value."""
-    from rich.table import Table
-
     queue, rates, latency, totals = data["queue"], data["rates"], data["latency"], data["totals"]
     pages, prefix, tuning, slo = data["pages"], data["prefix"], data["finetune"], data["slo"]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for style in ("dim", "", "dim", ""):
-        table.add_column(style=style, overflow="fold")
-    active = ", ".join(tuning["active_adapters"])
+    table = make_table("", "", "", "", fold=True, box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.columns[0].style = table.columns[2].style = "dim"
     trouble_rows(table, data)
-    table.add_row(
-        "requests",
-        f"{queue['waiting']} waiting, {queue['prefill']} in prefill, {queue['decode']} in decode",
-        "output",
-        f"{number(rates['output_tokens_per_s'], 0)} tok/s, {number(rates['requests_per_s'], 1)} requests/s",
-    )
+    now = f"{queue['waiting']} waiting, {queue['prefill']} in prefill, {queue['decode']} in decode"
+    speed = f"{number(rates['output_tokens_per_s'], 0)} tok/s, {number(rates['requests_per_s'], 1)} requests/s"
+    table.add_row("requests", now, "output", speed)
     table.add_row("TTFT", _quantiles(latency["ttft_ms"], 0), "TBT", _quantiles(latency["tbt_ms"], 1))
-    table.add_row(
-        "in time",
-        f"TTFT {percent(slo['ttft_attainment'])}, TBT {percent(slo['tbt_attainment'])}",
-        "iteration",
-        _quantiles(latency["iteration_ms"], 1),
-    )
-    table.add_row(
-        "fine-tuning",
-        f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
-        + (f" (now: {active})" if active else ""),
-        "learning",
-        f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s",
-    )
-    table.add_row(
-        "pages",
-        f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
-        + (f", {number(totals['pruned_pages'])} returned by pruning" if totals["pruned_pages"] else ""),
-        "prefix hits",
-        f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens",
-    )
+    met = f"TTFT {percent(slo['ttft_attainment'])}, TBT {percent(slo['tbt_attainment'])}"
+    table.add_row("in time", met, "iteration", _quantiles(latency["iteration_ms"], 1))
+    active = f" (now: {', '.join(tuning['active_adapters'])})" if tuning["active_adapters"] else ""
+    pairs = f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
+    speed = f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s"
+    table.add_row("fine-tuning", pairs + active, "learning", speed)
+    free = f"{number(pages['free'])} of {number(pages['total'])} free, {number(pages['cached'])} cached prefixes"
+    pruned = f", {number(totals['pruned_pages'])} returned by pruning" if totals["pruned_pages"] else ""
+    hits = f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"
+    table.add_row("pages", free + pruned, "prefix hits", hits)
     table.add_row("prefixes", f"{number(prefix['hit_tokens'])} tokens saved", "spilled", _spilled(prefix))
-    table.add_row(
-        "scheduler",
-        f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision",
-        "cost model",
-        _predictions(data["cost_model"]),
-    )
-    table.add_row(
-        "in all",
-        f"{number(totals['requests'])} requests, {number(totals['output_tokens'])} tokens out",
-        "preempted",
-        number(totals["preemptions"]),
-    )
+    policy = f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision"
+    table.add_row("scheduler", policy, "cost model", _predictions(data["cost_model"]))
+    done = f"{number(totals['requests'])} requests, {number(totals['output_tokens'])} tokens out"
+    table.add_row("in all", done, "preempted", number(totals["preemptions"]))
     box_rows(table, data["device"])
     governor_rows(table, data["governors"])
     stored = data["store"]
@@ -159,17 +134,11 @@ def box_rows(table: Table, device: dict[str, Any]) -> None:
     if heat and device["temperature_limit_c"] is not None:
         heat += f" of at most {device['temperature_limit_c']:.0f} °C"
     pressure = device["memory_pressure_some_percent"]
-    table.add_row(
-        "box",
-        f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}",
-        "memory",
-        f"{_gib(device['process_rss_bytes'])} used here, {_gib(device['memory_available_bytes'])} of "
-        f"{_gib(device['memory_total_bytes'])} free"
-        + ("" if pressure is None else f", {number(pressure, 0)} % of the time waited for"),
-    )
-    gpu = []
-    if device["gpu_percent"] is not None:
-        gpu.append(f"{number(device['gpu_percent'], 0)} % busy")
+    waited = "" if pressure is None else f", {number(pressure, 0)} % of the time waited for"
+    free = f"{_gib(device['memory_available_bytes'])} of {_gib(device['memory_total_bytes'])} free"
+    cpu = f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}"
+    table.add_row("box", cpu, "memory", f"{_gib(device['process_rss_bytes'])} used here, {free}{waited}")
+    gpu = [] if device["gpu_percent"] is None else [f"{number(device['gpu_percent'], 0)} % busy"]
     if device["gpu_clock_hz"] and device["gpu_clock_max_hz"]:
         gpu.append(f"{device['gpu_clock_hz'] / 1e6:.0f} of {device['gpu_clock_max_hz'] / 1e6:.0f} MHz")
     power = [] if device["power_w"] is None else [f"{number(device['power_w'], 1)} W"]
@@ -185,20 +154,13 @@ def governor_rows(table: Table, governors: dict[str, Any]) -> None:
         table.add_row("governors", "off (governor.enabled)", "", "")
         return
     memory, power, energy = governors["memory"], governors["power"], governors["energy"]
-    reasons = "; ".join(power["reasons"])
-    table.add_row(
-        "for neighbours",
-        f"holds {', '.join(memory['holds'])}: {memory['reason']}" if memory["holds"] else "nothing held back",
-        "for heat, power",
-        f"fine-tuning {percent(power['finetune_share'])} of the time: {reasons}" if reasons else "nothing held back",
-    )
+    reasons, nothing = "; ".join(power["reasons"]), "nothing held back"
+    held = f"holds {', '.join(memory['holds'])}: {memory['reason']}" if memory["holds"] else nothing
+    share = f"fine-tuning {percent(power['finetune_share'])} of the time: {reasons}" if reasons else nothing
+    table.add_row("for neighbours", held, "for heat, power", share)
     if energy is not None:
-        table.add_row(
-            "energy",
-            f"{_joules(energy['joules_per_output_token'])} a token, {_joules(energy['joules_per_pair'])} a pair",
-            "",
-            "",
-        )
+        spent = f"{_joules(energy['joules_per_output_token'])} a token, {_joules(energy['joules_per_pair'])} a pair"
+        table.add_row("energy", spent, "", "")
 
 
 def _joules(value: float | None) -> str:
@@ -254,7 +216,5 @@ def _count(value: int | None) -> str:
     """A number of parameters: 1.5 B, 135 M, 40 k."""
     if value is None:
         return "–"
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return str(value)
+    units = ((10**9, "B"), (10**6, "M"), (10**3, "k"))
+    return next((f"{value / size:.1f} {unit}" for size, unit in units if value >= size), str(value))

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import make_console, number, print_json, size
+from edged.cli.options import shown, with_client
+from edged.cli.output import make_table, number, size
 from edged.client.client import Client
 
 
@@ -17,52 +17,39 @@ def store() -> None:
 
 
 @store.command()
-@json_option
+@shown
 @with_client
-def status(client: Client, as_json: bool) -> None:
+def status(client: Client) -> Any:
     """Size, rows by table, the oldest completion."""
     data = client.get("/v1/store")
-    return print_json(data) if as_json else _show(data)
+    rows = ((name, number(count), number(data["deleted"].get(name, 0))) for name, count in data["rows"].items())
+    about = f"{data['path']}: {describe(data)}"
+    return data, lambda: [about, make_table("table", "rows", "deleted since the start", rows=rows)]
 
 
 @store.command()
-@json_option
+@shown
 @with_client
-def prune(client: Client, as_json: bool) -> None:
+def prune(client: Client) -> Any:
     """Delete now what the settings no longer keep.
 
     The daemon does this by itself every ten minutes.
     """
     data = client.post("/v1/store/prune", {})
-    if as_json:
-        return print_json(data)
     deleted = ", ".join(f"{number(count)} of {table}" for table, count in data["deleted"].items() if count)
-    return click.echo(f"deleted: {deleted or 'nothing'}; {size(data['store']['used_bytes'])} are in use")
+    return data, f"deleted: {deleted or 'nothing'}; {size(data['store']['used_bytes'])} are in use"
 
 
 @store.command()
-@json_option
+@shown
 @with_client
-def vacuum(client: Client, as_json: bool) -> None:
+def vacuum(client: Client) -> Any:
     """Rewrite the database without free space.
 
     Answers go on; what is to be stored waits until it is done. It needs room for a second copy on the disk.
     """
     data = client.post("/v1/store/vacuum", {})
-    if as_json:
-        return print_json(data)
-    return click.echo(f"{size(data['bytes_before'])} before, {size(data['bytes_after'])} now")
-
-
-def _show(data: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    console = make_console()
-    console.print(f"{data['path']}: {describe(data)}")
-    table = Table("table", "rows", "deleted since the start")
-    for name, count in data["rows"].items():
-        table.add_row(name, number(count), number(data["deleted"].get(name, 0)))
-    console.print(table)
+    return data, f"{size(data['bytes_before'])} before, {size(data['bytes_after'])} now"
 
 
 def describe(data: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from edged.cli.options import json_option
-from edged.cli.output import make_console, print_json
+from edged.cli.options import config_option, shown
+from edged.cli.output import make_table
 from edged.cli.settings import settings_of
 from edged.client.client import DaemonError
 
@@ -31,8 +31,8 @@ def token() -> None:
     "--roles", default="use,train", show_default=True, metavar="LIST", help="Of use, train, metrics and admin."
 )
 @click.option("--users", default="", metavar="LIST", help='For whom it speaks: names, beginnings with "*", or "*".')
-@json_option
-def new(name: str, roles: str, users: str, as_json: bool) -> None:
+@shown
+def new(name: str, roles: str, users: str) -> Any:
     """Make a token, show it this once, and print the line for the settings.
 
     The settings keep its hash alone: whoever reads them cannot use it.
@@ -50,33 +50,22 @@ def new(name: str, roles: str, users: str, as_json: bool) -> None:
     except ConfigError as error:
         raise DaemonError(str(error).removeprefix("settings: ")) from None
     line = to_toml_value(entry)
-    if as_json:
-        return print_json({"token": secret, "toml": f"[access]\ntokens = [\n  {line},\n]", **entry})
-    click.echo(f"The token, which is shown this once:\n\n  {secret}\n\nIts line for the settings file:\n")
-    click.echo(f"[access]\ntokens = [\n  {line},\n]")
-    return None
+    toml = f"[access]\ntokens = [\n  {line},\n]"
+    told = f"The token, which is shown this once:\n\n  {secret}\n\nIts line for the settings file:\n\n{toml}"
+    return {"token": secret, "toml": toml, **entry}, told
 
 
 @token.command("list")
-@click.option(
-    "--config", "-c", "path", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
-)
-@json_option
-def list_(path: Path | None, as_json: bool) -> None:
+@config_option
+@shown
+def list_(config: Path | None) -> Any:
     """The tokens that the settings know, without the tokens themselves."""
-    tokens = settings_of(path).access.tokens
+    tokens = settings_of(config).access.tokens
     known = [{"name": item.name, "roles": item.roles, "users": item.users} for item in tokens]
-    if as_json:
-        return print_json({"tokens": known})
-    if not known:
-        return click.echo("no token yet: edged token new NAME")
-    from rich.table import Table
-
-    table = Table("token", "roles", "speaks for")
-    for item in tokens:
-        speaks_for = "everybody" if "admin" in item.roles else ", ".join(item.users) or "nobody"
-        table.add_row(item.name, ", ".join(item.roles), speaks_for)
-    return make_console().print(table)
+    whom = ("everybody" if "admin" in item.roles else ", ".join(item.users) or "nobody" for item in tokens)
+    rows = ((item.name, ", ".join(item.roles), speaks_for) for item, speaks_for in zip(tokens, whom, strict=True))
+    none = "no token yet: edged token new NAME"
+    return {"tokens": known}, lambda: make_table("token", "roles", "speaks for", rows=rows) if known else none
 
 
 def _listed(text: str) -> list[str]:

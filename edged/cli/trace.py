@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import number, print_json, show_progress
+from edged.cli.options import shown, with_client
+from edged.cli.output import number, show_progress
 from edged.client.client import Client, DaemonError
 
 _TOLD_EVERY = 20_000
@@ -20,18 +20,14 @@ _TOLD_EVERY = 20_000
 
 @click.command()
 @click.option(
-    "--seconds",
-    "-s",
-    type=click.FloatRange(0.0, 600.0, min_open=True),
-    default=10.0,
-    show_default=True,
+    "--seconds", "-s", type=click.FloatRange(0.0, 600.0, min_open=True), default=10.0, show_default=True,
     help="How long a time.",
-)
+)  # fmt: skip
 @click.option("--output", "-o", default="edged-trace.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--record", is_flag=True, help="The next SECONDS instead of the last ones.")
-@json_option
+@shown
 @with_client
-def trace(client: Client, seconds: float, output: Path, record: bool, as_json: bool) -> None:
+def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
     """Write what the engine did in the last SECONDS as a trace.
 
     Iterations with their bins, decisions, forwards, units, tasks and preemptions, and how pages, queue and latency
@@ -40,10 +36,9 @@ def trace(client: Client, seconds: float, output: Path, record: bool, as_json: b
     if record:
         _wait(seconds)
     facts, events = _download(client, f"/v1/trace?seconds={seconds:g}", output)
-    if as_json:
-        return print_json({"file": str(output), "events": events, **facts})
     told = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
-    return click.echo(f"{told}; open it in https://ui.perfetto.dev")
+    data = {"file": str(output), "events": events, **facts}
+    return data, f"{told}; open it in https://ui.perfetto.dev"
 
 
 def _wait(seconds: float) -> None:

@@ -13,6 +13,7 @@ from sqlite_utils import Database
 
 from edged.store.completions import json_text, plain_text
 from edged.store.data_dir import erase_folder
+from edged.store.rows import field_values, insert_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +52,10 @@ def insert_metric(db: Database, metric: PairScore) -> None:
              AND NOT (:split = 'prequential' AND EXISTS (
                  SELECT 1 FROM alignment_metrics WHERE pair_id = :pair_id AND split = 'prequential'))""",
         {
-            "created_at": metric.created_at,
-            "adapter": metric.adapter,
-            "version": metric.version,
-            "pair_id": metric.pair_id,
-            "split": metric.split,
-            "chosen_logp": metric.chosen_logp,
-            "rejected_logp": metric.rejected_logp,
-            "ref_chosen_logp": metric.ref_chosen_logp,
-            "ref_rejected_logp": metric.ref_rejected_logp,
+            **field_values(metric),
             "win": int(metric.chosen_logp > metric.rejected_logp),
             "logp_difference": metric.chosen_logp - metric.rejected_logp,
-            "reward_margin": metric.reward_margin,
             "reward_correct": int(metric.reward_margin > 0.0),
-            "loss": metric.loss,
-            "kl_nats": metric.kl_nats,
             "chosen_tokens": metric.chosen_tokens or None,
             "rejected_tokens": metric.rejected_tokens or None,
         },
@@ -91,23 +81,7 @@ class Version:
 
 def insert_version(db: Database, version: Version) -> None:
     """Add a version; one of the same number, left by a crash before it reached the disk, is replaced."""
-    db.execute(
-        """INSERT OR REPLACE INTO adapter_versions (adapter, version, created_at, parent, reason, pairs, loss,
-               grad_norm, step_s, restored, step_scale, on_disk) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)""",
-        [
-            version.adapter,
-            version.version,
-            version.created_at,
-            version.parent,
-            version.reason,
-            version.pairs,
-            version.loss,
-            version.grad_norm,
-            version.step_s,
-            version.restored,
-            version.step_scale,
-        ],
-    )
+    insert_row(db, "adapter_versions", {**field_values(version), "on_disk": 0}, "INSERT OR REPLACE")
 
 
 def set_version_tested(

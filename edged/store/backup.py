@@ -25,7 +25,7 @@ from typing import Any
 
 import edged
 from edged.store.archive import END, chunks, header, padding
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sha256_of, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -111,10 +111,6 @@ def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
 def _drop_unnamed(folder: Path) -> None:
     """Leave out the versions that the copied database does not name: somebody was forgotten since they were taken."""
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
-        if not {"served_base", "shelved_versions"} <= tables:
-            # An older edged made it, and is not running: nobody was forgotten.
-            return
         named = set(
             connection.execute(
                 """SELECT fingerprint, adapter, version FROM adapter_versions, served_base
@@ -137,14 +133,9 @@ def is_whole(version: Path) -> bool:
     """Whether an adapter version's files are those that its manifest names."""
     try:
         sums = json.loads((version / VERSION_MANIFEST).read_text())["sha256"]
-        return all(_sha256(version / name) == value for name, value in sums.items())
+        return all(sha256_of(version / name) == value for name, value in sums.items())
     except (OSError, ValueError, KeyError, AttributeError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:

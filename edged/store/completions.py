@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from sqlite_utils import Database
 
+from edged.store.rows import columns_of, field_values, insert_row, json_tuple
+
 Message = Mapping[str, Any]
 UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
     AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = completions.id)
@@ -90,42 +92,15 @@ def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_id
 
 def insert_completion(db: Database, completion: Completion) -> None:
     """Add a completion with its choices."""
-    db.execute(
-        """INSERT INTO completions VALUES (:id, :created_at, :object, :user, :adapter, :version, :model, :messages,
-               :prompt, :prompt_key, :prompt_ids, :prompt_tokens, :choice_count)""",
-        {
-            "id": completion.id,
-            "created_at": completion.created_at,
-            "object": completion.object,
-            "user": completion.user,
-            "adapter": completion.adapter,
-            "version": completion.version,
-            "model": completion.model,
-            "messages": json_text(completion.messages),
-            "prompt": plain_text(completion.prompt),
-            "prompt_key": completion.prompt_key,
-            "prompt_ids": json_text(completion.prompt_ids),
-            "prompt_tokens": len(completion.prompt_ids),
-            "choice_count": len(completion.choices),
-        },
-    )
+    row = field_values(completion)
+    del row["choices"]
+    row |= {"messages": json_text(completion.messages), "prompt": plain_text(completion.prompt)}
+    row |= {"prompt_key": completion.prompt_key, "prompt_ids": json_text(completion.prompt_ids)}
+    row |= {"prompt_tokens": len(completion.prompt_ids), "choice_count": len(completion.choices)}
+    insert_row(db, "completions", row)
     for choice in completion.choices:
-        db.execute(
-            "INSERT INTO choices VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                completion.id,
-                choice.choice,
-                plain_text(choice.text),
-                json_text(choice.token_ids),
-                choice.finish_reason,
-                choice.completion_tokens,
-                choice.cached_tokens,
-                choice.queue_ms,
-                choice.ttft_ms,
-                choice.total_ms,
-                choice.repetition,
-            ],
-        )
+        texts = {"text": plain_text(choice.text), "token_ids": json_text(choice.token_ids)}
+        insert_row(db, "choices", {"completion_id": completion.id, **field_values(choice), **texts})
 
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:
@@ -171,30 +146,14 @@ def _completions(db: Database, rows: Iterable[dict[str, Any]]) -> list[Completio
         "SELECT * FROM choices WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY completion_id, choice",
         [json.dumps(list(choices))],
     ):
-        choices[row["completion_id"]].append(_choice(row))
+        choice = Choice(**{**columns_of(Choice, row), "token_ids": json_tuple(row["token_ids"])})
+        choices[row["completion_id"]].append(choice)
     return [_completion(row, choices[row["id"]]) for row in found]
 
 
 def _completion(row: dict[str, Any], choices: list[Choice]) -> Completion:
-    messages = json.loads(row["messages"]) if row["messages"] else None
-    return Completion(
-        id=row["id"],
-        created_at=row["created_at"],
-        object=row["object"],
-        model=row["model"],
-        prompt_ids=tuple(json.loads(row["prompt_ids"])),
-        choices=tuple(choices),
-        user=row["user"],
-        adapter=row["adapter"],
-        version=row["version"],
-        messages=tuple(messages) if messages is not None else None,
-        prompt=row["prompt"],
-    )
-
-
-def _choice(row: dict[str, Any]) -> Choice:
-    values = {name: value for name, value in row.items() if name != "completion_id"}
-    return Choice(**{**values, "token_ids": tuple(json.loads(row["token_ids"]))})
+    json_columns = {"messages": json_tuple(row["messages"]), "prompt_ids": json_tuple(row["prompt_ids"])}
+    return Completion(**{**columns_of(Completion, row), **json_columns, "choices": tuple(choices)})
 
 
 def json_text(value: Any) -> str | None:

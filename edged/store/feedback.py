@@ -14,8 +14,12 @@ from sqlite_utils import Database
 
 from edged.store.completions import Message, json_text, plain_text
 from edged.store.quarantine import TRUSTED
+from edged.store.rows import columns_of, field_values, insert_row, json_tuple
 
 _COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
+
+_OTHERWISE = ("id", "epochs_done", "trained_version", "ref_chosen_logp", "ref_rejected_logp", "ref_model", "trusted")
+"""Fields of a pair that a new row gets from the database, or later."""
 
 DIRECT_SOURCES = ("chosen", "edit")
 """Signals that settle a preference by themselves."""
@@ -82,21 +86,8 @@ class PairRow:
 
 def insert_signal(db: Database, signal: Signal) -> None:
     """Add a signal."""
-    db.execute(
-        "INSERT INTO signals VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            signal.id,
-            signal.created_at,
-            signal.completion_id,
-            signal.choice,
-            signal.user,
-            signal.signal,
-            plain_text(signal.text),
-            signal.seconds,
-            json_text(signal.pair_ids),
-            signal.reason,
-        ],
-    )
+    texts = {"text": plain_text(signal.text), "pair_ids": json_text(signal.pair_ids)}
+    insert_row(db, "signals", {**field_values(signal), **texts})
 
 
 def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
@@ -141,36 +132,16 @@ def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reas
 
 def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id."""
-    cursor = db.execute(
-        """INSERT INTO pairs (created_at, adapter, signal_id, source, weight, messages, prompt, prompt_key,
-               chosen, rejected, prompt_ids, chosen_ids, rejected_ids, chosen_completion_id, chosen_choice,
-               rejected_completion_id, rejected_choice, state, note, account, direct)
-           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
-        [
-            pair.created_at,
-            pair.adapter,
-            pair.signal_id,
-            pair.source,
-            pair.weight,
-            json_text(pair.messages),
-            plain_text(pair.prompt),
-            key,
-            plain_text(pair.chosen.text),
-            plain_text(pair.rejected.text),
-            json_text(pair.prompt_ids),
-            json_text(pair.chosen.token_ids),
-            json_text(pair.rejected.token_ids),
-            pair.chosen.completion_id,
-            pair.chosen.choice,
-            pair.rejected.completion_id,
-            pair.rejected.choice,
-            pair.state,
-            pair.note,
-            pair.account,
-            int(pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter)),
-        ],
-    )
-    return int(cursor.lastrowid or 0)
+    row = field_values(pair)
+    for name in _OTHERWISE:
+        del row[name]
+    for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        row |= {name: plain_text(side.text), f"{name}_ids": json_text(side.token_ids)}
+        row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
+    row |= {"messages": json_text(pair.messages), "prompt": plain_text(pair.prompt), "prompt_key": key}
+    row |= {"prompt_ids": json_text(pair.prompt_ids)}
+    row["direct"] = int(pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter))
+    return insert_row(db, "pairs", row)
 
 
 def teaches(db: Database, account: str | None, adapter: str) -> bool:
@@ -342,29 +313,10 @@ def taken_back(db: Database, adapter: str) -> list[int]:
 
 
 def _pair(row: dict[str, Any]) -> PairRow:
-    def ids(column: str) -> tuple[int, ...] | None:
-        return tuple(json.loads(row[column])) if row[column] is not None else None
-
-    return PairRow(
-        id=row["id"],
-        created_at=row["created_at"],
-        adapter=row["adapter"],
-        signal_id=row["signal_id"],
-        source=row["source"],
-        weight=row["weight"],
-        messages=tuple(json.loads(row["messages"])) if row["messages"] is not None else None,
-        prompt=row["prompt"],
-        prompt_ids=ids("prompt_ids"),
-        chosen=Side(row["chosen"], ids("chosen_ids"), row["chosen_completion_id"], row["chosen_choice"]),
-        rejected=Side(row["rejected"], ids("rejected_ids"), row["rejected_completion_id"], row["rejected_choice"]),
-        state=row["state"],
-        epochs_done=row["epochs_done"],
-        trained_version=row["trained_version"],
-        ref_chosen_logp=row["ref_chosen_logp"],
-        ref_rejected_logp=row["ref_rejected_logp"],
-        ref_model=row["ref_model"],
-        note=row["note"],
-        trusted=bool(row["trusted"]),
-        account=row["account"],
-        direct=bool(row["direct"]),
+    chosen, rejected = (
+        Side(row[name], json_tuple(row[f"{name}_ids"]), row[f"{name}_completion_id"], row[f"{name}_choice"])
+        for name in ("chosen", "rejected")
     )
+    json_columns = {name: json_tuple(row[name]) for name in ("messages", "prompt_ids")}
+    flags = {name: bool(row[name]) for name in ("trusted", "direct")}
+    return PairRow(**{**columns_of(PairRow, row), **json_columns, **flags, "chosen": chosen, "rejected": rejected})

@@ -1,6 +1,6 @@
 """The schema, as a list of small named functions applied in order and recorded in the `migrations` table.
 
-Owns every table's definition. Must not know who fills the tables. A released migration is never edited: add one.
+A released migration is never edited: add one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,28 @@ from edged.store.timestamps import utc_now, utc_text
 
 Migration = Callable[[Database], None]
 
+FOLDED = frozenset(
+    {
+        "m001_completions",
+        "m002_feedback",
+        "m003_adapters",
+        "m004_iteration_samples",
+        "m005_served_base",
+        "m006_shelved_adapters",
+        "m007_shelved_pairs",
+        "m008_quarantine",
+        "m009_forgetting",
+    }
+)
+"""Migrations from before the first release. A file that has all of them is as `m009_schema` makes it."""
+
 
 class UnknownMigration(RuntimeError):
-    """The file was written by a newer edged."""
+    """The file's schema is none of this edged's: `seen` says whose it is, `way_out` what to do."""
+
+    def __init__(self, seen: str, way_out: str) -> None:
+        super().__init__(f"{seen}: {way_out}")
+        self.seen, self.way_out = seen, way_out
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> list[str]:
@@ -25,7 +44,12 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> li
     """
     todo = MIGRATIONS if migrations is None else migrations
     db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
-    applied = check_known(db, todo)
+    names = _names(db)
+    applied = known_of(names, todo)
+    if names >= FOLDED:
+        with db.atomic():
+            db.execute("UPDATE migrations SET name = ? WHERE name = ?", [m009_schema.__name__, max(FOLDED)])
+            db.execute(f"DELETE FROM migrations WHERE name IN ({', '.join('?' * len(FOLDED))})", [*FOLDED])
     fresh = [migration for migration in todo if migration.__name__ not in applied]
     for migration in fresh:
         with db.atomic():
@@ -34,17 +58,33 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> li
     return [migration.__name__ for migration in fresh]
 
 
-def check_known(db: Database, migrations: tuple[Migration, ...] | None = None) -> set[str]:
-    """Names of the migrations that the file has. Raises UnknownMigration when one is not in the list (default: all)."""
-    applied = {name for (name,) in db.execute("SELECT name FROM migrations")}
+def check_known(db: Database) -> None:
+    """Raises UnknownMigration when the file has a migration that is none of ours."""
+    known_of(_names(db))
+
+
+def _names(db: Database) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM migrations")}
+
+
+def known_of(names: set[str], migrations: tuple[Migration, ...] | None = None) -> set[str]:
+    """Which of `migrations` (default: all) a file has whose table names these. Raises UnknownMigration."""
+    folded = names & FOLDED
+    if folded and folded != FOLDED:
+        raise UnknownMigration(
+            f"was left by an edged from before the first release ({len(folded)} of its {len(FOLDED)} migrations)",
+            "no later one can use it; move it away, and restore another backup or start anew",
+        )
+    applied = names - FOLDED | ({m009_schema.__name__} if folded else set())
     known = {migration.__name__ for migration in (MIGRATIONS if migrations is None else migrations)}
     if unknown := sorted(applied - known):
-        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]}): install that version")
+        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]})", "install that version")
     return applied
 
 
-def m001_completions(db: Database) -> None:
-    """What was asked and answered, so that feedback can name it."""
+def m009_schema(db: Database) -> None:
+    """The tables of the first release."""
+    # What was asked and answered, so that feedback can name it.
     db.execute("""
         CREATE TABLE completions (
             id TEXT PRIMARY KEY,
@@ -76,10 +116,7 @@ def m001_completions(db: Database) -> None:
             total_ms REAL NOT NULL,
             PRIMARY KEY (completion_id, choice)
         )""")
-
-
-def m002_feedback(db: Database) -> None:
-    """What users did, and the preference pairs that follow from it."""
+    # What users did, and the preference pairs that follow from it.
     db.execute("""
         CREATE TABLE signals (
             id TEXT PRIMARY KEY,
@@ -114,7 +151,7 @@ def m002_feedback(db: Database) -> None:
             chosen_choice INTEGER,
             rejected_completion_id TEXT REFERENCES completions (id),
             rejected_choice INTEGER,
-            state TEXT NOT NULL CHECK (state IN ('queued', 'held_out', 'trained', 'learnt', 'skipped')),
+            state TEXT NOT NULL CHECK (state IN ('queued', 'held_out', 'trained', 'learnt', 'skipped', 'quarantined')),
             epochs_done INTEGER NOT NULL DEFAULT 0,
             trained_version INTEGER,
             ref_chosen_logp REAL,
@@ -127,10 +164,7 @@ def m002_feedback(db: Database) -> None:
     db.execute("CREATE INDEX pairs_by_prompt ON pairs (prompt_key)")
     db.execute("CREATE INDEX pairs_by_chosen ON pairs (chosen_completion_id)")
     db.execute("CREATE INDEX pairs_by_rejected ON pairs (rejected_completion_id)")
-
-
-def m003_adapters(db: Database) -> None:
-    """What each adapter's versions are, how well they do, and the steps that were not taken."""
+    # What each adapter's versions are, how well they do, and the steps that were not taken.
     db.execute("""
         CREATE TABLE adapter_versions (
             adapter TEXT NOT NULL,
@@ -176,10 +210,7 @@ def m003_adapters(db: Database) -> None:
             pair_ids TEXT NOT NULL,
             reason TEXT NOT NULL
         )""")
-
-
-def m004_iteration_samples(db: Database) -> None:
-    """A bounded sample of the engine's iterations."""
+    # A bounded sample of the engine's iterations.
     db.execute("""
         CREATE TABLE iteration_samples (
             id INTEGER PRIMARY KEY,
@@ -193,20 +224,9 @@ def m004_iteration_samples(db: Database) -> None:
             budget_ms REAL,
             free_pages INTEGER NOT NULL
         )""")
-
-
-def m005_served_base(db: Database) -> None:
-    """Which base model the learning tables speak of."""
+    # Which base model the learning tables speak of.
     db.execute("CREATE TABLE served_base (fingerprint TEXT NOT NULL)")
-    # The base that scored last is the one that the rows so far speak of.
-    db.execute("""
-        INSERT INTO served_base
-        SELECT ref_model FROM pairs JOIN alignment_metrics AS m ON m.pair_id = pairs.id
-        WHERE ref_model IS NOT NULL ORDER BY m.id DESC LIMIT 1""")
-
-
-def m006_shelved_adapters(db: Database) -> None:
-    """Where the versions and skipped steps of other base models wait."""
+    # Where the versions and skipped steps of other base models wait.
     db.execute("""
         CREATE TABLE shelved_versions (
             base TEXT NOT NULL,
@@ -234,10 +254,7 @@ def m006_shelved_adapters(db: Database) -> None:
             reason TEXT NOT NULL,
             PRIMARY KEY (base, id)
         )""")
-
-
-def m007_shelved_pairs(db: Database) -> None:
-    """Where the scores of pairs on other base models wait, and how far the pairs had come there."""
+    # Where the scores of pairs on other base models wait, and how far the pairs had come there.
     db.execute("""
         CREATE TABLE shelved_metrics (
             base TEXT NOT NULL,
@@ -274,27 +291,7 @@ def m007_shelved_pairs(db: Database) -> None:
             PRIMARY KEY (base, pair_id)
         )""")
     db.execute("CREATE INDEX shelved_progress_by_pair ON shelved_progress (pair_id)")
-
-
-def m008_quarantine(db: Database) -> None:
-    """Pairs that look poisoned are "quarantined" until somebody decides: a table of them, and a state of `pairs`.
-
-    A CHECK cannot be changed in place: the table is made anew and takes the old one's name, as
-    https://sqlite.org/lang_altertable.html says. Foreign keys are off meanwhile, or dropping the old one would take
-    along what refers to it.
-    """
-    states = "'queued', 'held_out', 'trained', 'learnt', 'skipped'"
-    (made,) = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = 'pairs'").fetchone()
-    indexes = db.execute(
-        "SELECT sql FROM sqlite_schema WHERE type = 'index' AND tbl_name = 'pairs' AND sql IS NOT NULL"
-    ).fetchall()
-    name, _, rest = made.partition("(")
-    db.execute(name.replace("pairs", "pairs_made_anew") + "(" + rest.replace(states, f"{states}, 'quarantined'"))
-    db.execute("INSERT INTO pairs_made_anew SELECT * FROM pairs")
-    db.execute("DROP TABLE pairs")
-    db.execute("ALTER TABLE pairs_made_anew RENAME TO pairs")
-    for (sql,) in indexes:
-        db.execute(sql)
+    # Pairs that look poisoned, until somebody decides.
     db.execute("""
         CREATE TABLE quarantine (
             pair_id INTEGER PRIMARY KEY REFERENCES pairs (id) ON DELETE CASCADE,
@@ -305,10 +302,7 @@ def m008_quarantine(db: Database) -> None:
             decided_at TEXT
         )""")
     db.execute("CREATE INDEX quarantine_by_adapter ON quarantine (adapter, decision)")
-
-
-def m009_forgetting(db: Database) -> None:
-    """Adapters that are being forgotten: what was begun is ended by the next start."""
+    # Adapters that are being forgotten: what was begun is ended by the next start.
     db.execute("CREATE TABLE forgetting (adapter TEXT PRIMARY KEY, started_at TEXT NOT NULL)")
 
 
@@ -331,15 +325,4 @@ def m010_language(db: Database) -> None:
     db.execute("ALTER TABLE pairs ADD COLUMN direct INTEGER NOT NULL DEFAULT 0")
 
 
-MIGRATIONS: tuple[Migration, ...] = (
-    m001_completions,
-    m002_feedback,
-    m003_adapters,
-    m004_iteration_samples,
-    m005_served_base,
-    m006_shelved_adapters,
-    m007_shelved_pairs,
-    m008_quarantine,
-    m009_forgetting,
-    m010_language,
-)
+MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language)

@@ -1,4 +1,4 @@
-"""A tiny model with a trace and pairs for it, and one comparison that several tests look at."""
+"""A tiny model with a trace and pairs for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.bench.compare import Axes, Workload, compare
+from edged.bench.compare import Workload
 from tests.models import save_tiny
 
 
@@ -28,7 +28,7 @@ def workload_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tiny_workload(files: Path, **changes: object) -> Workload:
+def tiny_workload(files: Path, kind: type[Workload] = Workload, /, **changes: object) -> Workload:
     """Runs of two seconds on the tiny model."""
     values: dict[str, object] = {
         "trace": str(files / "trace.jsonl"),
@@ -37,13 +37,4 @@ def tiny_workload(files: Path, **changes: object) -> Workload:
         "config": str(files / "edged.toml"),
         "seconds": 2.0,
     }
-    return Workload(**{**values, **changes})  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="session")
-def compared(workload_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one real comparison: fcfs and mace at one point."""
-    folder = tmp_path_factory.mktemp("compared") / "tiny"
-    axes = Axes(("fcfs", "mace"), retrain_rates=(1.0,), seeds=(0,), rates_per_s=(3.0,))
-    compare(tiny_workload(workload_files, score_arrivals=True), axes, folder)
-    return folder
+    return kind(**{**values, **changes})  # type: ignore[arg-type]

@@ -31,12 +31,12 @@ def test_loads_are_shares_of_the_capacity() -> None:
 
 
 def test_a_simulated_run_has_a_device_and_no_pairs(workload_files: Path) -> None:
-    measured = tiny_workload(workload_files, score_arrivals=True).command("mace", 0.1, 2.5, 7)
-    assert measured[:2] == ["bench", "replay"]
-    assert {"--pairs", "--format", "--score-arrivals"} < set(measured)
+    measured = tiny_workload(workload_files).command("mace", 0.1, 2.5, 7)
+    assert measured[:3] == ["edged", "bench", "replay"]
+    assert {"--pairs", "--format"} < set(measured)
     assert "--device" not in measured
     simulated = tiny_workload(workload_files, pairs=None, device="orin").command("mace", 0.1, None, 7)
-    assert simulated[:4] == ["bench", "simulate", "--device", "orin"]
+    assert simulated[:5] == ["edged", "bench", "simulate", "--device", "orin"]
     assert not {"--pairs", "--format", "--rate"} & set(simulated)
 
 

@@ -81,26 +81,6 @@ def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Pa
     assert sum(report["prefix"]["requests_by_tenth"]) == report["requests"]["finished"]
 
 
-def test_each_pair_is_judged_by_the_version_that_was_served_when_it_came(
-    model_dir: Path, trace: Path, pairs: Path
-) -> None:
-    settings = Settings.model_validate(
-        {"cache": {"memory_mb": 8}, "guard": {"held_out_share": 0.0}, "align": {"learning_rate": 0.01}}
-    )
-    report = replay(plan(model_dir, trace, pairs, score_arrivals=True, settings=settings, rate_per_s=3.0, seconds=4.0))
-    arrivals = report["arrivals"]["series"]
-    assert report["arrivals"]["clpd_nats"] == pytest.approx(sum(row["clpd_nats"] for row in arrivals) / len(arrivals))
-    assert [row["version"] for row in arrivals] == sorted(row["version"] for row in arrivals)
-    # Version 1 is the untrained adapter.
-    assert arrivals[0]["version"] == 1 < arrivals[-1]["version"]
-    # Scored by the engine's own packed forward; some pairs are trained on before another version comes.
-    engine = {(row["pair_id"], row["version"]): row["clpd_nats"] for row in report["series"]}
-    both = [(row, engine[key]) for row in arrivals if (key := (row["pair_id"], row["version"])) in engine]
-    assert any(row["version"] > 1 for row, _ in both)
-    for row, clpd_nats in both:
-        assert row["clpd_nats"] == pytest.approx(clpd_nats, abs=1e-3)
-
-
 def test_shared_prefixes_of_the_trace_hit_the_cache(model_dir: Path, trace: Path, pairs: Path) -> None:
     report = replay(plan(model_dir, trace, pairs, retrain_rate=0.0))
     # Half of the prompts start with a block (of 222 tokens after scaling) that an earlier one had.

@@ -98,8 +98,9 @@ def test_help_appears_at_once() -> None:
     assert any(seconds() < 0.3 for _ in range(10))
 
 
-def test_an_unknown_command_is_refused_with_usage() -> None:
-    result = edged("stauts")
+@pytest.mark.parametrize("words", [("stauts",), ("bench", "report", "runs")], ids=" ".join)
+def test_an_unknown_command_is_refused_with_usage(words: tuple[str, ...]) -> None:
+    result = edged(*words)
     assert result.returncode == 2
     assert "No such command" in result.stderr
 

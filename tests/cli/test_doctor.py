@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from edged.cli.doctor import model, storage
-from edged.cli.doctor.finding import Examination, Finding, State, broken, doubtful, fine, worst
+from edged.cli.doctor.finding import Check, Examination, Finding, State, broken, doubtful, fine, worst
 from edged.cli.doctor.safetensors import Damaged, tensors_of
 from edged.models import demo_model_dir
 from edged.scheduler.cost.model import Prices
@@ -25,6 +25,7 @@ from edged.settings.load import Settings, load_settings
 from edged.store import Store
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.models import save_tiny
+from tests.store import schemas
 
 LONG_S = 40.0
 """Tests share their processors: here torch may take its time."""
@@ -37,15 +38,25 @@ def examination(folder: Path, **changes: Any) -> Examination:
         "sockets": (folder / "edged.sock",),
         "least_free_bytes": 0,
         "within_s": 20.0,
+        "probe": Told(changes.pop("torch", {}), changes.pop("needs", {})),
         **changes,
     }
     return Examination(**values)
 
 
-def only(findings: Any) -> Finding:
-    (finding,) = list(findings)
-    assert finding.way_out or finding.state == "ok"
+class Told:
+    """A probe that has answered."""
+
+    def __init__(self, torch: dict[str, Any], needs: dict[str, Any]) -> None:
+        self.torch, self.needs = torch, needs
+
+    def lines(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.torch, self.needs
+
+
+def only(finding: Finding | None) -> Finding:
     assert isinstance(finding, Finding)
+    assert finding.way_out or finding.state == "ok"
     return finding
 
 
@@ -117,12 +128,21 @@ def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
 def test_the_exit_code_is_the_worst_state() -> None:
     states: list[tuple[list[Finding], State]] = [
         ([], "ok"),
-        ([fine("a", "")], "ok"),
-        ([doubtful("a", "", ""), fine("b", "")], "warn"),
-        ([doubtful("a", "", ""), broken("b", "", ""), fine("c", "")], "fail"),
+        ([fine("")], "ok"),
+        ([doubtful("", ""), fine("")], "warn"),
+        ([doubtful("", ""), broken("", ""), fine("")], "fail"),
     ]
     for findings, state in states:
         assert worst(findings) == state
+
+
+def test_a_check_that_breaks_is_a_finding_of_its_name(tmp_path: Path) -> None:
+    def breaks(it: Examination) -> Finding:
+        raise ZeroDivisionError("oh")
+
+    found = Check("swap", breaks).finding(examination(tmp_path))
+    assert found == Finding("swap", "fail", "the check itself failed: ZeroDivisionError: oh", "report this")
+    assert Check("swap", lambda it: None).finding(examination(tmp_path)) is None
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -133,8 +153,14 @@ def tiny(tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_model_dir(), tmp_path / "demo"))
 
 
+def looked_at(folder: Path, **settings: Any) -> Examination:
+    return examination(folder, model_dir=folder, settings=load_settings(environ={}, overrides=settings))
+
+
 def states_of(folder: Path) -> dict[str, Finding]:
-    return {finding.name: finding for finding in model.files(folder)}
+    it = looked_at(folder)
+    assert (model.place(it), model.code(it)) == (None, None)
+    return {"model": only(model.weights(it)), "tokenizer": only(model.tokenizer(it))}
 
 
 def test_a_model_that_is_whole_is_fine(tiny: Path) -> None:
@@ -175,13 +201,17 @@ def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
     assert "pickle" in states_of(tiny)["model"].seen
     config = json.loads((tiny / "config.json").read_text())
     (tiny / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
-    refused = only(found for found in model.files(tiny) if "code of its own" in found.seen)
+    refused = only(model.code(looked_at(tiny)))
+    assert "code of its own" in refused.seen
     assert "runs no code" in refused.way_out
-    runs = only(found for found in model.files(tiny, trusted=True) if "code of its own" in found.seen)
+    runs = only(model.code(looked_at(tiny, **{"model.trust_remote_code": True})))
+    assert "code of its own" in runs.seen
     assert "runs with all of edged's rights" in runs.seen
     assert "model.trust_remote_code = false" in runs.way_out
     (tiny / "config.json").write_text("{")
-    assert "config.json" in only(model.files(tiny)).seen
+    it = looked_at(tiny)
+    assert "config.json" in only(model.place(it)).seen
+    assert [model.code(it), model.weights(it), model.tokenizer(it)] == [None, None, None]
 
 
 def test_a_tokenizer_without_template_or_without_sense_is_found(tiny: Path) -> None:
@@ -215,15 +245,15 @@ def write_profile(path: Path, of: str, on: str) -> None:
 
 
 def test_a_missing_foreign_or_broken_profile_is_found(tmp_path: Path) -> None:
-    it, folder = examination(tmp_path), tmp_path / "data" / "profiles"
-    assert "none of demo" in only(model.profile(it, "Orin")).seen
+    it, folder = examination(tmp_path, torch={"gpu": "Orin"}), tmp_path / "data" / "profiles"
+    assert "none of demo" in only(model.profile(it)).seen
     write_profile(folder / "a.json", "llama", "Orin")
-    assert "only of llama on Orin" in only(model.profile(it, "Orin")).seen
+    assert "only of llama on Orin" in only(model.profile(it)).seen
     (folder / "a.json").write_text("{}")
-    assert "is no profile" in only(model.profile(it, "Orin")).seen
+    assert "is no profile" in only(model.profile(it)).seen
     write_profile(folder / "b.json", "demo", "Orin")
-    assert only(model.profile(it, "Orin")).state == "ok"
-    assert only(model.profile(it, "H200")).state == "warn"
+    assert only(model.profile(it)).state == "ok"
+    assert only(model.profile(examination(tmp_path, torch={"gpu": "H200"}))).state == "warn"
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -239,29 +269,29 @@ def test_a_disk_with_less_room_than_asked_for_is_found(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_written_are_found_even_by_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     places = {"data_dir": Path("/proc/edged"), "sockets": (tmp_path / "file" / "edged.sock",)}
-    data, listener = storage.folders(examination(tmp_path, **places))
+    it = examination(tmp_path, **places)
+    data, listener = storage.data_folder(it), storage.socket_folder(it)
     assert (data.state, listener.state) == ("fail", "fail")
     assert "/proc" in data.seen
     assert "is not a folder" in listener.seen
     assert "store.data_dir" in data.way_out
-    (existing, _) = storage.folders(examination(tmp_path, data_dir=Path("/proc/self")))
-    assert existing.state == "fail"
+    assert storage.data_folder(examination(tmp_path, data_dir=Path("/proc/self"))).state == "fail"
 
 
 def test_a_folder_that_everybody_may_use_is_found_and_a_socket_is_guarded_by_access(tmp_path: Path) -> None:
     it = examination(tmp_path)
     it.data_dir.mkdir(mode=0o750)
-    assert [finding.state for finding in storage.folders(it)] == ["ok", "ok"]
+    assert (storage.data_folder(it).state, storage.socket_folder(it).state) == ("ok", "ok")
     it.data_dir.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(it.sockets[0]))
         it.sockets[0].chmod(0o666)
-        data, found = storage.folders(it)
+        data, found = storage.data_folder(it), storage.socket_folder(it)
         assert (data.state, found.state) == ("warn", "ok")
         assert "chmod o=" in data.way_out
         assert "each account for itself" in found.seen
         it.sockets[0].chmod(0o660)
-        assert [finding.state for finding in storage.folders(it)] == ["warn", "ok"]
+        assert (storage.data_folder(it).state, storage.socket_folder(it).state) == ("warn", "ok")
 
 
 def test_who_may_not_use_the_socket_is_not_sent_into_the_admins_group(
@@ -273,7 +303,7 @@ def test_who_may_not_use_the_socket_is_not_sent_into_the_admins_group(
         listener.bind(str(it.sockets[0]))
         # Root may use every socket.
         monkeypatch.setattr(os, "access", lambda path, mode, **how: False)
-        _, found = storage.folders(it)
+        found = storage.socket_folder(it)
     assert found.state == "warn"
     assert "usermod" not in found.way_out
     assert "SocketMode=0666" in found.way_out
@@ -324,6 +354,20 @@ def test_a_database_of_a_newer_or_older_edged_is_told_apart(tmp_path: Path) -> N
     newer = only(storage.database(examination(tmp_path)))
     assert newer.state == "fail"
     assert "m999_future" in newer.seen
+
+
+@pytest.mark.parametrize(("version", "told"), [(9, "up to date (1 migrations)"), (10, "schema m010_language")])
+def test_a_database_from_before_the_first_release_is_well(tmp_path: Path, version: int, told: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "edged.db"
+    schemas.load(version, path)
+    finding = only(storage.database(examination(tmp_path)))
+    assert (finding.state, told in finding.seen) == ("ok", True)
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM migrations WHERE name = 'm003_adapters'")
+    finding = only(storage.database(examination(tmp_path)))
+    assert (finding.state, "8 of its 9" in finding.seen) == ("fail", True)
+    assert "restore another backup" in finding.way_out
 
 
 def test_a_database_in_use_is_checked_too(tmp_path: Path) -> None:

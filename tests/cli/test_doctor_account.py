@@ -41,7 +41,7 @@ def it() -> Iterator[Examination]:
 
 
 def data_folder(it: Examination) -> Finding:
-    data, _ = storage.folders(it)
+    data = storage.data_folder(it)
     assert (os.geteuid(), os.getegid()) == (0, 0)
     return data
 

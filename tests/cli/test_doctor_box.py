@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,14 +34,13 @@ ORIN = {
 
 
 def test_a_jetson_without_its_services_is_told_so(tmp_path: Path) -> None:
-    it = examination(tmp_path, root=system(tmp_path, **ORIN))
+    it = examination(tmp_path, root=system(tmp_path, **ORIN), torch={"cuda": False})
     assert it.jetson
     assert "jetson-stats" in only(box.jtop(it)).way_out
     assert "nvpmodel" in only(box.power(it)).seen
     assert "nvzramconfig" in only(box.swap(it)).way_out
-    found = list(device.device(it, {"cuda": False}))
-    assert [(finding.name, finding.state) for finding in found] == [("device", "warn"), ("driver", "ok")]
-    assert found[1].seen == "L4T 36.4.3"
+    assert (only(device.device(it)).state, only(device.driver(it)).state) == ("warn", "ok")
+    assert only(device.driver(it)).seen == "L4T 36.4.3"
 
 
 def test_jtop_is_well_where_its_socket_answers(tmp_path: Path) -> None:
@@ -85,15 +85,16 @@ GPU = {
 
 
 def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
-    with_gpu = examination(tmp_path, root=system(tmp_path, **ORIN))
     for_processors = {"torch": "2.8", "cuda_build": "", "cuda": False}
-    assert only(device.torch_build(with_gpu, for_processors)).state == "fail"
-    without = examination(tmp_path / "other")
+    with_gpu = examination(tmp_path, root=system(tmp_path, **ORIN), torch=for_processors)
+    assert only(device.torch_build(with_gpu)).state == "fail"
+    assert (device.triton(with_gpu), device.kernels(with_gpu)) == (None, None)
+    without = examination(tmp_path / "other", torch=for_processors)
     if not device.gpu_there(without):
-        assert next(device.torch_build(without, for_processors)).state == "ok"
+        assert only(device.torch_build(without)).state == "ok"
     wants_cuda = load_settings(environ={}, overrides={"model.device": "cuda:0"})
-    asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda)
-    assert only(device.device(asked, for_processors)).state == "fail"
+    asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda, torch=for_processors)
+    assert only(device.device(asked)).state == "fail"
 
 
 @pytest.mark.parametrize(
@@ -110,41 +111,44 @@ def test_kernels_for_another_gpu_are_found(
     tmp_path: Path, capability: list[int], architectures: list[str], state: str
 ) -> None:
     found = {**GPU, "capability": capability, "architectures": architectures}
-    assert next(device.torch_build(examination(tmp_path), found)).state == state
+    assert only(device.torch_build(examination(tmp_path, torch=found))).state == state
 
 
 def test_a_gpu_without_triton_is_told_how_to_get_it(tmp_path: Path) -> None:
     for there, state in ((True, "ok"), (False, "warn")):
-        _, told = device.torch_build(
-            examination(tmp_path), {**GPU, "capability": [8, 7], "architectures": ["sm_87"], "triton": there}
-        )
-        assert (told.name, told.state) == ("triton", state)
+        found = {**GPU, "capability": [8, 7], "architectures": ["sm_87"], "triton": there}
+        it = examination(tmp_path, torch=found)
+        told = only(device.triton(it))
+        assert (told.state, device.kernels(it)) == (state, None)
     assert told.way_out == "pip install triton"
 
 
 def test_a_processor_without_the_compiled_kernels_is_told_how_to_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    it = examination(tmp_path, root=tmp_path / "empty")
+    processors = {"torch": "2.8", "cuda_build": "", "cuda": False}
+    it = examination(tmp_path, root=tmp_path / "empty", torch=processors)
     (tmp_path / "old.so").write_bytes(b"edged_interface_0")
     (tmp_path / "new.so").write_bytes(native.INTERFACE.encode())
     for name, state in (("new.so", "ok"), ("old.so", "warn"), (None, "warn")):
         monkeypatch.setattr(native, "shared_library", lambda name=name: tmp_path / name if name else None)
-        _, told = device.torch_build(it, {"torch": "2.8", "cuda_build": "", "cuda": False})
-        assert (told.name, told.state) == ("kernels", state)
+        told = only(device.kernels(it))
+        assert (told.state, device.triton(it)) == (state, None)
     assert told.way_out.startswith("install gcc")
 
 
 def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:
-    it = examination(tmp_path)
+    def found(needs: dict[str, Any], running: bool = False) -> str:
+        return only(device.memory(examination(tmp_path, needs=needs, running=running))).state
+
     needs = {"fits": True, "dtype": "bfloat16", "context_tokens": 4096, "needed_bytes": 8 << 30}
     room = {"total_bytes": 32 << 30, "available_bytes": 20 << 30}
-    assert only(device.memory(it, {**needs, **room}, running=False)).state == "ok"
+    assert found({**needs, **room}) == "ok"
     short = {**needs, **room, "available_bytes": 4 << 30}
-    assert only(device.memory(it, short, running=False)).state == "warn"
-    assert only(device.memory(it, short, running=True)).state == "ok"
-    assert only(device.memory(it, {**needs, **room, "fits": False}, running=False)).state == "fail"
-    assert only(device.memory(it, {"problem": "model: no linears"}, running=False)).state == "fail"
+    assert found(short) == "warn"
+    assert found(short, running=True) == "ok"
+    assert found({**needs, **room, "fits": False}) == "fail"
+    assert found({"problem": "model: no linears"}) == "fail"
 
 
 UNIT = "[Unit]\nDescription=edged\n\n[Service]\nExecStart=/bin/true\n{}\n"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, Record, StepSkipped, VersionSaved
 from edged.align.journal import Journal, load_open_pairs
 from edged.store import Store
 from edged.store.adapters import forget_adapter
-from edged.store.base_models import SHELVES, OtherBase, refuse_other_base, serve_base, served_base
-from edged.store.migrations import MIGRATIONS, m005_served_base, migrate
+from edged.store.base_models import SHELVES, OtherBase, refuse_other_base, serve_base
 from tests.align.learning import published, queue_pairs, scored, trained
 
 LIVE = (*SHELVES, "pairs")
@@ -130,19 +128,3 @@ def test_forgetting_reaches_the_shelves(store):
     assert rows(store, *shelves) == {table: [] for table in shelves}
     serve(store, "A")
     assert rows(store, *LIVE) == {table: [] for table in LIVE}
-
-
-def test_a_file_from_before_belongs_to_the_base_that_scored_last(tmp_path):
-    db = Database(tmp_path / "old.db")
-    migrate(db, MIGRATIONS[: MIGRATIONS.index(m005_served_base)])
-    db.execute("INSERT INTO signals VALUES ('s', 't', NULL, NULL, 'ada', 'pair', NULL, NULL, '[]', '')")
-    for number, base in ((1, "older"), (2, "newer"), (3, None)):
-        db.execute(
-            """INSERT INTO pairs (id, created_at, adapter, signal_id, source, weight, prompt_key, chosen, rejected,
-                   state, ref_model) VALUES (?, 't', 'ada', 's', 'pair', 1, 'k', 'a', 'b', 'trained', ?)""",
-            [number, base],
-        )
-        scores = "0, 0, 0, 0, 0, 0, 0, 0, 0, NULL"
-        db.execute(f"INSERT INTO alignment_metrics VALUES (?1, 't', 'ada', 1, ?1, 'held_out', {scores})", [number])
-    migrate(db)
-    assert served_base(db) == "newer"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from sqlite_utils import Database
 
 from edged.store import Store, StoreError, database
 from edged.store.migrations import MIGRATIONS, migrate
+from tests.store import schemas
 
 ROOT = Path(__file__).parents[2]
 
@@ -372,28 +374,20 @@ def test_the_file_opens_in_sqlite_utils_while_the_daemon_runs(store):
     assert {"completions", "choices", "signals", "pairs", "adapter_versions", "alignment_metrics"} <= set(counts)
 
 
-def test_a_file_from_before_the_quarantine_keeps_its_pairs_and_what_refers_to_them(tmp_path):
+def test_a_file_from_before_the_first_release_keeps_its_pairs_and_what_refers_to_them(tmp_path):
     path = tmp_path / "edged.db"
-    db = Database(sqlite3.connect(path))
-    before = tuple(migration for migration in MIGRATIONS if migration.__name__ < "m008")
-    migrate(db, before)
-    with db.atomic():
-        db.execute("INSERT INTO signals VALUES ('fb-1', 't', NULL, NULL, 'ann', 'pair', NULL, NULL, '[1]', '')")
-        db.execute(
-            """INSERT INTO pairs (id, created_at, adapter, signal_id, source, weight, prompt, prompt_key, chosen,
-                   rejected, state) VALUES (7, 't', 'ann', 'fb-1', 'pair', 1.0, 'p', 'k', 'good', 'bad', 'trained')"""
-        )
-        db.execute("INSERT INTO shelved_progress VALUES ('base', 7, 'queued', 0, NULL, NULL, NULL, NULL, '')")
+    schemas.load(9, path)
+    with closing(sqlite3.connect(path)) as db:
         indexes = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE tbl_name = 'pairs'")}
-    db.close()
     store = Store(path)
     try:
-        assert store.read(lambda db: db.execute("SELECT id, chosen FROM pairs").fetchall()) == [(7, "good")]
-        assert store.read(lambda db: db.execute("SELECT pair_id FROM shelved_progress").fetchall()) == [(7,)]
+        assert store.read(lambda db: db.execute("SELECT id, chosen FROM pairs").fetchall()) == [(1, "chosen")]
+        assert store.read(lambda db: db.execute("SELECT pair_id FROM shelved_progress").fetchall()) == [(1,)]
         assert store.read(lambda db: db.execute("PRAGMA foreign_key_check").fetchall()) == []
         after = store.read(lambda db: db.execute("SELECT name FROM sqlite_schema WHERE tbl_name = 'pairs'").fetchall())
         assert {name for (name,) in after} == indexes
         store.write(lambda db: db.execute("UPDATE pairs SET state = 'quarantined'")).result()
+        store.write(lambda db: db.execute("DELETE FROM alignment_metrics")).result()
         store.write(lambda db: db.execute("DELETE FROM pairs")).result()
         assert store.read(lambda db: db.execute("SELECT count(*) FROM shelved_progress").fetchone()) == (0,)
     finally:

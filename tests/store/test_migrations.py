@@ -13,10 +13,9 @@ import pytest
 from sqlite_utils import Database
 
 from edged.store import Store, StoreError
-from edged.store.migrations import MIGRATIONS, migrate
+from edged.store.migrations import FOLDED, MIGRATIONS, check_known, migrate
 from tests.store import schemas
-
-VERSIONS = range(1, len(MIGRATIONS) + 1)
+from tests.store.schemas import VERSIONS
 
 
 def schema(path: Path) -> list[tuple[str, ...]]:
@@ -32,14 +31,22 @@ def contents(path: Path) -> dict[str, list[dict]]:
         return {table.name: list(table.rows) for table in db.tables if table.name != "migrations"}
 
 
-def check(path: Path, version: int, tmp_path: Path) -> None:
-    """It opens, its schema is a fresh one's, and every row of the dump is there."""
+def applied(path: Path) -> list[str]:
+    """The names of its migrations, in their order."""
+    with closing(sqlite3.connect(path)) as connection:
+        return [name for (name,) in connection.execute("SELECT name FROM migrations ORDER BY name")]
+
+
+def check(path: Path, version: int | None, tmp_path: Path) -> None:
+    """It opens, its schema is a fresh one's, and every row of the dump is there, if it came from one."""
     dumped, fresh = tmp_path / "dumped.db", tmp_path / "fresh" / "edged.db"
     dumped.unlink(missing_ok=True)
-    schemas.load(version, dumped)
+    if version is not None:
+        schemas.load(version, dumped)
     Store(path).close()
     Store(fresh).close()
     assert schema(path) == schema(fresh)
+    assert applied(path) == applied(fresh) == [migration.__name__ for migration in MIGRATIONS]
     found = contents(path)
     for table, rows in contents(dumped).items():
         kept = [{key: row[key] for key in rows[0]} for row in found[table]]
@@ -64,18 +71,59 @@ def test_a_database_of_an_earlier_schema_is_brought_up_to_date_with_all_its_rows
     check(path, version, tmp_path)
 
 
-def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(tmp_path):
-    """A child process migrates and is killed at its n-th statement, for every n there is."""
+@pytest.mark.parametrize("version", VERSIONS)
+def test_backups_and_rebuilds_take_a_database_of_an_earlier_schema_as_it_is(version, tmp_path):
+    schemas.load(version, tmp_path / "edged.db")
+    before = applied(tmp_path / "edged.db")
+    with closing(sqlite3.connect(tmp_path / "edged.db")) as connection:
+        check_known(Database(connection, execute_plugins=False))
+    assert applied(tmp_path / "edged.db") == before
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_database_from_before_the_first_release_keeps_its_time_of_migration(version, tmp_path):
+    path = tmp_path / "edged.db"
+    schemas.load(version, path)
+
+    def times():
+        with closing(sqlite3.connect(path)) as connection:
+            return dict(connection.execute("SELECT name, applied_at FROM migrations").fetchall())
+
+    before = times()
+    assert before.keys() >= FOLDED
+    Store(path).close()
+    after = times()
+    assert after["m009_schema"] == before["m009_forgetting"]
+    assert after["m010_language"] == before.get("m010_language", after["m010_language"])
+
+
+@pytest.mark.parametrize("missing", sorted(FOLDED))
+def test_a_database_from_the_middle_of_development_is_refused_and_left_as_it_is(missing, tmp_path):
+    path = tmp_path / "edged.db"
+    schemas.load(9, path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM migrations WHERE name = ?", [missing])
+    before, names = contents(path), applied(path)
+    told = r"edged\.db.*from before the first release \(8 of its 9 migrations\): no later one can use it; move it away"
+    with pytest.raises(StoreError, match=told):
+        Store(path)
+    assert (contents(path), applied(path)) == (before, names)
+
+
+@pytest.mark.parametrize("version", [None, *VERSIONS])
+def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(version, tmp_path):
+    """A child process migrates and is killed at its n-th statement, for every n there is; None: a new file."""
     cuts = 0
     while True:
         path = tmp_path / f"cut-{cuts}" / "edged.db"
         path.parent.mkdir()
-        schemas.load(1, path)
+        if version is not None:
+            schemas.load(version, path)
         if migrate_and_die(path, statements=cuts + 1) == 0:
             break
         cuts += 1
-        check(path, 1, tmp_path)
-    assert cuts > 3 * len(MIGRATIONS)
+        check(path, version, tmp_path)
+    assert cuts > 3 * (len(MIGRATIONS) if version is None else len(MIGRATIONS) - VERSIONS.index(version))
 
 
 def migrate_and_die(path: Path, statements: int) -> int:
@@ -100,7 +148,7 @@ def migrate_and_die(path: Path, statements: int) -> int:
 
 def test_a_database_of_a_newer_edged_is_refused_and_left_as_it_is(tmp_path):
     path = tmp_path / "edged.db"
-    schemas.load(len(MIGRATIONS), path)
+    schemas.load(VERSIONS[-1], path)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("INSERT INTO migrations VALUES ('m999_future', 'then')")
     before = contents(path)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from edged.settings.load import AlignSettings
-from edged.store.data_dir import erase_folder, sync
+from edged.store.data_dir import erase_folder, sha256_of, sync
 from edged.tensors.host_copy import HostCopies
 
 _PREFIX = "base_model.model."
@@ -257,7 +257,7 @@ class AdapterFiles:
         (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
         save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
-        sums = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
+        sums = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
         manifest = {
             "adapter": snapshot.adapter,
             "version": snapshot.version,
@@ -304,7 +304,7 @@ class AdapterFiles:
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
             sums = manifest["sha256"]
-            damaged = [name for name, value in sums.items() if _sha256(folder / name) != value]
+            damaged = [name for name, value in sums.items() if sha256_of(folder / name) != value]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise AdapterError(f"{folder}: not a whole adapter version ({error})") from None
         if damaged:
@@ -393,8 +393,3 @@ class AdapterFiles:
 
 def _leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.to(device).requires_grad_(True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,25 +20,21 @@ _LIMITED_BELOW = 0.95
 """Of a GPU's default power limit."""
 
 
-def power(it: Examination) -> Iterator[Finding]:
+def power(it: Examination) -> Finding | None:
     """nvpmodel on a Jetson, the power limit of another GPU."""
     if it.jetson:
         code, text = output_of(["nvpmodel", "-q"], it.left_s(3.0))
-        mode = re.search(r"NV Power Mode: *(\S+)", text)
-        if code or mode is None:
-            seen = text.splitlines()[0] if text else "nvpmodel tells no mode"
-            yield doubtful("power mode", seen, "run `sudo nvpmodel -q`: NVIDIA's package nvidia-l4t-nvpmodel has it")
-        else:
-            yield fine("power mode", mode[1])
-    elif limits := _power_limits():
-        now_w, default_w = limits
-        seen = f"limit {now_w:.0f} W, by default {default_w:.0f} W"
-        if now_w < _LIMITED_BELOW * default_w:
-            yield doubtful(
-                "power mode", seen, f"raise it with `sudo nvidia-smi -pl {default_w:.0f}`, if it is not meant"
-            )
-        else:
-            yield fine("power mode", seen)
+        if not code and (mode := re.search(r"NV Power Mode: *(\S+)", text)):
+            return fine(mode[1])
+        seen = text.splitlines()[0] if text else "nvpmodel tells no mode"
+        return doubtful(seen, "run `sudo nvpmodel -q`: NVIDIA's package nvidia-l4t-nvpmodel has it")
+    if not (limits := _power_limits()):
+        return None
+    now_w, default_w = limits
+    seen = f"limit {now_w:.0f} W, by default {default_w:.0f} W"
+    if now_w < _LIMITED_BELOW * default_w:
+        return doubtful(seen, f"raise it with `sudo nvidia-smi -pl {default_w:.0f}`, if it is not meant")
+    return fine(seen)
 
 
 def _power_limits() -> tuple[float, float] | None:
@@ -55,15 +50,14 @@ def _power_limits() -> tuple[float, float] | None:
         return None
 
 
-def jtop(it: Examination) -> Iterator[Finding]:
+def jtop(it: Examination) -> Finding | None:
     """Whether jtop's service answers, where there should be one."""
     if not it.jetson:
-        return
+        return None
     path = it.root / _JTOP_SOCKET
     if not path.exists():
         way_out = "`sudo pip3 install -U jetson-stats`, then `sudo systemctl restart jtop.service`"
-        yield doubtful("jtop", "its service is not there: no temperatures, power or clocks", way_out)
-        return
+        return doubtful("its service is not there: no temperatures, power or clocks", way_out)
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(it.left_s(2.0))
         try:
@@ -73,14 +67,13 @@ def jtop(it: Examination) -> Iterator[Finding]:
             user = it.account.name if it.account else "USER"
             whom = f"the service's user, {user}" if it.account else "this user"
             way_out = f"`sudo usermod -aG jtop {user}` for the user that edged runs as, and restart edged"
-            yield doubtful("jtop", f"{path} may not be opened by {whom}", way_out)
+            return doubtful(f"{path} may not be opened by {whom}", way_out)
         except OSError as error:
-            yield doubtful("jtop", f"{path}: {error}", "`sudo systemctl restart jtop.service`")
-        else:
-            yield fine("jtop", "its service answers")
+            return doubtful(f"{path}: {error}", "`sudo systemctl restart jtop.service`")
+    return fine("its service answers")
 
 
-def swap(it: Examination) -> Iterator[Finding]:
+def swap(it: Examination) -> Finding:
     """Swap that compresses the memory it is to save, or that is in use."""
     areas = [line.split() for line in it.read("proc/swaps").splitlines()[1:]]
     total, used = (sum(int(area[column]) << 10 for area in areas) for column in (2, 3))
@@ -91,27 +84,22 @@ def swap(it: Examination) -> Iterator[Finding]:
             "`sudo systemctl disable --now nvzramconfig`, and a swap file on NVMe instead: "
             "zram takes the memory that GPU and processor share"
         )
-        yield doubtful("swap", seen, way_out)
-    elif total and used > _MUCH_SWAPPED * total:
-        yield doubtful("swap", seen, "end other programs, or serve a smaller model: what is swapped out is slow")
-    else:
-        yield fine("swap", seen)
+        return doubtful(seen, way_out)
+    if total and used > _MUCH_SWAPPED * total:
+        return doubtful(seen, "end other programs, or serve a smaller model: what is swapped out is slow")
+    return fine(seen)
 
 
-def clock(it: Examination) -> Iterator[Finding]:
+def clock(it: Examination) -> Finding:
     """A clock that is in the past, as a box without a battery has it after a power cut, or that nobody sets."""
     now = time.time()
     known = [Path(__file__), it.data_dir / "edged.db", it.data_dir / "edged.db-wal"]
     newest = max(path.stat().st_mtime for path in known if path.exists())
-    seen = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    seen, last = (datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M UTC") for at_s in (now, newest))
     if newest > now + 60.0:
-        last = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
         way_out = "`sudo timedatectl set-ntp true`: store.keep_days and the log's times go by it"
-        yield doubtful("clock", f"{seen}, but edged's files were written at {last}", way_out)
-        return
+        return doubtful(f"{seen}, but edged's files were written at {last}", way_out)
     _, synchronized = output_of(["timedatectl", "show", "--property=NTPSynchronized", "--value"], it.left_s(2.0))
     if synchronized == "no":
-        way_out = "`sudo timedatectl set-ntp true`, if the box has a network"
-        yield doubtful("clock", f"{seen}, not synchronized", way_out)
-    else:
-        yield fine("clock", seen)
+        return doubtful(f"{seen}, not synchronized", "`sudo timedatectl set-ntp true`, if the box has a network")
+    return fine(seen)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.options import json_option
-from edged.cli.output import make_console, print_json
+from edged.cli.options import config_option, shown
+from edged.cli.output import make_table
 from edged.cli.settings import (
     INSTALLED_FILE,
     NotReadable,
@@ -33,9 +34,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @click.command()
-@click.option(
-    "--config", "-c", "path", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
-)
+@config_option
 @click.option("--socket", metavar="PATH", help="Where the daemon listens [EDGED_SOCKET].")
 @click.option(
     "--least-free", "least_free_mb", type=click.IntRange(0), default=2048, show_default=True,
@@ -45,8 +44,8 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     "--within", "within_s", type=click.FloatRange(1.0), default=WITHIN_S, show_default=True,
     help="Most seconds that all checks may take.",
 )  # fmt: skip
-@json_option
-def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: float, as_json: bool) -> None:
+@shown
+def doctor(config: Path | None, socket: str | None, least_free_mb: int, within_s: float) -> Any:
     """Look for what stands in edged's way on this box.
 
     Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
@@ -59,16 +58,13 @@ def doctor(path: Path | None, socket: str | None, least_free_mb: int, within_s: 
     from edged.cli.doctor.finding import EXIT_CODES, worst
 
     begun = time.monotonic()
-    findings = _examine(path, socket, least_free_mb << 20, within_s)
+    findings = _examine(config, socket, least_free_mb << 20, within_s)
     state = worst(findings)
     took_s = time.monotonic() - begun
-    if as_json:
-        print_json({"state": state, "took_s": round(took_s, 3), "findings": [asdict(item) for item in findings]})
-    else:
-        make_console().print(_table(findings))
-        counts = {kind: sum(item.state == kind for item in findings) for kind in EXIT_CODES}
-        click.echo(f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s")
-    raise SystemExit(EXIT_CODES[state])
+    data = {"state": state, "took_s": round(took_s, 3), "findings": [asdict(item) for item in findings]}
+    counts = Counter(item.state for item in findings)
+    told = f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s"
+    return data, lambda: [_table(findings), told], EXIT_CODES[state]
 
 
 def _examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
@@ -93,9 +89,10 @@ def _examine(path: Path | None, socket: str | None, least_free_bytes: int, withi
     state, running, served = service.daemon(examination)
     if served is not None and path is None:
         seen = f"those of the running daemon: model {served.model.path}, data in {served.store.data_dir}"
-        first = fine("settings", seen) if first.state != "fail" else first
+        first = fine(seen) if first.state != "fail" else first
         examination = replace(examination, settings=served, data_dir=Path(served.store.data_dir))
-    return [first, state, *examine(examination, running)]
+    about = [replace(first, name="settings"), replace(state, name="daemon")]
+    return about + examine(replace(examination, running=running))
 
 
 def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
@@ -105,23 +102,18 @@ def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
 
     try:
         settings, file = settings_of(named), settings_file(named)
-        return settings, fine("settings", str(file) if file else "the defaults and the environment")
+        return settings, fine(str(file) if file else "the defaults and the environment")
     except NotReadable:
         seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
-        return as_installed(Settings()), doubtful("settings", seen, "`sudo edged doctor`")
+        return as_installed(Settings()), doubtful(seen, "`sudo edged doctor`")
     except DaemonError as error:
         instead = as_installed(Settings()) if means_installed(named) else Settings()
-        return instead, broken("settings", str(error), "correct it; the defaults were looked at instead")
+        return instead, broken(str(error), "correct it; the defaults were looked at instead")
 
 
 def _table(findings: list[Finding]) -> RenderableType:
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table: Any = Table("", "", "seen", "way out", box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[2:]:
-        column.overflow = "fold"
-    for item in findings:
-        table.add_row(Text(item.state, _STYLES[item.state]), item.name, Text(item.seen), Text(item.way_out))
-    return table
+    rows = ((Text(it.state, _STYLES[it.state]), it.name, Text(it.seen), Text(it.way_out)) for it in findings)
+    return make_table("", "", "seen", "way out", rows=rows, fold=True, box=SIMPLE_HEAD, pad_edge=False)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
 from edged.engine.native import INSTALL_AGAIN, why_not_built
@@ -23,66 +21,64 @@ def gpu_there(it: Examination) -> bool:
     return it.jetson or any((it.root / node).exists() for node in _NODES)
 
 
-def device(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
+def device(it: Examination) -> Finding:
     """The device that the model will run on."""
-    wanted = it.settings.model.device
+    wanted, found = it.settings.model.device, it.torch
     if not found:
-        yield doubtful("device", "torch could not be imported in time", 'try `python -c "import torch"`')
-    elif found["cuda"]:
+        return doubtful("torch could not be imported in time", 'try `python -c "import torch"`')
+    if found["cuda"]:
         major, minor = found["capability"]
         whose = "shared with the box" if found["integrated"] else "of its own"
-        yield fine("device", f"{found['gpu']}, compute capability {major}.{minor}, {gib(found['gpu_bytes'])} {whose}")
-    elif wanted.startswith("cuda"):
+        return fine(f"{found['gpu']}, compute capability {major}.{minor}, {gib(found['gpu_bytes'])} {whose}")
+    if wanted.startswith("cuda"):
         way_out = 'see "torch" and "driver" here, or set model.device = "auto"'
-        yield broken("device", f'model.device = "{wanted}", and torch sees no GPU', way_out)
-    elif gpu_there(it):
-        way_out = 'see "torch" and "driver" here; the group that owns /dev/nvidia* or /dev/nvhost-* may be missing'
-        yield doubtful("device", "there is an NVIDIA GPU, and torch does not see it: the processor is used", way_out)
-    else:
-        yield fine("device", f"no GPU: the processor, {len(os.sched_getaffinity(0))} cores")
+        return broken(f'model.device = "{wanted}", and torch sees no GPU', way_out)
     if gpu_there(it):
-        yield _driver(it)
+        way_out = 'see "torch" and "driver" here; the group that owns /dev/nvidia* or /dev/nvhost-* may be missing'
+        return doubtful("there is an NVIDIA GPU, and torch does not see it: the processor is used", way_out)
+    return fine(f"no GPU: the processor, {len(os.sched_getaffinity(0))} cores")
 
 
-def _driver(it: Examination) -> Finding:
-    release = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", it.read("proc/driver/nvidia/version"))
-    if release:
-        return fine("driver", release[1])
+def driver(it: Examination) -> Finding | None:
+    """The driver of a GPU that is there."""
+    if not gpu_there(it):
+        return None
+    if release := re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", it.read("proc/driver/nvidia/version")):
+        return fine(release[1])
     if l4t := it.read("etc/nv_tegra_release"):
-        return fine(
-            "driver", "L4T " + ".".join(re.findall(r"R(\d+).*?REVISION: ([\d.]+)", l4t)[0]) if "R" in l4t else l4t
-        )
-    return broken("driver", "a GPU is there, and no driver of it is loaded", "install NVIDIA's driver, then restart")
+        return fine("L4T " + ".".join(re.findall(r"R(\d+).*?REVISION: ([\d.]+)", l4t)[0]) if "R" in l4t else l4t)
+    return broken("a GPU is there, and no driver of it is loaded", "install NVIDIA's driver, then restart")
 
 
-def torch_build(it: Examination, found: Mapping[str, Any]) -> Iterator[Finding]:
+def torch_build(it: Examination) -> Finding | None:
     """Whether torch was built for the GPU that is there."""
-    if not found:
-        return
+    if not (found := it.torch):
+        return None
     seen = f"{found['torch']}, " + (f"CUDA {found['cuda_build']}" if found["cuda_build"] else "built for processors")
     if gpu_there(it) and not found["cuda_build"]:
-        yield broken("torch", f"{seen}, though a GPU is there", _CUDA_TORCH)
-    elif found["cuda"] and not _compiled_for(found["capability"], found["architectures"]):
+        return broken(f"{seen}, though a GPU is there", _CUDA_TORCH)
+    if found["cuda"] and not _compiled_for(found["capability"], found["architectures"]):
         major, minor = found["capability"]
-        yield doubtful("torch", f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
-    else:
-        yield fine("torch", seen)
-    if found["cuda"]:
-        yield _triton(found["triton"])
-    elif not gpu_there(it):
-        yield _kernels(why_not_built())
+        return doubtful(f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
+    return fine(seen)
 
 
-def _triton(there: bool) -> Finding:
-    if there:
-        return fine("triton", "installed: kernels for attention and adapters, captured decode iterations")
-    return doubtful("triton", "not installed: the GPU is used without edged's kernels for it", "pip install triton")
+def triton(it: Examination) -> Finding | None:
+    """What edged's kernels for the GPU need, where that is used."""
+    if not it.torch or not it.torch["cuda"]:
+        return None
+    if it.torch["triton"]:
+        return fine("installed: kernels for attention and adapters, captured decode iterations")
+    return doubtful("not installed: the GPU is used without edged's kernels for it", "pip install triton")
 
 
-def _kernels(why_not: str) -> Finding:
-    if why_not:
-        return doubtful("kernels", why_not, INSTALL_AGAIN)
-    return fine("kernels", "compiled: layers, attention and adapters' updates of decode steps on the processor")
+def kernels(it: Examination) -> Finding | None:
+    """The compiled kernels, where the processor computes."""
+    if not it.torch or it.torch["cuda"] or gpu_there(it):
+        return None
+    if why_not := why_not_built():
+        return doubtful(why_not, INSTALL_AGAIN)
+    return fine("compiled: layers, attention and adapters' updates of decode steps on the processor")
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
@@ -99,20 +95,17 @@ def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
     return False
 
 
-def memory(it: Examination, found: Mapping[str, Any], running: bool) -> Iterator[Finding]:
+def memory(it: Examination) -> Finding | None:
     """Whether the model with its adapters, a step and a context fits: at all, and now if nobody runs it yet."""
-    if not found:
-        return
+    if not (found := it.needs):
+        return None
     if problem := found.get("problem"):
-        yield broken("memory", problem, "serve another model, or change what it names")
-        return
+        return broken(problem, "serve another model, or change what it names")
     needed, total, available = found["needed_bytes"], found["total_bytes"], found["available_bytes"]
     seen = f"{gib(needed)} are needed in {found['dtype']} with {found['context_tokens']:,} tokens of context"
     less = 'model.quantize = "nf4", fewer align.max_loaded_adapters, or a smaller model'
     if not found["fits"]:
-        yield broken("memory", f"{seen}; the device has {gib(total)}", less)
-    elif not running and available is not None and needed > available:
-        yield doubtful("memory", f"{seen}; {gib(available)} are available now", f"end other programs; or {less}")
-    else:
-        left = gib(total) if available is None else f"{gib(available)} of {gib(total)} available"
-        yield fine("memory", f"{seen}; {left}")
+        return broken(f"{seen}; the device has {gib(total)}", less)
+    if not it.running and available is not None and needed > available:
+        return doubtful(f"{seen}; {gib(available)} are available now", f"end other programs; or {less}")
+    return fine(f"{seen}; " + (gib(total) if available is None else f"{gib(available)} of {gib(total)} available"))

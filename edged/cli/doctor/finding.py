@@ -1,18 +1,16 @@
-"""One thing that was looked at, and the circumstances of looking.
-
-Owns these two. Must not know any check.
-"""
+"""A finding, a row of the table of checks, and the circumstances of looking."""
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edged.cli.doctor.installed import Account
+from edged.cli.doctor.probe import Probe
 from edged.settings.load import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -29,19 +27,19 @@ class Finding:
     way_out: str = ""
 
 
-def fine(name: str, seen: str) -> Finding:
-    """Nothing to do."""
-    return Finding(name, "ok", seen)
+def fine(seen: str) -> Finding:
+    """Nothing to do. The check's row has the name, here and below."""
+    return Finding("", "ok", seen)
 
 
-def doubtful(name: str, seen: str, way_out: str) -> Finding:
+def doubtful(seen: str, way_out: str) -> Finding:
     """edged works, but not as well or not for as long as it could."""
-    return Finding(name, "warn", seen, way_out)
+    return Finding("", "warn", seen, way_out)
 
 
-def broken(name: str, seen: str, way_out: str) -> Finding:
+def broken(seen: str, way_out: str) -> Finding:
     """edged cannot start, or something was lost."""
-    return Finding(name, "fail", seen, way_out)
+    return Finding("", "fail", seen, way_out)
 
 
 def worst(findings: Sequence[Finding]) -> State:
@@ -64,6 +62,22 @@ class Examination:
     account: Account | None = None
     """Whose rights to files and sockets count, where root looks at the installed service; None: one's own."""
     begun_s: float = field(default_factory=time.monotonic)
+    probe: Probe | None = None
+    """What is asked of torch meanwhile."""
+    running: bool = False
+    """Whether the daemon runs."""
+    model_dir: Path | None = None
+    """None where the model is not here."""
+
+    @property
+    def torch(self) -> Mapping[str, Any]:
+        """torch and the device, as the probe tells them; empty where it told nothing in time."""
+        return self.probe.lines(self.left_s(self.within_s))[0] if self.probe else {}
+
+    @property
+    def needs(self) -> Mapping[str, Any]:
+        """The model's needs of memory, as the probe tells them; empty where it told nothing in time."""
+        return self.probe.lines(self.left_s(self.within_s))[1] if self.probe else {}
 
     def left_s(self, most: float) -> float:
         """How long one check may take: `most`, or what is left."""
@@ -80,6 +94,22 @@ class Examination:
     def jetson(self) -> bool:
         """Whether the box is one."""
         return bool(self.read("etc/nv_tegra_release")) or "tegra" in self.read("proc/device-tree/compatible")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A row of the table of checks: what is looked at, and how; None where there is nothing to say of it."""
+
+    name: str
+    run: Callable[[Examination], Finding | None]
+
+    def finding(self, it: Examination) -> Finding | None:
+        """A check that breaks is a finding, too, and does not keep the others."""
+        try:
+            found = self.run(it)
+        except Exception as error:
+            found = broken(f"the check itself failed: {type(error).__name__}: {error}", "report this")
+        return found and replace(found, name=self.name)
 
 
 def output_of(command: Sequence[str], timeout_s: float) -> tuple[int, str]:

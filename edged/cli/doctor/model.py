@@ -6,7 +6,6 @@ Owns what a directory of save_pretrained must have. No weight is read; must not 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +27,52 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
         try:
             return demo_model_dir(), None
         except FileNotFoundError as error:
-            return None, broken("model", str(error), "reinstall edged")
+            return None, broken(str(error), "reinstall edged")
     if path.is_dir():
         return path, None
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
         way_out = 'set model.path to one that save_pretrained wrote, a hub name, or "demo"'
-        return None, broken("model", f'model.path = "{settings.path}" is not a directory', way_out)
+        return None, broken(f'model.path = "{settings.path}" is not a directory', way_out)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(settings.path, local_files_only=True)), None
     except Exception:  # whatever the hub's client says, the model is not here
         way_out = "nothing need be done where there is a network: the first start downloads it"
-        return None, doubtful("model", f"{settings.path} was not downloaded yet", way_out)
+        return None, doubtful(f"{settings.path} was not downloaded yet", way_out)
 
 
-def files(folder: Path, trusted: bool = False) -> Iterator[Finding]:
-    """Configuration, weights and tokenizer; `trusted`: model.trust_remote_code."""
-    config = _json(folder / "config.json")
-    if config is None:
-        yield broken(
-            "model", f"{folder}: no config.json that can be read", "give a directory that save_pretrained wrote"
-        )
-        return
-    kind = ", ".join(config.get("architectures") or ["of no named architecture"])
-    if "auto_map" in config and trusted:
-        seen = f"{folder} brings code of its own ({kind}), which runs with all of edged's rights"
-        yield doubtful("model", seen, "if you do not trust it with this box, set model.trust_remote_code = false")
-    elif "auto_map" in config:
-        way_out = (
-            "use a model whose architecture transformers has: edged runs no code from a model's directory unless "
-            "model.trust_remote_code is on"
-        )
-        yield doubtful("model", f"{folder} wants code of its own to run ({kind})", way_out)
-    yield _weights(folder, kind)
-    yield _tokenizer(folder)
+def place(it: Examination) -> Finding | None:
+    """A model that is not here, or a directory that is none."""
+    if it.model_dir is None:
+        return find(it.settings.model)[1]
+    if _config(it) is None:
+        seen = f"{it.model_dir}: no config.json that can be read"
+        return broken(seen, "give a directory that save_pretrained wrote")
+    return None
+
+
+def code(it: Examination) -> Finding | None:
+    """Code that the model brings."""
+    config = _config(it) or {}
+    if "auto_map" not in config:
+        return None
+    if it.settings.model.trust_remote_code:
+        seen = f"{it.model_dir} brings code of its own ({_kind(config)}), which runs with all of edged's rights"
+        return doubtful(seen, "if you do not trust it with this box, set model.trust_remote_code = false")
+    way_out = (
+        "use a model whose architecture transformers has: edged runs no code from a model's directory unless "
+        "model.trust_remote_code is on"
+    )
+    return doubtful(f"{it.model_dir} wants code of its own to run ({_kind(config)})", way_out)
+
+
+def _config(it: Examination) -> dict[str, Any] | None:
+    return _json(it.model_dir / "config.json") if it.model_dir else None
+
+
+def _kind(config: dict[str, Any]) -> str:
+    return ", ".join(config.get("architectures") or ["of no named architecture"])
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -73,21 +83,25 @@ def _json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _weights(folder: Path, kind: str) -> Finding:
+def weights(it: Examination) -> Finding | None:
+    """All weights there and whole; none is read."""
+    folder, config = it.model_dir, _config(it)
+    if folder is None or config is None:
+        return None
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         other = [path.name for path in sorted(folder.glob("*.bin"))[:1]]
         seen = f"only {other[0]}, a pickle, which may run code" if other else "no *.safetensors"
-        return broken("model", f"{folder}: {seen}", "save it with save_pretrained(safe_serialization=True)")
+        return broken(f"{folder}: {seen}", "save it with save_pretrained(safe_serialization=True)")
     try:
         held = {path.name: tensors_of(path) for path in found}
     except Damaged as error:
-        return broken("model", f"{folder}: {error}", _AGAIN)
+        return broken(f"{folder}: {error}", _AGAIN)
     if problem := _index_problem(folder, held):
-        return broken("model", f"{folder}: {problem}", _AGAIN)
+        return broken(f"{folder}: {problem}", _AGAIN)
     elements = sum(sum(tensors.values()) for tensors in held.values())
     size = gib(sum(path.stat().st_size for path in found))
-    return fine("model", f"{folder}: {kind}, {elements:,} weights in {len(found)} files of {size}, whole")
+    return fine(f"{folder}: {_kind(config)}, {elements:,} weights in {len(found)} files of {size}, whole")
 
 
 def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:
@@ -104,42 +118,38 @@ def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:
     return f"{absent[0]} is not in the file that {path.name} names" if absent else ""
 
 
-def _tokenizer(folder: Path) -> Finding:
+def tokenizer(it: Examination) -> Finding | None:
+    """A tokenizer, and what it makes of chats."""
+    folder = it.model_dir
+    if folder is None or _config(it) is None:
+        return None
     found = [name for name in _TOKENIZERS if (folder / name).is_file()]
     if not found:
-        return broken("tokenizer", f"{folder} has none", "write one there with tokenizer.save_pretrained")
+        return broken(f"{folder} has none", "write one there with tokenizer.save_pretrained")
     settings = _json(folder / "tokenizer_config.json") or {}
     if found[0].endswith(".json") and _json(folder / found[0]) is None:
-        return broken("tokenizer", f"{folder / found[0]} cannot be read", _AGAIN)
+        return broken(f"{folder / found[0]} cannot be read", _AGAIN)
     if (folder / "chat_template.jinja").is_file() or settings.get("chat_template"):
-        return fine("tokenizer", f"{found[0]}, with a chat template")
+        return fine(f"{found[0]}, with a chat template")
     way_out = f"put a chat_template.jinja into {folder}: without one only /v1/completions answers"
-    return doubtful("tokenizer", f"{found[0]}, without a chat template", way_out)
+    return doubtful(f"{found[0]}, without a chat template", way_out)
 
 
-def profile(it: Examination, gpu: str | None) -> Iterator[Finding]:
-    """Whether prices were measured for this model on this device; `gpu` is its name, None on a processor."""
+def profile(it: Examination) -> Finding:
+    """Whether prices were measured for this model on this device."""
     from edged.scheduler.cost.profile import FOLDER, Profile, ProfileError
 
-    settings = it.settings
+    gpu = it.torch.get("gpu") if it.settings.model.device != "cpu" else None
     measure = "`edged profile`, with nothing else running: until then latencies are guessed and learned"
-    setting = settings.scheduler.profile
-    paths = [Path(setting).expanduser()] if setting else sorted((it.data_dir / FOLDER).glob("*.json"))
-    profiles, problems = [], []
-    for path in paths:
+    setting, name = it.settings.scheduler.profile, name_of(it.settings.model)
+    of, problems = [], []
+    for path in [Path(setting).expanduser()] if setting else sorted((it.data_dir / FOLDER).glob("*.json")):
         try:
-            profiles.append((path, Profile.read(path)))
+            found = Profile.read(path)
         except ProfileError as error:
             problems.append(str(error))
-    name = name_of(settings.model)
-    for path, found in profiles:
+            continue
         if found.subject.model == name and (gpu is None or found.subject.device == gpu):
-            yield fine("profile", f"{path.name}, of {found.created_at[:10]}")
-            return
-    if problems:
-        yield doubtful("profile", problems[0], measure)
-    elif profiles:
-        of = profiles[0][1].subject
-        yield doubtful("profile", f"only of {of.model} on {of.device}, not of {name} on {gpu or 'this box'}", measure)
-    else:
-        yield doubtful("profile", f"none of {name}", measure)
+            return fine(f"{path.name}, of {found.created_at[:10]}")
+        of.append(f"only of {found.subject.model} on {found.subject.device}, not of {name} on {gpu or 'this box'}")
+    return doubtful((problems or of or [f"none of {name}"])[0], measure)

@@ -24,6 +24,7 @@ class Probe:
 
     def __init__(self, settings: Settings, model: Path | None) -> None:
         """`model` None: only torch and the device are looked at."""
+        self._told: tuple[dict[str, Any], dict[str, Any]] | None = None
         asked = {"settings": settings.model_dump(), "model": str(model) if model else ""}
         self._process = subprocess.Popen(
             # -P: root looks from wherever it stands, and modules that lie there are anybody's.
@@ -39,14 +40,17 @@ class Probe:
         self._process.stdin = None
 
     def lines(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(torch and device, memory); empty where nothing came in time."""
+        """(torch and device, memory); empty where nothing came in time. Later calls get what the first one got."""
+        if self._told is not None:
+            return self._told
         try:
             text, _ = self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             text, _ = self._process.communicate()
         found: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return found[0] if found else {}, found[1] if len(found) > 1 else {}
+        self._told = (found[0] if found else {}, found[1] if len(found) > 1 else {})
+        return self._told
 
 
 def _device(wanted: str) -> dict[str, Any]:

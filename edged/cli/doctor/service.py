@@ -5,7 +5,6 @@ Owns what units should say and do. Must not know how the daemon works.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import edged
@@ -20,41 +19,33 @@ from edged.settings.load import Settings
 _UNITS = (SERVICE, SOCKET)
 
 
-def units(it: Examination) -> Iterator[Finding]:
+def units(it: Examination) -> Finding:
     """Installed, without mistakes, watched, and started at boot."""
     found = [path for name in _UNITS if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
-        yield doubtful("units", seen, "`sudo tools/install` from a checkout")
-        return
+        return doubtful(seen, "`sudo tools/install` from a checkout")
     names = ", ".join(path.name for path in found)
     code, told = output_of(["systemd-analyze", "verify", *map(str, found)], it.left_s(3.0))
     ours = [line for line in told.splitlines() if "edged." in line]
     if code == 127:
-        yield doubtful("units", f"{names} installed, not verified: {told}", "install systemd")
-    elif ours:
-        yield doubtful("units", f"{names}: {ours[0]}", f"correct it, then `sudo systemctl daemon-reload`: {found[0]}")
-    elif "WatchdogSec=" not in "".join(path.read_text(errors="replace") for path in found):
-        yield doubtful("units", f"{names}: no watchdog", f"add WatchdogSec=30 to [Service] in {found[0]}")
-    else:
-        yield from _enabled(it, names)
-
-
-def _enabled(it: Examination, names: str) -> Iterator[Finding]:
+        return doubtful(f"{names} installed, not verified: {told}", "install systemd")
+    if ours:
+        return doubtful(f"{names}: {ours[0]}", f"correct it, then `sudo systemctl daemon-reload`: {found[0]}")
+    if "WatchdogSec=" not in "".join(path.read_text(errors="replace") for path in found):
+        return doubtful(f"{names}: no watchdog", f"add WatchdogSec=30 to [Service] in {found[0]}")
     seen = f"{names} installed, with a watchdog"
     if not (it.root / "run/systemd/system").is_dir():
-        yield fine("units", f"{seen}; systemd does not run here")
-        return
+        return fine(f"{seen}; systemd does not run here")
     _, states = output_of(["systemctl", "is-enabled", *_UNITS], it.left_s(2.0))
-    told = _told(it)
-    if told["ActiveState"] == "activating":
-        yield _starting("units", told)
-    elif told["ActiveState"] == "failed":
-        yield broken("units", "edged.service has failed", "`journalctl -u edged -e` says why")
-    elif "enabled" not in states.split():
-        yield doubtful("units", f"{seen}, not enabled", "`sudo systemctl enable --now edged.socket`")
-    else:
-        yield fine("units", f"{seen}, enabled")
+    about = _told(it)
+    if about["ActiveState"] == "activating":
+        return _starting(about)
+    if about["ActiveState"] == "failed":
+        return broken("edged.service has failed", "`journalctl -u edged -e` says why")
+    if "enabled" not in states.split():
+        return doubtful(f"{seen}, not enabled", "`sudo systemctl enable --now edged.socket`")
+    return fine(f"{seen}, enabled")
 
 
 def _told(it: Examination) -> dict[str, str]:
@@ -65,13 +56,12 @@ def _told(it: Examination) -> dict[str, str]:
     return dict.fromkeys(names, "") | {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def _starting(name: str, told: dict[str, str]) -> Finding:
+def _starting(told: dict[str, str]) -> Finding:
     """Of a service that systemd is starting: for the first time, or again because it did not come up."""
     seen = f"{SERVICE} is {told['ActiveState']} ({told['SubState']}): {told['StatusText'] or 'it says nothing yet'}"
     if told["StatusText"].startswith(REFUSED) or told["SubState"] == "auto-restart":
-        way_out = "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more"
-        return broken(name, seen, way_out)
-    return doubtful(name, seen, "ask again in a moment; `journalctl -u edged -e` says more")
+        return broken(seen, "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more")
+    return doubtful(seen, "ask again in a moment; `journalctl -u edged -e` says more")
 
 
 def _systemds_socket(it: Examination) -> Path | None:
@@ -82,35 +72,39 @@ def _systemds_socket(it: Examination) -> Path | None:
 
 def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
     """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
-    name = "daemon"
     sockets, theirs, told = it.sockets, _systemds_socket(it), _told(it)
     if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
         # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
         sockets = tuple(path for path in sockets if path != theirs)
         if not any(path.exists() for path in sockets):
             if told["ActiveState"] == "activating":
-                starting = _starting(name, told)
+                starting = _starting(told)
                 return starting, starting.state != "fail", None
-            return fine(name, f"does not run: the first request on {theirs} starts it"), False, None
+            return fine(f"does not run: the first request on {theirs} starts it"), False, None
     with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:
         try:
             client.get("/readyz")
             status, served = client.get("/v1/status"), served_settings(client)
         except NotRunning:
-            way_out = "`sudo systemctl start edged`, or `edged serve`"
-            return doubtful(name, f"none answers on {' or '.join(map(str, sockets))}", way_out), False, None
-        except Refused as error:
-            if error.code in ("loading", "draining"):
-                return doubtful(name, str(error), "ask again in a moment"), True, None
-            if error.code == "engine_stopped":
-                return broken(name, str(error), "restart it, and see its log"), True, None
-            return doubtful(name, f"it runs, and tells this user nothing: {error}", "run this as its user"), True, None
+            seen = f"none answers on {' or '.join(map(str, sockets))}"
+            return doubtful(seen, "`sudo systemctl start edged`, or `edged serve`"), False, None
         except DaemonError as error:
-            return broken(name, str(error), "restart it; systemd's watchdog would have"), True, None
+            return _unwell(error), True, None
     version = status["version"]
     if version != edged.__version__:
         seen = f"{version} runs, {edged.__version__} is installed"
-        return doubtful(name, seen, "`sudo systemctl restart edged`"), True, served
+        return doubtful(seen, "`sudo systemctl restart edged`"), True, served
     if problems := status["degraded"]:
-        return doubtful(name, f"it runs, but {'; '.join(problems)}", "`journalctl -u edged -e` says more"), True, served
-    return fine(name, f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True, served
+        return doubtful(f"it runs, but {'; '.join(problems)}", "`journalctl -u edged -e` says more"), True, served
+    return fine(f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True, served
+
+
+def _unwell(error: DaemonError) -> Finding:
+    """Of a daemon that is there and does not answer as it should."""
+    if not isinstance(error, Refused):
+        return broken(str(error), "restart it; systemd's watchdog would have")
+    if error.code in ("loading", "draining"):
+        return doubtful(str(error), "ask again in a moment")
+    if error.code == "engine_stopped":
+        return broken(str(error), "restart it, and see its log")
+    return doubtful(f"it runs, and tells this user nothing: {error}", "run this as its user")

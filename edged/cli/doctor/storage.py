@@ -6,7 +6,6 @@ Owns how each is looked at without changing it. Must not import torch.
 from __future__ import annotations
 
 import grp
-import hashlib
 import itertools
 import json
 import os
@@ -15,15 +14,14 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
-from edged.cli.doctor.installed import Account, in_place_of
+from edged.cli.doctor.installed import in_place_of
 from edged.cli.doctor.safetensors import Damaged, tensors_of
 from edged.cli.settings import INSTALLED_DATA_DIR
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
@@ -35,70 +33,63 @@ _LET_IN = (
 )
 
 
-def disk(it: Examination) -> Iterator[Finding]:
+def disk(it: Examination) -> Finding:
     """Room for the database, adapters and spilled prefixes."""
     folder = _nearest(it.data_dir)
     try:
         space, files = shutil.disk_usage(folder), os.statvfs(folder)
     except OSError as error:
-        yield broken("disk", f"{folder}: {error.strerror}", "mount the disk, or set store.data_dir")
-        return
+        return broken(f"{folder}: {error.strerror}", "mount the disk, or set store.data_dir")
     seen = f"{gib(space.free)} of {gib(space.total)} free at {folder}"
     way_out = "make room, or move store.data_dir to a larger disk"
     if files.f_files and not files.f_favail:
-        yield broken("disk", f"{seen}, but no file can be made (no inodes)", way_out)
-    elif space.free < it.least_free_bytes // 10:
-        yield broken("disk", seen, way_out)
-    elif space.free < it.least_free_bytes:
-        yield doubtful("disk", f"{seen}; {gib(it.least_free_bytes)} should be", way_out)
-    else:
-        yield fine("disk", seen)
+        return broken(f"{seen}, but no file can be made (no inodes)", way_out)
+    if space.free < it.least_free_bytes // 10:
+        return broken(seen, way_out)
+    if space.free < it.least_free_bytes:
+        return doubtful(f"{seen}; {gib(it.least_free_bytes)} should be", way_out)
+    return fine(seen)
 
 
-def folders(it: Examination) -> Iterator[Finding]:
-    """Whether edged may write where it does, and whether others may read there."""
-    yield _data_folder(it.data_dir, it.account)
-    yield _socket_folder(it.sockets[0])
-
-
-def _data_folder(folder: Path, account: Account | None) -> Finding:
-    name = "data folder"
+def data_folder(it: Examination) -> Finding:
+    """Whether edged may write where its data are, and whether others may read there."""
+    folder, account = it.data_dir, it.account
     if not folder.exists():
         # The unit's own is made by systemd.
         with in_place_of(None if folder == Path(INSTALLED_DATA_DIR) else account):
             problem = _cannot_write(_nearest(folder))
         if problem:
-            return broken(name, f"{folder} is not there and cannot be made: {problem}", "set store.data_dir")
-        return fine(name, f"{folder} will be made")
+            return broken(f"{folder} is not there and cannot be made: {problem}", "set store.data_dir")
+        return fine(f"{folder} will be made")
     with in_place_of(account):
         problem = _cannot_write(folder) or _out_of_reach(folder)
     if problem and account is not None:
         way_out = f"`sudo chown -R {account.name}: {folder} && sudo chmod -R u+rwX {folder}`"
-        return broken(name, f"{problem} (by the service's user, {account.name})", way_out)
+        return broken(f"{problem} (by the service's user, {account.name})", way_out)
     if problem:
-        way_out = f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir"
-        return broken(name, problem, way_out)
+        return broken(problem, f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir")
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o007:
         way_out = f"`chmod o= {folder}`: what people said is in there"
-        return doubtful(name, f"{folder} is open to everybody on this box (mode {mode:o})", way_out)
-    return fine(name, f"{folder}, mode {mode:o}")
+        return doubtful(f"{folder} is open to everybody on this box (mode {mode:o})", way_out)
+    return fine(f"{folder}, mode {mode:o}")
 
 
-def _socket_folder(path: Path) -> Finding:
-    name = "socket"
+def socket_folder(it: Examination) -> Finding:
+    """Whether the daemon may make its socket, and whether this user may use it."""
+    path = it.sockets[0]
     if path.exists():
         about = path.stat()
         mode, group = stat.S_IMODE(about.st_mode), _group_name(about.st_gid)
         seen = f"{path}, group {group}, mode {mode:o}"
         if not os.access(path, os.R_OK | os.W_OK):
-            return doubtful(name, f"{seen}: this user may not use it", _LET_IN)
+            return doubtful(f"{seen}: this user may not use it", _LET_IN)
         # Everybody may connect to what [access] guards: each account speaks for itself.
-        return fine(name, f"{seen}, each account for itself" if mode & 0o006 == 0o006 else seen)
+        return fine(f"{seen}, each account for itself" if mode & 0o006 == 0o006 else seen)
     if problem := _cannot_write(_nearest(path.parent)):
         way_out = "give --socket (or EDGED_SOCKET, or api.socket) a path in a folder where this user may write"
-        return broken(name, f"{path} cannot be made: {problem}", way_out)
-    return fine(name, f"{path} will be made")
+        return broken(f"{path} cannot be made: {problem}", way_out)
+    return fine(f"{path} will be made")
 
 
 def _out_of_reach(folder: Path) -> str:
@@ -143,15 +134,13 @@ def _cannot_write(folder: Path) -> str:
         return f"{folder}: {error.strerror}"
 
 
-def database(it: Examination) -> Iterator[Finding]:
+def database(it: Examination) -> Finding:
     """SQLite's own check, on a connection that cannot write, and the schema's version."""
     path = it.data_dir / DATABASE_FILE
     if _closed(it.data_dir):
-        yield doubtful("database", f"{it.data_dir} may not be read by this user", _WHO)
-        return
+        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
     if not path.exists():
-        yield fine("database", "none yet: the first start makes it")
-        return
+        return fine("none yet: the first start makes it")
     way_out = (
         "stop edged, move the file away, and restore a backup or what `sqlite3 FILE .recover` can read; "
         "adapters on disk stay good"
@@ -162,30 +151,25 @@ def database(it: Examination) -> Iterator[Finding]:
             connection.set_progress_handler(lambda: time.monotonic() > end, _OPERATIONS)
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             applied = {name for (name,) in connection.execute("SELECT name FROM migrations")}
-    except sqlite3.OperationalError as error:
-        if "interrupted" in str(error):
-            way_out = f"`sqlite3 -readonly {path} 'PRAGMA quick_check'` takes its time"
-            yield doubtful(
-                "database", f"{gib(path.stat().st_size)}: not checked to its end within some seconds", way_out
-            )
-        else:
-            yield broken("database", f"{path}: {error}", way_out)
     except sqlite3.DatabaseError as error:
-        yield broken("database", f"{path}: {error}", way_out)
-    else:
-        yield _schema(path, applied) if verdict == "ok" else broken("database", f"{path}: {verdict}", way_out)
+        if not isinstance(error, sqlite3.OperationalError) or "interrupted" not in str(error):
+            return broken(f"{path}: {error}", way_out)
+        seen = f"{gib(path.stat().st_size)}: not checked to its end within some seconds"
+        return doubtful(seen, f"`sqlite3 -readonly {path} 'PRAGMA quick_check'` takes its time")
+    return _schema(path, applied) if verdict == "ok" else broken(f"{path}: {verdict}", way_out)
 
 
 def _schema(path: Path, applied: set[str]) -> Finding:
-    from edged.store.migrations import MIGRATIONS
+    from edged.store.migrations import MIGRATIONS, UnknownMigration, known_of
 
-    known = [migration.__name__ for migration in MIGRATIONS]
     seen = f"{gib(path.stat().st_size)}, whole"
-    if unknown := sorted(applied.difference(known)):
-        return broken("database", f"written by a newer edged ({unknown[0]})", "install that version again")
-    if missing := [name for name in known if name not in applied]:
-        return fine("database", f"{seen}; the next start brings it up to date ({len(missing)} migrations)")
-    return fine("database", f"{seen}, schema {known[-1]}")
+    try:
+        missing = len(MIGRATIONS) - len(known_of(applied))
+    except UnknownMigration as error:
+        return broken(f"{path} {error.seen}", error.way_out)
+    if missing:
+        return fine(f"{seen}; the next start brings it up to date ({missing} migrations)")
+    return fine(f"{seen}, schema {MIGRATIONS[-1].__name__}")
 
 
 def _open_to_read(path: Path) -> sqlite3.Connection:
@@ -200,11 +184,10 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def adapters(it: Examination) -> Iterator[Finding]:
+def adapters(it: Examination) -> Finding:
     """The newest version of every adapter on disk: all files there, whole, and as they were written."""
     if _closed(it.data_dir):
-        yield doubtful("adapters", f"{it.data_dir} may not be read by this user", _WHO)
-        return
+        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
     newest = _newest_versions(it.data_dir / ADAPTERS_FOLDER)
     end = time.monotonic() + it.left_s(2.0)
     damaged, summed = [], 0
@@ -215,19 +198,18 @@ def adapters(it: Examination) -> Iterator[Finding]:
             damaged.append(f"{folder.parent.name} {folder.name}: {problem}")
     if damaged:
         way_out = "nothing need be done: the version before it is served, and its pairs are learnt again"
-        yield doubtful("adapters", f"{len(damaged)} of {len(newest)} damaged: " + "; ".join(damaged[:3]), way_out)
-    elif newest:
-        checked = "" if summed == len(newest) else f" ({summed} with checksums, for want of time)"
-        yield fine("adapters", f"{len(newest)} on disk, whole{checked}")
-    else:
-        yield fine("adapters", "none yet")
+        return doubtful(f"{len(damaged)} of {len(newest)} damaged: " + "; ".join(damaged[:3]), way_out)
+    if not newest:
+        return fine("none yet")
+    checked = "" if summed == len(newest) else f" ({summed} with checksums, for want of time)"
+    return fine(f"{len(newest)} on disk, whole{checked}")
 
 
-def language(it: Examination) -> Iterator[Finding]:
+def language(it: Examination) -> Finding | None:
     """Adapters whose latest test says that they stray from the base's language."""
     path, guard = it.data_dir / DATABASE_FILE, it.settings.guard
     if not path.exists() or _closed(it.data_dir):
-        return
+        return None
     with closing(_open_to_read(path)) as connection:
         rows = connection.execute(
             """SELECT adapter, version, avg(kl_nats) FROM alignment_metrics AS m
@@ -239,14 +221,11 @@ def language(it: Examination) -> Iterator[Finding]:
                GROUP BY adapter HAVING avg(kl_nats) > ? ORDER BY 3 DESC""",
             [guard.max_kl_nats],
         ).fetchall()
-    if rows:
-        shown = ", ".join(f"{name} (version {version}: KL {kl:.1f} nats a token)" for name, version, kl in rows[:3])
-        way_out = (
-            f"`edged adapters mend {rows[0][0]}`: the newest whole version is served, or its pairs are learned anew"
-        )
-        yield doubtful("language", f"{len(rows)} adapters broke the language: {shown}", way_out)
-    else:
-        yield fine("language", f"no tested adapter is beyond {guard.max_kl_nats:g} nats a token of the base")
+    if not rows:
+        return fine(f"no tested adapter is beyond {guard.max_kl_nats:g} nats a token of the base")
+    shown = ", ".join(f"{name} (version {version}: KL {kl:.1f} nats a token)" for name, version, kl in rows[:3])
+    way_out = f"`edged adapters mend {rows[0][0]}`: the newest whole version is served, or its pairs are learned anew"
+    return doubtful(f"{len(rows)} adapters broke the language: {shown}", way_out)
 
 
 def _newest_versions(root: Path) -> list[Path]:
@@ -265,13 +244,8 @@ def _damage(folder: Path, sums: bool) -> str:
         for name, checksum in expected.items():
             if name.endswith(".safetensors"):
                 tensors_of(folder / name)
-            if sums and _sha256(folder / name) != checksum:
+            if sums and sha256_of(folder / name) != checksum:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, Damaged) as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,8 @@
-"""Small databases as earlier versions of edged left them: `vN.sql` has the first N migrations and a row in every table.
+"""Small databases as earlier versions of edged left them: `vN.sql` has the migrations up to N and a row in every table.
 
 A schema that was released does not change, and neither does its file: `python -m tests.store.schemas` writes those that
-are missing, after a migration was added.
+are missing, after a migration was added. Versions 9 and 10 are from before the first release: they name nine migrations
+that `m009_schema` stands for since.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sqlite_utils import Database
 from edged.store.migrations import MIGRATIONS, migrate
 
 FOLDER = Path(__file__).parent
+VERSIONS = tuple(int(migration.__name__[1:4]) for migration in MIGRATIONS)
 _VALUES: dict[str, Any] = {
     "created_at": "2025-01-31T12:00:00.000000+00:00",
     "object": "chat.completion",
@@ -38,7 +40,7 @@ _VALUES: dict[str, Any] = {
 
 
 def file_of(version: int) -> Path:
-    """The dump of the schema that has `version` migrations."""
+    """The dump of the schema that has the migrations up to this one."""
     return FOLDER / f"v{version}.sql"
 
 
@@ -53,7 +55,7 @@ def load(version: int, path: Path) -> None:
 def dump(version: int) -> str:
     """A new database of that schema, with a row in every table."""
     db = Database(memory=True)
-    migrate(db, MIGRATIONS[:version])
+    migrate(db, MIGRATIONS[: VERSIONS.index(version) + 1])
     for table in db.tables:
         if table.name != "migrations" and not table.count:
             values = [_value(table.name, column.name, column.type) for column in table.columns]

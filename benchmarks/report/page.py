@@ -15,21 +15,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from edged.bench.compare import CompareError
-from edged.bench.report.canvas import Canvas
-from edged.bench.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
-from edged.bench.report.learning import against_retrain_rate, over_time
-from edged.bench.report.overheads import (
+from benchmarks.report.canvas import Canvas
+from benchmarks.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
+from benchmarks.report.learning import against_retrain_rate, over_time
+from benchmarks.report.overheads import (
     prefix_sharing,
     pruning,
     pruning_command,
     scheduler_command,
     scheduler_table,
 )
-from edged.bench.report.panels import Figure
-from edged.bench.report.serving import ablations, breakdown, iterations, throughput, utilisation
-from edged.bench.report.setting import Setting
-from edged.bench.report.sources import read_pruning, read_scheduler
+from benchmarks.report.panels import Figure
+from benchmarks.report.scored import ScoredWorkload
+from benchmarks.report.serving import ablations, breakdown, iterations, throughput, utilisation
+from benchmarks.report.setting import Setting
+from benchmarks.report.sources import read_pruning, read_scheduler
+from edged.bench.compare import CompareError, Workload
 
 PAGE = "README.md"
 _ABSOLUTE = re.compile(r"(?<![\w.:/~+-])/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
@@ -79,9 +80,9 @@ def write_report(sources: Sources, output: Path) -> Path:
     return page
 
 
-_INTRODUCTION = """`edged bench report` wrote this page from the runs of `edged bench compare`; nothing on it is written
-by hand but the paper's numbers (`edged/bench/report/paper.py`). Values are medians over seeds, in brackets their range.
-The numbers of each figure are in the JSON file of its name.
+_INTRODUCTION = """`python -m benchmarks.report` wrote this page from the runs of `edged bench compare`; nothing on it
+is written by hand but the paper's numbers (`benchmarks/report/paper.py`). Values are medians over seeds, in brackets
+their range. The numbers of each figure are in the JSON file of its name.
 """
 
 
@@ -197,6 +198,6 @@ def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
         "--seeds": ",".join(map(str, setting.runs.axis("seed"))),
         "--seconds": f"{workload['seconds']:g}",
     }
-    words = ["edged", "bench", "compare", folder.name]
-    words += [word for name, value in options.items() if value for word in (name, str(value))]
-    return shlex.join(words + (["--score-arrivals"] if workload.get("score_arrivals") else []))
+    program = (ScoredWorkload if workload.get("score_arrivals") else Workload).program
+    words = [*program, "compare", folder.name]
+    return shlex.join(words + [word for name, value in options.items() if value for word in (name, str(value))])

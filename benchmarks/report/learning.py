@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edged.bench.report import paper
-from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
-from edged.bench.report.setting import Setting
+from benchmarks.report import paper
+from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
+from benchmarks.report.setting import Setting
 from edged.bench.summary import CLPD, WIN_RATE, Done, ReportFigure
 
 _STEPS, _WINDOW_SHARE = 60, 0.2
@@ -53,7 +53,7 @@ def over_time(setting: Setting) -> Figure | None:
         tuple(panels),
         "Each pair is judged by the version that was served when it came."
         if all(judged(done) for done in runs.values())
-        else "Each pair is judged when its step begins, which hides how late that was: run with --score-arrivals.",
+        else "Each pair is judged when its step begins, which hides how late that was: run benchmarks.report.arrivals.",
         {"point": point},
     )
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edged.bench.report import learning, paper
-from edged.bench.report.overheads import decision_ms, memory_mb, queued_decision_ms
-from edged.bench.report.setting import HEADLINE_RETRAIN_RATE, Setting
-from edged.bench.report.sources import WHOLE
+from benchmarks.report import learning, paper
+from benchmarks.report.overheads import decision_ms, memory_mb, queued_decision_ms
+from benchmarks.report.setting import HEADLINE_RETRAIN_RATE, Setting
+from benchmarks.report.sources import WHOLE
 from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, ReportFigure
 
 LARGEST_TBT = 1.05

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from edged.bench.report import paper
-from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
-from edged.bench.report.setting import Setting
+from benchmarks.report import paper
+from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
+from benchmarks.report.setting import Setting
 from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, THROUGHPUT, ReportFigure
 
 ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")

@@ -1,8 +1,8 @@
-"""What the model that was being served thought of each preference when it came.
+"""`python -m benchmarks.report.arrivals`: replays whose pairs are judged by the version that was served when they came.
 
-Owns the weights that each pair met and their judgement afterwards, by transformers and PEFT. A pair's own step scores
-it only when it is trained on, which hides how stale the answers of a policy are that trains late: this does not.
-Must not know the scheduler.
+Its `replay` and `compare` are those of `edged bench`. A pair's own step scores it only when it is trained on, which
+hides how stale the answers of a policy are that trains late. Here transformers and PEFT judge it, after the replay,
+with the weights that it met.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import click
 import numpy as np
 import torch
 
+from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
-
-if TYPE_CHECKING:
-    from edged.engine.engine import Engine
+from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
+from edged.cli.bench import replay as replay_command
+from edged.cli.compare import compare as compare_command
+from edged.cli.main import FailingGroup
+from edged.client.client import DaemonError
+from edged.engine.engine import Engine
 
 _MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
 Weights = tuple[int, dict[str, torch.Tensor]]
@@ -33,27 +38,26 @@ class _Arrival:
 
 
 class Arrivals:
-    """The pairs of one adapter as they come. Each version that a pair meets is copied to the host once."""
+    """The pairs of a replay as they come. Each version that a pair meets is copied to the host once."""
 
-    def __init__(self, engine: Engine, adapter: str) -> None:
-        self._engine, self._adapter = engine, adapter
-        self._spec = engine.adapter_files.spec
+    def __init__(self) -> None:
         self._arrivals: list[_Arrival] = []
         self._version = -1
 
-    def meet(self, pair: TokenPair, at_s: float) -> None:
+    def meet(self, engine: Engine, pair: TokenPair, at_s: float) -> None:
         """A pair comes, `at_s` after the start of the load; call it before the engine gets it."""
-        version = self._engine.adapters().get(self._adapter, 0)
+        self._spec = engine.adapter_files.spec
+        version = engine.adapters().get(ADAPTER, 0)
         if version != self._version:
             self._version = version
-            weights = self._engine.weights(self._adapter)
+            weights = engine.weights(ADAPTER)
         else:
             weights = self._arrivals[-1].weights
         self._arrivals.append(_Arrival(at_s, pair, weights))
 
     def judge(self, model_dir: Path, device: str) -> dict[str, Any]:
         """Means over the pairs, and the series of them. Loads the model anew: end the engine before."""
-        series = self._series(model_dir, device)
+        series = self._series(model_dir, device) if self._arrivals else []
         means = {name: float(np.mean([row[key] for row in series])) for name, key in _MEANS.items()} if series else {}
         return {"pairs": len(series), **means, "series": series}
 
@@ -98,6 +102,34 @@ class Arrivals:
         return rows
 
 
+def replay_and_score(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
+    """A replay's report, with the judgements under "arrivals". Raises what a replay raises."""
+    arrivals = Arrivals()
+    report = replay(plan, progress, arrivals.meet)
+    return {**report, "arrivals": arrivals.judge(plan.model_dir, report["model"]["device"])}
+
+
+@click.group(cls=FailingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def arrivals() -> None:
+    """Judge each pair by the version that was served when it came, in a replay or in many."""
+
+
+def _replay(**options: Any) -> None:
+    assert replay_command.callback is not None
+    replay_command.callback(**options, run=replay_and_score)
+
+
+def _compare(**options: Any) -> None:
+    if options["device"]:
+        raise DaemonError("arrivals are scored with real pairs: not with --device")
+    assert compare_command.callback is not None
+    compare_command.callback(**options, kind=ScoredWorkload)
+
+
+for _command, _callback in ((replay_command, _replay), (compare_command, _compare)):
+    arrivals.add_command(click.Command(_command.name, callback=_callback, params=_command.params, help=_command.help))
+
+
 def answer_logp(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
     """log p(answer | prompt) in nats by one whole forward of a model of transformers or PEFT."""
     targets = torch.tensor(answer, device=model.device)[:, None]
@@ -110,3 +142,7 @@ def answer_logps(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> to
     logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
     log_probabilities: torch.Tensor = logits.log_softmax(-1)
     return log_probabilities
+
+
+if __name__ == "__main__":
+    arrivals(prog_name="python -m benchmarks.report.arrivals")

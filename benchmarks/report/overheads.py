@@ -1,6 +1,6 @@
 """Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1).
 
-Owns what is drawn of those benchmarks; `edged.bench.report.sources` has checked their JSON.
+Owns what is drawn of those benchmarks; `benchmarks.report.sources` has checked their JSON.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from edged.bench.report import paper
-from edged.bench.report.panels import ComparisonRow, Curve, Figure, Panel, told
-from edged.bench.report.setting import Setting
-from edged.bench.report.sources import QUEUED, WHOLE
+from benchmarks.report import paper
+from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
+from benchmarks.report.setting import Setting
+from benchmarks.report.sources import QUEUED, WHOLE
 from edged.scheduler.policies.registry import POLICIES
 
 _BUDGET = "tokens kept by a head"

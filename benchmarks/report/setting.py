@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.panels import Curve
 from edged.bench.compare import MANIFEST, CompareError
-from edged.bench.report.panels import Curve
 from edged.bench.summary import Done, Middle, ReportFigure, Runs
 
 HEADLINE_RETRAIN_RATE = 0.1

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from edged.bench.report.panels import Figure, Panel
+from benchmarks.report.panels import Figure, Panel
 
 _WIDTH_IN, _HEIGHT_IN = 4.2, 3.0
 _COMMENT, _PATH = re.compile(r"<!--.*?-->", re.DOTALL), re.compile(r' d="[^"]*"')

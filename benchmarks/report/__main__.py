@@ -1,4 +1,4 @@
-"""`edged bench report`: the paper's figures from comparisons."""
+"""`python -m benchmarks.report`: the paper's figures from comparisons."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from pathlib import Path
 
 import click
 
-from edged.client.client import DaemonError
+from benchmarks.report.canvas import NoMatplotlib
+from benchmarks.report.page import Sources, write_report
+from edged.bench.compare import CompareError
+from edged.cli.main import Failure
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument(
     "folders", nargs=-1, required=True, metavar="FOLDER...", type=click.Path(file_okay=False, path_type=Path)
 )
@@ -23,12 +26,12 @@ def report(folders: tuple[Path, ...], output: Path, pruning: Path | None, schedu
 
     FOLDERs are those of edged bench compare: one for each machine, measured or simulated. Needs matplotlib.
     """
-    from edged.bench.compare import CompareError
-    from edged.bench.report.canvas import NoMatplotlib
-    from edged.bench.report.page import Sources, write_report
-
     try:
         page = write_report(Sources(folders, pruning, scheduler), output)
     except (CompareError, NoMatplotlib, OSError) as error:
-        raise DaemonError(str(error)) from None
+        raise Failure(str(error)) from None
     click.echo(page)
+
+
+if __name__ == "__main__":
+    report(prog_name="python -m benchmarks.report")

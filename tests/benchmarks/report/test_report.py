@@ -14,24 +14,24 @@ import matplotlib.figure
 import pytest
 from click.testing import CliRunner
 
-from edged.bench.compare import Run
-from edged.bench.report import paper
-from edged.bench.report.canvas import Canvas, _bars
-from edged.bench.report.claims import Claim, claims, pruning_claim, scheduler_claims
-from edged.bench.report.learning import against_retrain_rate, over_time, smooth
-from edged.bench.report.overheads import (
+from benchmarks.report import paper
+from benchmarks.report.__main__ import report as report_command
+from benchmarks.report.canvas import Canvas, _bars
+from benchmarks.report.claims import Claim, claims, pruning_claim, scheduler_claims
+from benchmarks.report.learning import against_retrain_rate, over_time, smooth
+from benchmarks.report.overheads import (
     prefix_sharing,
     pruning,
     pruning_command,
     scheduler_command,
     scheduler_table,
 )
-from edged.bench.report.page import without_folders
-from edged.bench.report.panels import Curve, Figure, Panel
-from edged.bench.report.serving import ablations, throughput
-from edged.bench.report.setting import Setting
+from benchmarks.report.page import without_folders
+from benchmarks.report.panels import Curve, Figure, Panel
+from benchmarks.report.serving import ablations, throughput
+from benchmarks.report.setting import Setting
+from edged.bench.compare import Run
 from edged.bench.summary import Done, Runs
-from edged.cli.main import cli
 from edged.scheduler.policies.registry import POLICIES
 
 LARGEST_DRAWING_BYTES = 100_000
@@ -70,8 +70,8 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
     # As --policy all prints them.
     scheduler.write_text(json.dumps([{"policy": "mace", "tasks": 64, "memory_mb": 0.04, "mixes": {"mixed": MIX}}]))
     output = tmp_path / "report"
-    arguments = ["bench", "report", str(compared), "--output", str(output), "--scheduler", str(scheduler)]
-    result = CliRunner().invoke(cli, arguments)
+    arguments = [str(compared), "--output", str(output), "--scheduler", str(scheduler)]
+    result = CliRunner().invoke(report_command, arguments)
     assert result.exit_code == 0, result.output
     page = (output / "README.md").read_text()
     assert "## tiny: measured" in page
@@ -83,7 +83,7 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
         assert json.loads((output / f"{key}-tiny.json").read_text())["panels"]
     assert "| pairs learnt |" in page
     assert "python tools/bench_scheduler.py --policy mace --tasks 64 --json > scheduler-mace.json" in page
-    command = "edged bench compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh --model model"
+    command = "python -m benchmarks.report.arrivals compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh"
     assert page.count(command) == 1, "all figures of a folder are of one comparison"
     assert "Not measured by these runs: TTFT p50 of AdaInf's; TTFT p50 of Ekya's; " in page
     assert "| not measured |" not in page.split("### Figure")[0], "what runs do not tell has no row of its own"
@@ -101,7 +101,7 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
     assert min(values) - 1e-4 <= min(drawn) <= max(drawn) <= max(values) + 1e-4
 
     before = (output / "fig2-tiny.svg").read_bytes()
-    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert CliRunner().invoke(report_command, arguments).exit_code == 0
     assert (output / "fig2-tiny.svg").read_bytes() == before, "the same runs give the same file"
 
 
@@ -115,8 +115,8 @@ def test_ten_policies_over_a_long_window_stay_small_enough_for_git(tmp_path: Pat
 
 
 def test_without_matplotlib_the_error_tells_what_to_install(compared: Path, tmp_path: Path) -> None:
-    program = "import sys; sys.modules['matplotlib'] = None; from edged.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "bench", "report", str(compared), "--output", str(tmp_path)]
+    program = "import sys; sys.modules['matplotlib'] = None; from benchmarks.report.__main__ import report; report()"
+    command = [sys.executable, "-c", program, str(compared), "--output", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "pip install 'edged[report]'" in ended.stderr
@@ -124,13 +124,13 @@ def test_without_matplotlib_the_error_tells_what_to_install(compared: Path, tmp_
 
 @pytest.mark.parametrize("content", [None, "[]", "{", '{"policy": "mace"}', "[3]"])
 def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared: Path, content: str | None) -> None:
-    arguments = ["bench", "report", "--output", str(tmp_path / "report")]
+    arguments = ["--output", str(tmp_path / "report")]
     if content is None:
         arguments += [str(tmp_path)]
     else:
         (tmp_path / "scheduler.json").write_text(content)
         arguments += [str(compared), "--scheduler", str(tmp_path / "scheduler.json")]
-    result = CliRunner().invoke(cli, arguments)
+    result = CliRunner().invoke(report_command, arguments)
     assert result.exit_code == 1
     assert str(tmp_path) in result.stderr
 
@@ -139,8 +139,8 @@ def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared
 def test_a_pruning_file_of_another_benchmark_is_an_error(tmp_path: Path, compared: Path, content: str) -> None:
     file = tmp_path / "pruning.json"
     file.write_text(content)
-    arguments = ["bench", "report", str(compared), "--output", str(tmp_path / "report"), "--pruning", str(file)]
-    result = CliRunner().invoke(cli, arguments)
+    arguments = [str(compared), "--output", str(tmp_path / "report"), "--pruning", str(file)]
+    result = CliRunner().invoke(report_command, arguments)
     assert result.exit_code == 1
     assert "is not what tools/bench_pruning.py" in result.stderr
 
@@ -150,11 +150,11 @@ def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path
     shutil.copytree(compared, folder)
     run = next(folder.glob("mace_*.json"))
     record = json.loads(run.read_text())
-    arguments = ["bench", "report", str(folder), "--output", str(tmp_path / "report")]
+    arguments = [str(folder), "--output", str(tmp_path / "report")]
 
     def refused(content: str) -> str:
         run.write_text(content)
-        result = CliRunner().invoke(cli, arguments)
+        result = CliRunner().invoke(report_command, arguments)
         assert (result.exit_code, run.name in result.stderr) == (1, True)
         return result.stderr
 
@@ -163,14 +163,14 @@ def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path
     del record["report"]["timeline"]
     assert 'without "timeline"' in refused(json.dumps(record))
     (folder / "manifest.json").write_text("{}")
-    result = CliRunner().invoke(cli, arguments)
+    result = CliRunner().invoke(report_command, arguments)
     assert (result.exit_code, 'no "workload"' in result.stderr) == (1, True)
 
 
 def test_folders_of_one_name_are_refused(tmp_path: Path, compared: Path) -> None:
     folder = tmp_path / compared.name
     shutil.copytree(compared, folder)
-    result = CliRunner().invoke(cli, ["bench", "report", str(compared), str(folder), "-o", str(tmp_path / "out")])
+    result = CliRunner().invoke(report_command, [str(compared), str(folder), "-o", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert str(compared) in result.stderr
     assert str(folder) in result.stderr
@@ -185,8 +185,8 @@ def test_absolute_paths_are_told_by_their_last_names() -> None:
 def test_runs_that_the_command_implies_and_nobody_made_are_named(compared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(compared, folder)
-    arguments = ["bench", "report", str(folder), "--output", str(tmp_path / "report")]
-    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    arguments = [str(folder), "--output", str(tmp_path / "report")]
+    assert CliRunner().invoke(report_command, arguments).exit_code == 0
     page = tmp_path / "report" / "README.md"
     assert "runs, of which" not in page.read_text()
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -195,7 +195,7 @@ def test_runs_that_the_command_implies_and_nobody_made_are_named(compared: Path,
     manifest["runs"].append({**other, "file": "other.json"})
     (folder / "other.json").write_text(json.dumps({**record, "run": other}))
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert CliRunner().invoke(cli, arguments).exit_code == 0
+    assert CliRunner().invoke(report_command, arguments).exit_code == 0
     told = "That is 4 runs, of which 3 were made. Missing are 1 of seed 7 at 100% retrain rate."
     assert told in page.read_text()
 

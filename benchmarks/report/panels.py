@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from edged.bench.report.paper import PaperNumber
+from benchmarks.report.paper import PaperNumber
 
 
 @dataclass(frozen=True, slots=True)
