@@ -33,8 +33,8 @@ from edged.engine.pruner import Pruner
 from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.profile import Subject
-from edged.scheduler.policies.base import Policy
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.base import Row
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.settings.load import AlignSettings, Settings
 from edged.tensors.cpu_threads import CpuThreads, apart, beside
@@ -210,7 +210,7 @@ def _build_runner(
     model: ServedModel, kv: KvStore, pages: int, settings: Settings, folder: Path, max_context: int
 ) -> ModelRunner:
     """What runs plans over `pages` of K/V, as settings, policy and device have it; `folder` is for evicted prefixes."""
-    policy = POLICIES[settings.scheduler.policy]
+    policy = ROWS[settings.scheduler.policy]
     pool = PagePool(pages, settings.cache.page_size)
     # Page tables are padded with page 0: nobody may own it.
     pool.allocate(1)
@@ -256,7 +256,7 @@ def _graphs(model: ServedModel, kv: KvStore, paths: Backends, settings: Settings
     return DecodeGraphs(model, kv, paths, recorder, settings.serving.max_sequences, width)
 
 
-def _pruner(runner: ModelRunner, policy: type[Policy], settings: Settings, max_context: int) -> Pruner | None:
+def _pruner(runner: ModelRunner, policy: Row, settings: Settings, max_context: int) -> Pruner | None:
     """What prunes K/V, where the settings, the policy and the model allow it."""
     if settings.cache.pruning == "off" or not policy.prunes:
         return None

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from edged.cli.main import cli
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings
 from edged.settings.toml import to_toml_value
 
@@ -119,7 +119,7 @@ def test_a_misspelt_policy_on_the_command_line_is_told_the_nearest_name() -> Non
 @pytest.mark.parametrize("command", [("serve",), ("bench", "replay")])
 def test_help_lists_every_policy(command: tuple[str, ...]) -> None:
     text = re.sub(r"-\n +", "-", run(*command, "--help"))
-    assert set(POLICIES) <= set(re.findall(r"[a-z-]+", text.split("--policy")[1].split("Default")[0]))
+    assert set(ROWS) <= set(re.findall(r"[a-z-]+", text.split("--policy")[1].split("Default")[0]))
 
 
 def test_a_value_in_the_place_of_a_section_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

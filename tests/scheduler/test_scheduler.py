@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from edged.scheduler.cost.model import CostModel, Load
-from edged.scheduler.policies.fcfs import Fcfs
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.base import Policy
+from edged.scheduler.policies.fcfs import FCFS
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
 from edged.settings.load import SchedulerSettings
@@ -199,7 +200,7 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
 
 def test_the_policy_of_the_settings_can_be_replaced_by_ones_own() -> None:
     cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
-    own = Fcfs(SchedulerSettings(), cost)
+    own = Policy(FCFS, SchedulerSettings(), cost)
     assert Scheduler(SchedulerSettings(), cost, own).policy is own
 
 
@@ -211,7 +212,7 @@ def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
     assert math.isfinite(plan.budget_s)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROWS)
 def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -> None:
     def calls(queued: int) -> int:
         """Function calls of a decision, its completion and the plan made ahead."""
