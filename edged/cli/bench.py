@@ -19,6 +19,7 @@ from edged.cli.options import (
 )
 from edged.cli.output import make_console, number, percent, print_json, show_progress
 from edged.cli.report import report as draw_report
+from edged.cli.settings import load_settings
 from edged.cli.simulate import simulate
 from edged.client.client import DaemonError
 
@@ -80,7 +81,7 @@ def replay(
     from edged.bench.traces import TraceError
     from edged.engine.model.served_model import ModelRefused
     from edged.models.source import ModelMissing, find_model
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
     from edged.text.tokenizer import TokenizerError
 
     transformers_logging.disable_progress_bar()
@@ -148,7 +149,7 @@ def memory(
     from edged.bench.memory import plan_memory
     from edged.engine.model.loading import ModelRefused
     from edged.engine.model.memory_plan import total_bytes
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
     try:

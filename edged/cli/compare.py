@@ -9,6 +9,7 @@ import click
 
 from edged.cli.options import json_option
 from edged.cli.output import make_console, percent, print_json, show_progress
+from edged.cli.settings import load_settings
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def compare(
     from edged.bench.compare import Axes, CompareError, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
 
     if bool(pairs) == bool(device):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from edged.cli.options import policy_option
+from edged.cli.settings import load_settings
 
 
 @click.command()
@@ -41,7 +42,7 @@ def serve(
     """
     from edged.refusal import refuse_start
     from edged.runtime import logs
-    from edged.settings.load import ConfigError, LogSettings, Settings, load_settings
+    from edged.settings.load import ConfigError, LogSettings, Settings
 
     flags = {
         "model.path": model,

@@ -15,6 +15,7 @@ from edged.cli.options import (
     seed_option,
     trace_option,
 )
+from edged.cli.settings import load_settings
 from edged.client.client import DaemonError
 
 
@@ -75,7 +76,7 @@ def simulate(
     from edged.cli.bench import screen
     from edged.cli.output import make_console, print_json, show_progress
     from edged.engine.model.served_model import ModelRefused
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
     from edged.simulator.device_file import DeviceError
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from edged.cli.main import cli
+from edged.cli.settings import load_settings
 from edged.scheduler.policies.registry import ROWS
-from edged.settings.load import Settings
+from edged.settings.load import ConfigError, Settings
 from edged.settings.toml import to_toml_value
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,19 @@ def test_a_wrong_choice_is_told_the_nearest_one_or_what_there_is(tmp_path: Path,
 
 def test_a_misspelt_policy_on_the_command_line_is_told_the_nearest_name() -> None:
     assert 'did you mean "ekya"?' in run("serve", "--policy", "eyka", code=1)
+
+
+@pytest.mark.parametrize("policy", ROWS)
+def test_every_policy_there_is_can_be_chosen(policy: str) -> None:
+    assert load_settings(None, {}, {"scheduler.policy": policy}).scheduler.policy == policy
+
+
+def test_an_unknown_policy_is_told_beside_other_wrong_settings() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, {}, {"scheduler.policy": "zzz", "scheduler.gamma": -1.0})
+    known = ", ".join(ROWS)
+    assert f"setting \"scheduler.policy\" = 'zzz': known: {known}" in str(caught.value)
+    assert 'setting "scheduler.gamma" = -1.0' in str(caught.value)
 
 
 @pytest.mark.parametrize("command", [("serve",), ("bench", "replay")])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import IterationResult, Kind, Plan, TaskOutcome, Unit
-from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, UNITS, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import overload, world_of
@@ -41,10 +39,6 @@ def watched(world: World, until_s: float, keeps: int = 3) -> list[tuple[float, P
         now = world.now
         plans.append((now, world.step()))
     return plans
-
-
-def test_the_settings_list_the_policies_there_are() -> None:
-    assert list(get_args(SchedulerSettings.model_fields["policy"].annotation)) == list(ROWS)
 
 
 @pytest.mark.parametrize("policy", ["ekya", "adainf", "periodic-async", "sync", "mace-bin"])
