@@ -60,6 +60,7 @@ class SequenceTable:
         those who had theirs before.
         """
         task = Task(next(self._task_ids), Kind.PREFILL, now, tokens=len(request.prompt_ids), service=request.service)
+        task.tenant = request.user or request.adapter or ""
         most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(
@@ -161,7 +162,7 @@ class SequenceTable:
             if slot is None:
                 self._refused.add(sequence.task.task_id)
                 self._parked[sequence.task.task_id] = sequence
-                self._scheduler.remove(sequence.task.task_id)
+                self._scheduler.park(sequence.task)
                 return False
             sequence.slot, sequence.version = slot, state.version
         elif not sequence.pinned:

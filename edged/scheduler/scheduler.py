@@ -40,6 +40,7 @@ class Scheduler:
         self._plain = Policy(FCFS, settings, cost)
         self.cost = cost
         self._running = Plan()
+        self._parked: dict[int, Task] = {}
         self._now = 0.0
         self.throttle = DutyCycle()
         self._queues = TaskQueues(self.policy.flows)
@@ -61,7 +62,8 @@ class Scheduler:
                 task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.tokens, task.context)
             elif task.kind is Kind.DECODE:
                 self._set_due([task], self._queues.decodes, now)
-        self._tell(Part.arrived, task, now)
+        if self._parked.pop(task.task_id, None) is None:
+            self._tell(Part.arrived, task, now)
         # A request that was held back comes with the moment of its arrival.
         self._now = max(self._now, now)
         self._queues.file(task)
@@ -71,7 +73,15 @@ class Scheduler:
         task = self._queues.get(task_id)
         if task is not None:
             self._retire(task)
+        elif (parked := self._parked.pop(task_id, None)) is not None:
+            self._tell(Part.left, parked, self._now)
         return task
+
+    def park(self, task: Task) -> None:
+        """Take a live task out of the queues until it is added again or removed: it has not left meanwhile."""
+        self._require(task)
+        self._queues.take(task)
+        self._parked[task.task_id] = task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
         """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""

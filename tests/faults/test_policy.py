@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from edged.scheduler.policies.base import Policy
+from edged.scheduler.policies.mace.policy import MACE, MaceSpare
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.task import Kind, Resources, Task
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome
+from edged.settings.load import SchedulerSettings
 from tests.engine.harness import random_ids, random_pairs, running_engine, wait_idle
 from tests.faults.test_memory import answers
 from tests.scheduler.test_scheduler import scheduler_of
@@ -31,6 +36,22 @@ def test_every_policy_is_replaced_when_it_fails(
     assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]
     assert f"the policy {name} failed (ZeroDivisionError: a bin of no tasks)" in scheduler.degraded
     assert [vars(record)["event"] for record in caplog.records] == ["policy_failed"]
+
+
+def test_a_part_that_fails_at_what_happens_is_the_policys_failure() -> None:
+    class Failing(MaceSpare):
+        def completed(self, *_: object) -> None:
+            raise ZeroDivisionError("no work")
+
+    settings = SchedulerSettings()
+    cost = scheduler_of().cost
+    scheduler = Scheduler(settings, cost, Policy(replace(MACE, spare=Failing), settings, cost))
+    task = Task(1, Kind.PREFILL, arrival_s=0.0, tokens=20)
+    scheduler.add(task, 0.0)
+    assert scheduler.plan(0.0, RESOURCES).grants
+    scheduler.complete(IterationResult([TaskOutcome(task, 20, 0, Kind.DECODE)], 0.1), 0.1)
+    assert "the policy mace failed (ZeroDivisionError: no work)" in scheduler.degraded
+    assert [grant.task for grant in scheduler.plan(0.2, RESOURCES).grants] == [task]
 
 
 def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
