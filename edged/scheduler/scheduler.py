@@ -43,7 +43,7 @@ class Scheduler:
         self._parked: dict[int, Task] = {}
         self._now = 0.0
         self.throttle = DutyCycle()
-        self._queues = TaskQueues(self.policy.flows)
+        self._queues = TaskQueues(self.policy.flow_order)
         self.targets = SloTargets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:

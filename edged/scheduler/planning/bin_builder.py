@@ -10,6 +10,8 @@ from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
 
+VictimKey = Callable[[Task], tuple[float, ...]]
+
 
 class BinBuilder:
     """The bin of the coming iteration while it is being filled; it starts with every decode.
@@ -19,12 +21,7 @@ class BinBuilder:
     """
 
     def __init__(
-        self,
-        queues: TaskQueues,
-        now: float,
-        resources: Resources,
-        victim_key: Callable[[Task], tuple[float, ...]],
-        serves: bool = True,
+        self, queues: TaskQueues, now: float, resources: Resources, victim_key: VictimKey, serves: bool = True
     ) -> None:
         """Grants each decode its token, where it `serves`; preempts, the least `victim_key` first, if their next tokens
         find no page."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
-from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
@@ -60,7 +59,7 @@ class TaskQueues:
             return flows[0] if flows else []
         order = self.order
         flows.sort(key=lambda tasks: (order.flow_key(order.flow(tasks[0])), order.key(tasks[0])))
-        return list(chain.from_iterable(flows))
+        return [task for tasks in flows for task in tasks]
 
     def get(self, task_id: int) -> Task | None:
         """The live task of that id."""

@@ -28,8 +28,8 @@ class StepsFirst(Fill):
         tasks = runnable_steps(queues, resources)
         if not tasks:
             return serve_only(policy, queues, now, resources)
-        plan = train_only(tasks[:1], policy, queues, now, resources)
-        return plan if plan is not None else serve_only(policy, queues, now, resources, NOBODY)
+        alone = train_only(tasks[:1], policy, queues, now, resources)
+        return alone or serve_only(policy, queues, now, resources, NOBODY)
 
 
 ADAINF = Row(

@@ -1,4 +1,4 @@
-"""What a policy is made of: a row names its parts, each of which decides one thing and keeps its own state."""
+"""A policy is a row of parts, each of which decides one thing and keeps its own state."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Spare(Part):
 
 
 class Admission(Part):
-    """Who works in a hybrid iteration, and who enters memory for it."""
+    """Which tasks work in a hybrid iteration, and which enter memory for it."""
 
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
         """Tasks that enter are promised their pages in `draft`, which has the decodes already."""
@@ -102,7 +102,7 @@ class Admission(Part):
 
 
 class Victims(Part):
-    """Who gives pages back first; steps go before sequences, and the oldest sequence never does."""
+    """Which task gives its pages back first; steps go before sequences, and the oldest sequence keeps its pages."""
 
     def key(self, task: Task) -> tuple[float, ...]:
         """The least goes first: steps by the progress made, sequences by the latest arrival."""
@@ -125,7 +125,7 @@ class Due(Part):
 
 
 class Fill(Part):
-    """What an iteration does."""
+    """The content of an iteration."""
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """The next bin, within `resources`; empty only if no task can run."""
@@ -159,12 +159,12 @@ class Policy:
     def __init__(self, row: Row, settings: SchedulerSettings, cost: CostModel) -> None:
         self.name, self.trains = row.name, row.trains
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
-        self.flows, self.admission, self.spare = row.order(), row.admission(), row.spare()
+        self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
         # In one flow the key says all, and is read faster.
-        self.order = self.flows.key if type(self.flows).flow is Order.flow else self.flows.place
+        self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
         self.cost = cost
-        parts = (self.flows, self.admission, self.spare, self.victims, self.due, self.fill)
+        parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
         self._hooks = {
             hook: [getattr(part, name) for part in parts if getattr(type(part), name) is not hook]
             for name, hook in vars(Part).items()

@@ -19,8 +19,7 @@ class PhasedFill(Fill):
 
     def __init__(self) -> None:
         self._began_s: float | None = None
-        self._tasks = 0
-        self._had_tasks = False
+        self._tasks, self._had_tasks = 0, False
         self.caught_up_s = -math.inf
         """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
         self.tuned = False

@@ -26,8 +26,8 @@ class StepsInTurn(PhasedFill):
         serving = bool(queues.decodes or queues.started or queues.waiting)
         if not tasks or (self.tuned and serving and not tasks[0].begun):
             return serve_only(policy, queues, now, resources)
-        plan = train_only(tasks[:1], policy, queues, now, resources)
-        return plan if plan is not None else serve_only(policy, queues, now, resources, NOBODY)
+        alone = train_only(tasks[:1], policy, queues, now, resources)
+        return alone or serve_only(policy, queues, now, resources, NOBODY)
 
 
 SYNC = Row("sync", 'MACE Figure 1, "sync": each step preempts decodes as it comes', fill=StepsInTurn)

@@ -84,7 +84,7 @@ def world_with(row: Row, pages: int = 500, max_tokens: int = 512, max_sequences:
 
 
 def served(scheduler: Scheduler) -> dict[str, float]:
-    order = scheduler.policy.flows
+    order = scheduler.policy.flow_order
     assert isinstance(order, LeastServed)
     return order.served
 
@@ -172,7 +172,7 @@ class TestFairQueue:
         scheduler.add(task, 0.0)
         scheduler.park(task)
         scheduler.remove(1)
-        order = scheduler.policy.flows
+        order = scheduler.policy.flow_order
         assert isinstance(order, LeastServed)
         assert order.live["ann"] == 0
 
