@@ -44,7 +44,7 @@ from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Tas
 from edged.align.feedback.pair import TokenPair  # noqa: E402
 from edged.bench.replay import ReplayPlan, load_pairs, replay  # noqa: E402
 from edged.bench.traces import read_trace  # noqa: E402
-from edged.scheduler.policies.registry import POLICIES  # noqa: E402
+from edged.scheduler.policies.registry import ROWS  # noqa: E402
 from edged.settings.load import Settings, load_settings  # noqa: E402
 from edged.text.tokenizer import Tokenizer  # noqa: E402
 
@@ -124,7 +124,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="40 pairs, 2 tastes, fast: a smoke test")
     parser.add_argument("--tastes", type=names_of(TASTES), default=None, help="by comma (default all four)")
     parser.add_argument(
-        "--policies", type=names_of(list(POLICIES)), default=None, help="by comma (default mace,ekya,adainf)"
+        "--policies", type=names_of(list(ROWS)), default=None, help="by comma (default mace,ekya,adainf)"
     )
     parser.add_argument("--opposite", action=argparse.BooleanOptionalAction, default=True, help="two users at last")
     parser.add_argument("--seeds", type=int, default=1, help="of adapters, load and loop: 0 to this (default 1)")

@@ -20,7 +20,7 @@ from typing import Any
 
 import checkout  # noqa: F401
 from benchmarks.scheduler_loads import MIXES, Mix, all_mixes
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 
 _WARM_ROUNDS = 20
 
@@ -116,12 +116,12 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=64, help="live tasks")
     parser.add_argument("--queued", type=int, default=4096, help="prompts that wait besides, in one more mix")
     parser.add_argument("--rounds", type=int, default=2000, help="decisions per mix")
-    parser.add_argument("--policy", choices=[*POLICIES, "all"], default="mace")
+    parser.add_argument("--policy", choices=[*ROWS, "all"], default="mace")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if options.queued < 1:
         parser.error(f"--queued {options.queued}: give at least 1")
-    names = list(POLICIES) if options.policy == "all" else [options.policy]
+    names = list(ROWS) if options.policy == "all" else [options.policy]
     costs = [overhead(name, options.tasks, options.rounds, options.queued) for name in names]
     if options.json:
         print(json.dumps(costs if options.policy == "all" else costs[0]))

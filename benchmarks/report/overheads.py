@@ -13,7 +13,7 @@ from benchmarks.report import paper
 from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from benchmarks.report.setting import Setting
 from benchmarks.report.sources import QUEUED, WHOLE
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 
 _BUDGET = "tokens kept by a head"
 
@@ -105,7 +105,7 @@ def scheduler_command(measured: Sequence[dict[str, Any]]) -> str:
     first = measured[0]
     options = {name: first.get(name) for name in ("tasks", "queued", "rounds")}
     given = " ".join(f"--{name} {value}" for name, value in options.items() if value)
-    chosen = ["all"] if set(names) == set(POLICIES) else names
+    chosen = ["all"] if set(names) == set(ROWS) else names
     return "\n".join(
         f"python tools/bench_scheduler.py --policy {name} {given} --json > scheduler-{name}.json" for name in chosen
     )

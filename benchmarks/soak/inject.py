@@ -45,8 +45,7 @@ class Injector:
         parts = engine.parts
         parts.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
         parts.model.model.get_input_embeddings().register_forward_hook(self._spoil)
-        # The class: a reload makes another policy of it.
-        policy = type(parts.scheduler.policy)
+        policy = parts.scheduler.policy
         plan = policy.plan
 
         def failing(*arguments: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from edged.cache.prefix_trie import Key
 
 Tokens = tuple[int, ...]
-Rank = tuple[float, int]
+Rank = tuple[float, ...]
 """Where a prompt stands in the policy's order; unique among those that are pending."""
 
 

@@ -14,7 +14,7 @@ import click
 
 from edged.cli.options import config_option, shown, with_client
 from edged.cli.output import number, show_progress, size
-from edged.cli.settings import settings_of
+from edged.cli.settings import load_settings, settings_of
 from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
     """The command that serves a restored folder with its own settings and model, and why it could not yet, or ""."""
     from edged.cli.doctor.model import find
     from edged.models.source import name_of
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
     from edged.store.backup import CONFIG_FILE
     from edged.store.base_models import base_name
 

@@ -19,6 +19,7 @@ from edged.cli.options import (
     trace_option,
 )
 from edged.cli.output import make_table, number, percent, show_progress
+from edged.cli.settings import load_settings
 from edged.cli.simulate import simulate
 from edged.client.client import DaemonError
 
@@ -66,7 +67,6 @@ def replay(
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
     from edged.models.source import find_model
-    from edged.settings.load import load_settings
 
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
@@ -106,7 +106,6 @@ def memory(
 
     from edged.bench.memory import plan_memory
     from edged.engine.model.memory_plan import total_bytes
-    from edged.settings.load import load_settings
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
     overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}

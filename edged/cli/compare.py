@@ -9,6 +9,7 @@ import click
 
 from edged.cli.options import pair_format_option, shown
 from edged.cli.output import make_table, percent, show_progress
+from edged.cli.settings import load_settings
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ def compare(
     from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
-    from edged.settings.load import load_settings
 
     if bool(load["pairs"]) == bool(load["device"]):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from edged.cli.options import config_option, policy_option
+from edged.cli.settings import load_settings
 
 _SETTINGS = {
     **{"model": "model.path", "socket": "api.socket", "listen": "api.listen"},
@@ -37,7 +38,7 @@ def serve(config: Path | None, **flags: str | None) -> None:
     """
     from edged.refusal import refuse_start
     from edged.runtime import logs
-    from edged.settings.load import ConfigError, LogSettings, Settings, load_settings
+    from edged.settings.load import ConfigError, LogSettings, Settings
 
     load = functools.partial(load_settings, config, overrides={_SETTINGS[flag]: flags[flag] for flag in flags})
     try:

@@ -46,9 +46,19 @@ def settings_file(named: Path | None) -> Path | None:
     return INSTALLED_FILE
 
 
+def load_settings(
+    path: str | Path | None = None, environ: dict[str, str] | None = None, overrides: dict[str, Any] | None = None
+) -> Settings:
+    """`edged.settings.load.load_settings` with the policies that there are. Raises ConfigError."""
+    from edged.scheduler.policies.registry import ROWS
+    from edged.settings import load
+
+    return load.load_settings(path, environ, overrides, ROWS)
+
+
 def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
     """The settings of the daemon that is meant, with its data folder. Raises DaemonError."""
-    from edged.settings.load import ConfigError, load_settings
+    from edged.settings.load import ConfigError
 
     file = settings_file(named)
     try:

@@ -16,6 +16,7 @@ from edged.cli.options import (
     trace_option,
 )
 from edged.cli.output import show_progress
+from edged.cli.settings import load_settings
 
 
 class Lengths(click.ParamType):
@@ -59,7 +60,6 @@ def simulate(quantize: str | None, config: Path | None, policy: str | None, **lo
 
     prepare()
     from edged.cli.bench import screen
-    from edged.settings.load import load_settings
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run
 

@@ -44,8 +44,8 @@ from edged.engine.resource_limits import ResourceLimits
 from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.cost.profile import Subject
-from edged.scheduler.policies.base import Policy
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.base import Row
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.settings.load import AlignSettings, Settings
 from edged.tensors.cpu_threads import CpuThreads, apart, beside
@@ -292,7 +292,7 @@ def _build_runner(
     threads: CpuThreads | None,
 ) -> ModelRunner:
     """The runner over `pages` of KV cache, as settings, policy and device have it; `folder` is for evicted prefixes."""
-    policy = POLICIES[settings.scheduler.policy]
+    policy = ROWS[settings.scheduler.policy]
     pool = PagePool(pages, settings.cache.page_size)
     # Page tables are padded with page 0: no sequence may own it.
     pool.allocate(1)
@@ -343,7 +343,7 @@ def _graphs(model: ServedModel, kv: KvStore, paths: Backends, settings: Settings
 
 
 def _pruner(
-    model: ServedModel, kv: KvStore, pages: KvPages, policy: type[Policy], settings: Settings, max_context: int
+    model: ServedModel, kv: KvStore, pages: KvPages, policy: Row, settings: Settings, max_context: int
 ) -> Pruner | None:
     """The pruner of KV rows, where the settings, the policy and the model allow one."""
     if settings.cache.pruning == "off" or not policy.prunes:

@@ -117,6 +117,7 @@ class SequenceTable:
         those who had theirs before.
         """
         task = Task(next(self._task_ids), Kind.PREFILL, now, tokens=len(request.prompt_ids), service=request.service)
+        task.tenant = request.user or request.adapter or ""
         most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(
@@ -219,7 +220,7 @@ class SequenceTable:
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
             if slot is None:
                 self.move(sequence, SequenceStatus.WAITING_SLOT)
-                self._scheduler.remove(task.task_id)
+                self._scheduler.park(task)
                 return False
             sequence.slot, sequence.version = slot, state.version
         elif not sequence.pinned:

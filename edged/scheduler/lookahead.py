@@ -1,6 +1,5 @@
 """The plan of the iteration after the present one, made while the present one runs.
 
-Owns what is foreseen and whether it came true. Must not know how a policy decides, nor how an iteration is executed.
 A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away. What
 the plan predicts it takes was predicted before the present iteration was learned from.
 """
@@ -56,16 +55,16 @@ def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues
     Waiting prompts that `plan` leaves waiting are in them as they are. Also returned are those of the copies that will
     have got a token by then: their deadlines are not set.
     """
-    ahead = TaskQueues(queues.order, queues.arrears, queues.allowance, queues.past)
+    ahead = TaskQueues(queues.order)
     ahead.throttled = queues.throttled
     granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
     started = {task.task_id for task in queues.started}
     running = list(queues.active())
     known = {task.task_id for task in running}
     entered = [grant.task for grant in plan.grants if grant.task.task_id not in known]
-    ahead.waiting = queues.waiting.copy()
+    ahead.flows = {flow: tasks.copy() for flow, tasks in queues.flows.items()}
     for task in entered:
-        ahead.waiting.remove(task)
+        ahead.take_waiting(task)
     decoded: list[Task] = []
     for task in running + entered:
         copy = replace(task)

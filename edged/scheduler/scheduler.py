@@ -1,25 +1,24 @@
 """The scheduler's lifecycle: tasks enter, are planned, advance, wait again, and leave.
 
-Owns the state of the live tasks between iterations and their deadlines. Must not know how a policy decides, nor how an
-iteration is executed. Deterministic: the clock is passed in.
+Deterministic: the clock is passed in.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.lookahead import LookaheadPlan, advanced
-from edged.scheduler.planning.finetune_budget import DutyCycle, FinetuneDeficit, RetrainHistory, SlowdownBudget
+from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets
-from edged.scheduler.policies.base import Policy
-from edged.scheduler.policies.fcfs import Fcfs
-from edged.scheduler.policies.registry import POLICIES
-from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, ServiceClass, Task, TaskOutcome
+from edged.scheduler.policies.base import Happened, Part, Policy
+from edged.scheduler.policies.fcfs import FCFS
+from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome
 from edged.settings.load import SchedulerSettings
 
 log = logging.getLogger(__name__)
@@ -35,29 +34,24 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel, policy: Policy | None = None) -> None:
         """With `policy` None, the one that the settings name."""
-        if policy is None:
-            policy = POLICIES[settings.policy](settings, cost)
-        self.policy = policy
+        self.policy = policy or Policy(ROWS[settings.policy], settings, cost)
         self.degraded = ""
         """Why the policy is not asked any more; "" while it is."""
-        self._plain = Fcfs(settings, cost)
+        self._plain = Policy(FCFS, settings, cost)
         self.cost = cost
-        self._prepaid = False
+        self._running = Plan()
+        self._parked: dict[int, Task] = {}
         self._now = 0.0
         self.throttle = DutyCycle()
-        self._queues = TaskQueues(policy.order, FinetuneDeficit(settings), SlowdownBudget(settings), RetrainHistory())
+        self._queues = TaskQueues(self.policy.flow_order)
         self.targets = SloTargets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Decide by other settings from the next plan on; the policy stays, and is asked again after it failed.
-
-        What was owed and spent still is.
-        """
+        """Decide by other settings from the next plan on; the policy stays with its state, and is asked again after it
+        failed."""
         self.degraded = ""
-        self.policy = type(self.policy)(settings, self.cost)
+        self._tell(Part.configure, settings, self.cost)
         self.targets = SloTargets(settings, self.cost)
-        self._queues.arrears.configure(settings)
-        self._queues.allowance.configure(settings)
 
     def add(self, task: Task, now: float) -> None:
         """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
@@ -68,9 +62,8 @@ class Scheduler:
                 task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.tokens, task.context)
             elif task.kind is Kind.DECODE:
                 self._set_due([task], self._queues.decodes, now)
-        if task.kind is Kind.FINETUNE and not self._queues.finetunes:
-            self._queues.arrears.start(now)
-            self._queues.past.arrive(now)
+        if self._parked.pop(task.task_id, None) is None:
+            self._tell(Part.arrived, task, now)
         # A request that was held back comes with the moment of its arrival.
         self._now = max(self._now, now)
         self._queues.file(task)
@@ -80,7 +73,15 @@ class Scheduler:
         task = self._queues.get(task_id)
         if task is not None:
             self._retire(task)
+        elif (parked := self._parked.pop(task_id, None)) is not None:
+            self._tell(Part.left, parked, self._now)
         return task
+
+    def park(self, task: Task) -> None:
+        """Take a live task out of the queues until it is added again or removed: it has not left meanwhile."""
+        self._require(task)
+        self._queues.take(task)
+        self._parked[task.task_id] = task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
         """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
@@ -105,16 +106,15 @@ class Scheduler:
 
     def plan(self, now: float, resources: Resources, foresight: LookaheadPlan | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
-        past = self._queues.past
-        past.begin(now, bool(self._queues.finetunes))
+        self._tell(Part.before, self._queues, now)
         self._queues.throttled = self.throttle.closed(now)
         plan = foresight.corrected(self._queues, now) if foresight is not None else None
         if plan is None:
             plan = self._decide(self._queues, now, resources)
         if self._queues.throttled and self._queues.finetunes and not plan.grants:
             plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
-        self._prepaid = plan.prepaid
-        past.settle(plan)
+        self._running = plan
+        self._tell(Part.begun, plan, now)
         return plan
 
     def foresee(self, plan: Plan, now: float, resources: Resources) -> LookaheadPlan | None:
@@ -136,14 +136,23 @@ class Scheduler:
             try:
                 return self.policy.plan(queues, now, resources)
             except Exception as error:
-                name = self.policy.name
-                message = f"the policy {name} failed: requests are served first come, first served"
-                logs.event(log, logging.ERROR, "policy_failed", message, exc_info=True, policy=name)
-                self.degraded = (
-                    f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
-                    "come, first served, and fine-tuning waits, until edged is reloaded or started again"
-                )
+                self._degrade(error)
         return self._plain.plan(queues, now, resources)
+
+    def _tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
+        try:
+            self.policy.tell(hook, *happened)
+        except Exception as error:
+            self._degrade(error)
+
+    def _degrade(self, error: Exception) -> None:
+        name = self.policy.name
+        message = f"the policy {name} failed: requests are served first come, first served"
+        logs.event(log, logging.ERROR, "policy_failed", message, exc_info=True, policy=name)
+        self.degraded = (
+            f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
+            "come, first served, and fine-tuning waits, until edged is reloaded or started again"
+        )
 
     def complete(self, result: IterationResult, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
@@ -151,9 +160,7 @@ class Scheduler:
         self._now = now
         finetune_s = self.cost.observe(result)
         self.throttle.settle(finetune_s, now)
-        if any([outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes]):
-            spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            queues.allowance.settle(spent_s - finetune_s, finetune_s, now)
+        self._tell(Part.completed, self._running, result, finetune_s, now)
         decoded: list[Task] = []
         for outcome in result.outcomes:
             task = outcome.task
@@ -167,7 +174,6 @@ class Scheduler:
             elif task.kind is Kind.FINETUNE:
                 task.next_unit += outcome.units
                 task.underway |= bool(outcome.tokens or outcome.units)
-                queues.arrears.pay(task, finetune_s, now, self._prepaid)
                 if outcome.next_kind is None:
                     self._retire(task)
             elif self._advance(task, outcome):
@@ -196,9 +202,8 @@ class Scheduler:
         adapters.discard(0)
         context = sum([grant.task.context - grant.task.pruned for grant in decodes])
         alone_s = self.cost.priced_s(Load(decodes=len(decodes), context=context, adapters=len(adapters)))
-        due_s = {service: now + self.targets.tbt_s(service, alone_s) for service in ServiceClass}
-        for task in tasks:
-            task.deadline_s = due_s[task.service]
+        for task, due_s in zip(tasks, self.policy.due.due_s(tasks, alone_s, now), strict=True):
+            task.deadline_s = due_s
 
     def _advance(self, task: Task, outcome: TaskOutcome) -> bool:
         """Move a sequence to its next state; True if it became a decode."""
@@ -218,10 +223,8 @@ class Scheduler:
         return False
 
     def _retire(self, task: Task) -> None:
-        queues = self._queues
-        queues.take(task)
-        if task.kind is Kind.FINETUNE and not queues.finetunes:
-            queues.arrears.stop(self._now)
+        self._queues.take(task)
+        self._tell(Part.left, task, self._now)
 
     def _require(self, task: Task) -> None:
         if self._queues.get(task.task_id) is not task:

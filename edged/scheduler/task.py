@@ -70,6 +70,8 @@ class Task:
     underway: bool = False
     """Of a fine-tune task: whether parts of its step before those that `tokens` and `units` tell of are computed."""
     service: ServiceClass = ServiceClass.INTERACTIVE
+    tenant: str = ""
+    """Whose request it is: the user's, else the adapter's; "" where neither is named."""
 
     @property
     def begun(self) -> bool:

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,9 +64,11 @@ def load_settings(
     path: str | Path | None = None,
     environ: dict[str, str] | None = None,
     overrides: dict[str, Any] | None = None,
+    policies: Collection[str] = (),
 ) -> Settings:
     """Settings from a TOML file, then `EDGED_SECTION__KEY` variables, then dotted `overrides`.
 
+    `scheduler.policy` must be one of `policies`, where they are given: composition knows which there are.
     Raises ConfigError that names the file, the key and the nearest valid name.
     """
     values: dict[str, Any] = {}
@@ -88,7 +90,7 @@ def load_settings(
             section, key = dotted.split(".", 1)
             _override(values, section, key, value, source)
     try:
-        return Settings.model_validate(values)
+        return Settings.model_validate(values, context={"policies": policies})
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
 

@@ -120,18 +120,9 @@ class CacheSettings(Section):
 class SchedulerSettings(Section):
     """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
 
-    policy: Literal[
-        "mace",
-        "fcfs",
-        "ekya",
-        "adainf",
-        "periodic-async",
-        "sync",
-        "mace-bin",
-        "mace-prefix",
-        "mace-prune",
-        "mace-priority",
-    ] = Field("mace", description="mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
+    policy: str = Field(
+        "mace", description="mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes"
+    )
     profile: str = Field("", description="the device's measured prices, by edged profile; empty: the data folder's own")
     plan_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next iteration while the present one runs; auto: on CUDA"
@@ -162,6 +153,14 @@ class SchedulerSettings(Section):
     )
     fixed_requests: Count = Field(50, description="mace-bin: most sequences of an iteration that serves")
     fixed_steps: Count = Field(2, description="mace-bin: most fine-tune steps of an iteration that learns")
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str, info: ValidationInfo) -> str:
+        known = (info.context or {}).get("policies")
+        if known and policy not in known:
+            raise PydanticCustomError("literal_error", "it must be {expected}", {"expected": str(list(known))})
+        return policy
 
     @field_validator("retrain_window_s")
     @classmethod

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.dpo import SIDES
 from benchmarks.support.callgrind import Counter, missing_program
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from tests.models import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_every_policys_decisions_are_timed() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)
-    assert [cost["policy"] for cost in costs] == list(POLICIES)
+    assert [cost["policy"] for cost in costs] == list(ROWS)
     assert {cost["rounds"] for cost in costs} == {2}
     assert all("queued" in cost["mixes"] and 0 < cost["memory_mb"] < cost["memory_queued_mb"] for cost in costs)
 

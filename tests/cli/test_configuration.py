@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from edged.cli.main import cli
-from edged.scheduler.policies.registry import POLICIES
-from edged.settings.load import Settings
+from edged.cli.settings import load_settings
+from edged.scheduler.policies.registry import ROWS
+from edged.settings.load import ConfigError, Settings
 from edged.settings.toml import to_toml_value
 
 ROOT = Path(__file__).parents[2]
@@ -116,10 +117,23 @@ def test_a_misspelt_policy_on_the_command_line_is_told_the_nearest_name() -> Non
     assert 'did you mean "ekya"?' in run("serve", "--policy", "eyka", code=1)
 
 
+@pytest.mark.parametrize("policy", ROWS)
+def test_every_policy_there_is_can_be_chosen(policy: str) -> None:
+    assert load_settings(None, {}, {"scheduler.policy": policy}).scheduler.policy == policy
+
+
+def test_an_unknown_policy_is_told_beside_other_wrong_settings() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, {}, {"scheduler.policy": "zzz", "scheduler.gamma": -1.0})
+    known = ", ".join(ROWS)
+    assert f"setting \"scheduler.policy\" = 'zzz': known: {known}" in str(caught.value)
+    assert 'setting "scheduler.gamma" = -1.0' in str(caught.value)
+
+
 @pytest.mark.parametrize("command", [("serve",), ("bench", "replay")])
 def test_help_lists_every_policy(command: tuple[str, ...]) -> None:
     text = re.sub(r"-\n +", "-", run(*command, "--help"))
-    assert set(POLICIES) <= set(re.findall(r"[a-z-]+", text.split("--policy")[1].split("Default")[0]))
+    assert set(ROWS) <= set(re.findall(r"[a-z-]+", text.split("--policy")[1].split("Default")[0]))
 
 
 def test_a_value_in_the_place_of_a_section_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

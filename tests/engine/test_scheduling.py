@@ -9,12 +9,12 @@ import pytest
 
 from edged.align.feedback.pair import PairRetired
 from edged.scheduler.cost.model import CostModel
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import IterationResult
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 
 
-@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.trains])
+@pytest.mark.parametrize("policy", [name for name, policy in ROWS.items() if policy.trains])
 def test_requests_are_answered_and_pairs_learnt_and_idle_the_engine_wakes_for_what_becomes_due(
     tmp_path: Path, policy: str
 ) -> None:

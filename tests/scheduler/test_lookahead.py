@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edged.scheduler.policies.mace.policy import Mace
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.hybrid import Hybrid
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Kind, Plan, Unit
 from tests.scheduler.test_simulation import world_of
 from tests.scheduler.world import Device, World
@@ -24,7 +24,7 @@ def busy_world(policy: str) -> World:
     return world
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROWS)
 def test_a_foreseen_plan_is_the_one_that_would_have_been_made(policy: str) -> None:
     world = busy_world(policy)
     world.plans_ahead = True
@@ -39,7 +39,7 @@ def test_a_foreseen_plan_is_the_one_that_would_have_been_made(policy: str) -> No
             # The iteration in between taught the cost model something: chunks may differ by what that is worth.
             assert [grant[0] for grant in outline(plan)] == [grant[0] for grant in outline(wanted)]
             for now, then in zip(outline(plan), outline(wanted), strict=True):
-                assert now[1] == pytest.approx(then[1], rel=0.25 if issubclass(POLICIES[policy], Mace) else 0.0)
+                assert now[1] == pytest.approx(then[1], rel=0.25 if ROWS[policy].fill is Hybrid else 0.0)
     assert used > 10
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edged.bench.traces import read_trace
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
 from edged.simulator.simulation import Bench, Simulation, SimulationPlan
@@ -62,7 +62,7 @@ def recorded(policy: str, load: str) -> dict[str, object]:
     return {"plans": len(rows), "sums": [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]}
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(ROWS))
 def test_a_policy_plans_what_it_planned_before(policy: str) -> None:
     known = json.loads(FILE.read_text())
     for load in LOADS:
@@ -71,5 +71,5 @@ def test_a_policy_plans_what_it_planned_before(policy: str) -> None:
 
 if __name__ == "__main__":
     FILE.write_text(
-        json.dumps({name: {load: recorded(name, load) for load in LOADS} for name in sorted(POLICIES)}, indent=1) + "\n"
+        json.dumps({name: {load: recorded(name, load) for load in LOADS} for name in sorted(ROWS)}, indent=1) + "\n"
     )

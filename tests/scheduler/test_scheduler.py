@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from edged.scheduler.cost.model import CostModel, Load
-from edged.scheduler.policies.fcfs import Fcfs
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.base import Policy
+from edged.scheduler.policies.fcfs import FCFS
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
 from edged.settings.load import SchedulerSettings
@@ -199,8 +200,39 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
 
 def test_the_policy_of_the_settings_can_be_replaced_by_ones_own() -> None:
     cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
-    own = Fcfs(SchedulerSettings(), cost)
+    own = Policy(FCFS, SchedulerSettings(), cost)
     assert Scheduler(SchedulerSettings(), cost, own).policy is own
+
+
+def test_a_reload_keeps_what_fine_tuning_was_paid() -> None:
+    settings = {"tbt_floor_ms": 1.0, "tbt_factor": 0.5, "finetune_max_wait_s": 0.5}
+    scheduler = scheduler_of(**settings)
+    decode = Task(1, Kind.DECODE, 100.0, deadline_s=0.0, context=63, held_pages=4, capacity=64)
+    scheduler.add(decode, now=100.0)
+    task = lesson()
+    scheduler.add(task, now=100.0)
+
+    def runs(now: float) -> bool:
+        return task in [grant.task for grant in scheduler.plan(now, AMPLE).grants]
+
+    assert runs(102.0)
+    scheduler.complete(
+        IterationResult([TaskOutcome(task, 10, 0, Kind.FINETUNE)], 1.0, [(Unit("layer", 32), 1.0)]), 102.1
+    )
+    assert not runs(102.2)
+    scheduler.configure(SchedulerSettings.model_validate({**settings, "finetune_min_share": 0.04}))
+    assert not runs(102.3)
+
+
+def test_a_reload_keeps_when_the_intervals_began_and_what_is_due_in_them() -> None:
+    scheduler = scheduler_of(policy="ekya", retrain_every_s=30.0)
+    scheduler.plan(0.0, AMPLE)
+    task = lesson()
+    scheduler.add(task, now=5.0)
+    scheduler.configure(SchedulerSettings(policy="ekya", retrain_every_s=30.0, tau_tasks=3))
+    assert scheduler.plan(29.0, AMPLE).resume_s == 30.0
+    scheduler.configure(SchedulerSettings(policy="ekya", retrain_every_s=30.0))
+    assert [grant.task for grant in scheduler.plan(40.0, AMPLE).grants] == [task]
 
 
 def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
@@ -211,7 +243,7 @@ def test_the_plan_predicts_what_the_cost_model_says_of_it() -> None:
     assert math.isfinite(plan.budget_s)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROWS)
 def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -> None:
     def calls(queued: int) -> int:
         """Function calls of a decision, its completion and the plan made ahead."""

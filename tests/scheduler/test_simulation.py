@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edged.scheduler.cost.model import CostModel
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources, Unit
 from edged.settings.load import SchedulerSettings
@@ -113,7 +113,7 @@ def play(world: World, asks: list[Ask], lessons: list[tuple[int, int]]) -> tuple
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds(tuple(POLICIES)))
+@given(worlds(tuple(ROWS)))
 def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
 ) -> None:
@@ -129,7 +129,7 @@ def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds(tuple(name for name, policy in POLICIES.items() if policy.trains)))
+@given(worlds(tuple(name for name, policy in ROWS.items() if policy.trains)))
 def test_every_step_is_taken_whatever_serving_asks_for(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
 ) -> None:
@@ -217,7 +217,7 @@ def test_preempted_requests_end_in_the_order_of_their_arrival() -> None:
     assert ends == sorted(ends)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ROWS)
 def test_the_same_world_is_planned_the_same_way_twice(policy: str) -> None:
     def times() -> list[list[float]]:
         world = world_of(policy, pages=60, device=Device(noise=0.3), seed=5)

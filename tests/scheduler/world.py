@@ -105,9 +105,9 @@ class World:
 
     # -- in
 
-    def ask(self, prompt: int, answer: int, shared: int = 0) -> Life:
+    def ask(self, prompt: int, answer: int, shared: int = 0, tenant: str = "") -> Life:
         """A request whose first `shared` pages are another's, once it is admitted."""
-        task = Task(self._id(), Kind.PREFILL, self.now, tokens=prompt)
+        task = Task(self._id(), Kind.PREFILL, self.now, tokens=prompt, tenant=tenant)
         life = self.lives[task.task_id] = Life(task, prompt, answer, shared)
         self.scheduler.add(task, self.now)
         return life

@@ -19,7 +19,7 @@ _LARGEST_ERROR = 1.0
 """Most that one iteration counts in a recent mean."""
 
 
-class Part(StrEnum):
+class PredictedPart(StrEnum):
     """What of an iteration is predicted by itself."""
 
     PREFILL = "prefill"
@@ -53,14 +53,14 @@ class PredictionError:
 
     iterations: int = 0
     _whole: _Mean = field(default_factory=_Mean)
-    _parts: dict[Part, _Mean] = field(default_factory=lambda: {part: _Mean() for part in Part})
+    _parts: dict[PredictedPart, _Mean] = field(default_factory=lambda: {part: _Mean() for part in PredictedPart})
 
     @property
     def recent(self) -> float:
         """Of the latest iterations as a whole."""
         return self._whole.recent
 
-    def observe(self, parts: dict[Part, tuple[float, float]]) -> None:
+    def observe(self, parts: dict[PredictedPart, tuple[float, float]]) -> None:
         """An iteration's (predicted, measured) seconds by part; the measured ones above zero."""
         warm = self.iterations >= WARM_UP
         self.iterations += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from edged.scheduler.cost.drift import Drift
-from edged.scheduler.cost.error import Part, PredictionError
+from edged.scheduler.cost.error import PredictedPart, PredictionError
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.task import IterationResult, Kind, Unit
 
@@ -257,7 +257,7 @@ class CostModel:
         Returns the seconds of it that were fine-tuning: the units', and the part of the forward that its fine-tune
         tokens are predicted to have added.
         """
-        parts: dict[Part, tuple[float, float]] = {}
+        parts: dict[PredictedPart, tuple[float, float]] = {}
         finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
         load = load_of(result)
         features = load.features(self._knee)
@@ -267,7 +267,7 @@ class CostModel:
                 without_s = self.forward_s(replace(load, finetune_tokens=0))
                 finetune_s = result.forward_s * (1.0 - without_s / forward_s)
             chunks = load.prefill_tokens or load.finetune_tokens
-            parts[Part.PREFILL if chunks else Part.DECODE] = forward_s, result.forward_s
+            parts[PredictedPart.PREFILL if chunks else PredictedPart.DECODE] = forward_s, result.forward_s
             if self._fit.settled:
                 known_s, usual_s, known_measured_s = self.priced_s(load), self._fit.usual_s(features), result.forward_s
         for unit, seconds in result.units:
@@ -279,7 +279,7 @@ class CostModel:
                     known_s, known_measured_s = known_s + self._unit_price_s(unit), known_measured_s + seconds
                     usual_s += fit.usual_s((1.0, float(unit.tokens)))
         if units_measured_s:
-            parts[Part.UNITS] = units_s, units_measured_s
+            parts[PredictedPart.UNITS] = units_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
         if known_s and usual_s:

@@ -1,18 +1,16 @@
-"""A plan being drawn up: what every policy may do to it, within the iteration's resources.
-
-Owns the accounting of pages, tokens and sequences, preemption, and what a step does in one iteration. Must not know
-priorities or budgets: a policy decides who enters and how much each may do.
-"""
+"""A plan being drawn up: what every policy may do to it, within the iteration's resources."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
+
+VictimKey = Callable[[Task], tuple[float, ...]]
 
 
 class BinBuilder:
@@ -22,28 +20,17 @@ class BinBuilder:
     that entered before. Nobody enters on promised pages, so those who entered cannot starve each other.
     """
 
-    __slots__ = (
-        "_adapters",
-        "_page_size",
-        "_queues",
-        "free_pages",
-        "load",
-        "plan",
-        "preempted",
-        "promised_pages",
-        "sequences_left",
-        "slack_s",
-        "tokens_left",
-        "total_pages",
-    )
-
-    def __init__(self, queues: TaskQueues, now: float, resources: Resources, serves: bool = True) -> None:
-        """Grants each decode its token, where it `serves`; preempts if their next tokens find no page."""
-        self._queues = queues
+    def __init__(
+        self, queues: TaskQueues, now: float, resources: Resources, victim_key: VictimKey, serves: bool = True
+    ) -> None:
+        """Grants each decode its token, where it `serves`; preempts, the least `victim_key` first, if their next tokens
+        find no page."""
+        self._queues, self._victim_key = queues, victim_key
         self._page_size = resources.page_size
         self.free_pages = resources.free_pages
         self.total_pages = resources.total_pages
         self.tokens_left = resources.max_tokens
+        self.most_sequences = resources.max_sequences
         self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
         self.preempted: set[Task] = set()
         self.load = Load()
@@ -51,6 +38,8 @@ class BinBuilder:
         self.plan = Plan()
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
+        self.prompts: list[Task] = []
+        """Those whose deadlines a policy heeds, in its order."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
@@ -101,6 +90,15 @@ class BinBuilder:
         """Let a prefill, which has entered, compute `tokens` of its prompt."""
         self.take(task, tokens, finetune=False)
         self.plan.grants.append(Grant(task, tokens))
+
+    def pause(self, tasks: Collection[Task], now: float) -> None:
+        """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
+        decodes = [grant for grant in self.plan.grants if grant.task not in tasks]
+        self.free_pages += self.plan.pages
+        self.tokens_left += len(self.plan.grants)
+        self.plan.grants, self.plan.pages, self.slack_s = [], 0, math.inf
+        self.load = Load()
+        self._grant_decodes(decodes, now)
 
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
@@ -163,6 +161,10 @@ class BinBuilder:
         chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
         if len(chosen) > self.tokens_left:
             chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
+        self._grant_decodes(chosen, now)
+
+    def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
+        """Those of the `chosen` decodes that find a page."""
         self._adapters.intersection_update((0,))
         for grant in chosen:
             task = grant.task
@@ -187,16 +189,16 @@ class BinBuilder:
         return first
 
     def _victims(self, spared: Task | None) -> Iterable[Task]:
-        """Who holds pages, first to go first: fine-tuning by progress made, then sequences by latest arrival."""
+        """Who holds pages, first to go first: fine-tuning, then sequences."""
         queues = self._queues
         tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
-        yield from sorted(tuning, key=lambda task: (task.next_unit - len(task.units), task.context))
-        yield from [task for task in reversed(self._holders()) if task is not spared]
+        yield from sorted(tuning, key=self._victim_key)
+        yield from sorted([task for task in self._holders() if task is not spared], key=self._victim_key)
 
     def _holders(self) -> list[Task]:
         """The sequences that hold pages, oldest first."""
         queues = self._queues
-        sequences = [grant.task for grant in queues.decodes] + queues.started + queues.waiting
+        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.waiting]
         return sorted([task for task in sequences if task.held_pages], key=by_arrival)
 
     def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:

@@ -1,15 +1,10 @@
-"""What fine-tuning is owed, what it may take of the time of those who are served, and what it did before.
-
-Owns these accounts of seconds, of fine-tuning as a whole: work on any adapter pays for them. Must not know who decides:
-a policy reads what is left.
-"""
+"""What fine-tuning as a whole is owed, and what it may take of the time of serving, in seconds."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from edged.scheduler.task import Kind, Plan, Task
+from edged.scheduler.task import Task
 from edged.settings.load import SchedulerSettings
 
 LONGEST_WAITS, LONGEST_S = 2.0, 5.0
@@ -26,13 +21,12 @@ class FinetuneDeficit:
 
     __slots__ = ("_longest_s", "_since_s", "_stopped_s", "share")
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self.configure(settings)
+    def __init__(self) -> None:
         self._since_s = 0.0
         self._stopped_s = 0.0
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Take over another share and another longest wait; what is owed stays owed."""
+        """Take the share and the longest wait, first of all and at a reload; what is owed stays owed."""
         self.share = settings.finetune_min_share
         self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
 
@@ -76,16 +70,16 @@ class SlowdownBudget:
 
     __slots__ = ("_busy_s", "_most_s", "_now", "_rate", "left_s")
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self.configure(settings)
+    def __init__(self) -> None:
         self._busy_s = self._now = 0.0
-        self.left_s = self._most_s
+        self.left_s = math.inf
         """Seconds of work that may be done now; below zero where more was done than that."""
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Earn at another rate from now on."""
+        """Earn at this rate from now on; the first rate grants its span."""
         self._rate = settings.tbt_slowdown - 1.0
         self._most_s = SPAN_S * self._rate
+        self.left_s = min(self.left_s, self._most_s)
 
     def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
         """Account for an iteration in which somebody was served: the time for that, and the time that it grew by."""
@@ -123,40 +117,3 @@ class DutyCycle:
 
     def _left(self, now: float) -> float:
         return min(_MOST_SAVED_S, self._left_s + self.share * (now - self._now))
-
-
-@dataclass(slots=True)
-class RetrainHistory:
-    """Written once per iteration, when its plan is settled; a plan that is only foreseen leaves no trace."""
-
-    began_s: float | None = None
-    """The first iteration: fixed intervals are counted from it."""
-    caught_up_s: float = -math.inf
-    """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
-    tuning: bool = False
-    """Whether there was any fine-tune task before the latest iteration."""
-    tuned: bool = False
-    """The latest iteration in which anything ran began with fine-tuning: it served nobody."""
-
-    def begin(self, now: float, tuning: bool) -> None:
-        """An iteration is about to be planned; `tuning` tells whether there is any fine-tune task."""
-        if self.began_s is None:
-            self.began_s = self.caught_up_s = now
-        self.tuning = tuning
-        if not tuning:
-            self.caught_up_s = now
-
-    def arrive(self, now: float) -> None:
-        """The only fine-tune task comes: an engine that rested till now was caught up; after a step it is the next."""
-        if not self.tuning and self.began_s is not None:
-            self.caught_up_s = now
-
-    def settle(self, plan: Plan) -> None:
-        """This plan will run."""
-        if plan.grants:
-            self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
-
-    def interval_start_s(self, now: float, every_s: float) -> float:
-        """When the present interval of `every_s` seconds began."""
-        began_s = now if self.began_s is None else self.began_s
-        return began_s + math.floor((now - began_s) / every_s) * every_s

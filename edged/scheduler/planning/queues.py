@@ -1,24 +1,31 @@
-"""The live tasks, filed by what they wait for, each queue in an order that time does not change.
-
-Owns where a task is filed. Must not know priorities, costs or resources.
-"""
+"""The live tasks, filed by what they wait for, each queue in an order that time does not change."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
+from typing import Protocol
 
-from edged.scheduler.planning.finetune_budget import FinetuneDeficit, RetrainHistory, SlowdownBudget
 from edged.scheduler.task import Grant, Kind, Task
 
-Order = Callable[[Task], tuple[float, int]]
-by_arrival: Order = attrgetter("arrival_s", "task_id")
-by_deadline: Order = attrgetter("deadline_s", "task_id")
+TaskKey = Callable[[Task], tuple[float, int]]
+by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
+by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
 
 
 def _decode_arrival(grant: Grant) -> tuple[float, int]:
     return by_arrival(grant.task)
+
+
+class TaskOrder(Protocol):
+    """In which order prompts are filed: see `edged.scheduler.policies.base.Order`."""
+
+    def flow(self, task: Task) -> Hashable: ...
+
+    def flow_key(self, flow: Hashable) -> float: ...
+
+    def key(self, task: Task) -> tuple[float, int]: ...
 
 
 class TaskQueues:
@@ -28,35 +35,31 @@ class TaskQueues:
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
 
-    __slots__ = (
-        "allowance",
-        "arrears",
-        "decodes",
-        "filings",
-        "finetunes",
-        "order",
-        "past",
-        "started",
-        "tasks",
-        "throttled",
-        "waiting",
-    )
+    __slots__ = ("decodes", "filings", "finetunes", "flows", "order", "started", "tasks", "throttled")
 
-    def __init__(self, order: Order, arrears: FinetuneDeficit, allowance: SlowdownBudget, past: RetrainHistory) -> None:
+    def __init__(self, order: TaskOrder) -> None:
         self.order = order
         self.tasks: dict[int, Task] = {}
         """All of them, by id."""
-        self.arrears = arrears
-        self.allowance = allowance
-        self.past = past
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
-        self.waiting: list[Task] = []
+        self.flows: dict[Hashable, list[Task]] = {}
+        """Waiting prompts by flow; none is empty."""
         self.filings = 0
         """How often a prompt was put among the waiting ones; while it stays the same, none came and none changed."""
         self.finetunes: list[Task] = []
         self.throttled = False
         """Fine-tuning has had its share of the time: it waits, but for giving its pages back."""
+
+    @property
+    def waiting(self) -> list[Task]:
+        """The waiting prompts, flow by flow; to be read alone."""
+        flows = list(self.flows.values())
+        if len(flows) < 2:
+            return flows[0] if flows else []
+        order = self.order
+        flows.sort(key=lambda tasks: (order.flow_key(order.flow(tasks[0])), order.key(tasks[0])))
+        return [task for tasks in flows for task in tasks]
 
     def get(self, task_id: int) -> Task | None:
         """The live task of that id."""
@@ -70,10 +73,10 @@ class TaskQueues:
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         elif started:
-            insort(self.started, task, key=self.order)
+            insort(self.started, task, key=self.order.key)
         else:
             self.filings += 1
-            insort(self.waiting, task, key=self.order)
+            insort(self.flows.setdefault(self.order.flow(task), []), task, key=self.order.key)
 
     def active(self) -> Iterator[Task]:
         """All tasks but the waiting prompts."""
@@ -93,5 +96,12 @@ class TaskQueues:
             self.started.remove(task)
             return True
         else:
-            self.waiting.remove(task)
+            self.take_waiting(task)
         return False
+
+    def take_waiting(self, task: Task) -> None:
+        """Take a waiting prompt out of its flow."""
+        flow = self.order.flow(task)
+        self.flows[flow].remove(task)
+        if not self.flows[flow]:
+            del self.flows[flow]

@@ -1,7 +1,5 @@
 """Continuous retraining: the baseline that MACE calls AdaInf (MACE 6.1; Shubha and Shen, SIGCOMM 2023).
 
-Owns that fine-tuning comes first. Must not know how an iteration is filled.
-
 Kept of AdaInf: retraining is incremental, on the samples that just came, before the inference that comes after them.
 Kept of MACE's account of it: retraining has the highest priority in a queue, first in first out, runs to completion,
 and interference with inference is not handled. Left out: AdaInf divides the GPU between applications by their SLOs,
@@ -13,23 +11,29 @@ no early exit, and never leaves the device.
 from __future__ import annotations
 
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.phased import NOBODY, PhasedPolicy, runnable_steps, serve_only, train_only
+from edged.scheduler.policies.base import Fill, Policy, Row
+from edged.scheduler.policies.phased import NOBODY, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources
 
 
-class AdaInf(PhasedPolicy):
+class StepsFirst(Fill):
     """While there is anything to learn, steps run alone, in the order in which they came, each to its end.
 
     Only then are requests served; running answers stand still with their pages meanwhile. A step that lacks pages
     waits until answers have ended; nobody enters before it.
     """
 
-    name = "adainf"
-
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """The first step alone; serving only when there is none."""
         tasks = runnable_steps(queues, resources)
         if not tasks:
-            return serve_only(queues, now, resources, self._cost)
-        plan = train_only(tasks[:1], queues, now, resources, self._cost)
-        return plan if plan is not None else serve_only(queues, now, resources, self._cost, NOBODY)
+            return serve_only(policy, queues, now, resources)
+        alone = train_only(tasks[:1], policy, queues, now, resources)
+        return alone or serve_only(policy, queues, now, resources, NOBODY)
+
+
+ADAINF = Row(
+    "adainf",
+    "AdaInf (SIGCOMM 2023) as MACE 6.1 describes it: retraining first, first in first out, to completion",
+    fill=StepsFirst,
+)

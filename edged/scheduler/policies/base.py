@@ -1,36 +1,182 @@
-"""What a scheduling policy is.
-
-Owns the interface between the scheduler's lifecycle and its decisions. Must not know how a policy decides.
-"""
+"""A policy is a row of parts, each of which decides one thing and keeps its own state."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence, Set
+from dataclasses import dataclass
+from typing import TypeVarTuple
 
 from edged.scheduler.cost.model import CostModel
-from edged.scheduler.planning.queues import Order, TaskQueues
-from edged.scheduler.task import Plan, Resources
+from edged.scheduler.planning.bin_builder import BinBuilder
+from edged.scheduler.planning.queues import TaskQueues, by_arrival
+from edged.scheduler.planning.slo import SloTargets
+from edged.scheduler.task import IterationResult, Kind, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 
+Happened = TypeVarTuple("Happened")
 
-class Policy(Protocol):
-    """Decides which of the live tasks share the next iteration.
 
-    `plan` must be deterministic and must not change tasks or queues: `Scheduler` does, when the outcome is known.
+class Part:
+    """A decision with its state. The hooks tell what happens to real tasks, once each; a plan made ahead calls none.
+
+    What decides must be deterministic and change neither tasks, queues nor state. All times are seconds of the injected
+    clock.
     """
 
-    name: str
-    trains: bool
-    """Whether it ever gives fine-tune tasks anything."""
-    shares_prefixes: bool
-    """Whether equal beginnings of prompts are computed once, where the settings allow it."""
-    prunes: bool
-    """Whether K/V of uninformative heads and positions may be given up, where the settings allow it."""
-    order: Order
-    """In which order the queues keep prefills."""
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Decide by these settings from now on; called first of all, and at each reload, which keeps the state."""
 
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None: ...
+    def arrived(self, task: Task, now: float) -> None:
+        """A task has come; it is filed next."""
+
+    def left(self, task: Task, now: float) -> None:
+        """A task has ended or was cancelled; one that was preempted or parked has not left."""
+
+    def before(self, queues: TaskQueues, now: float) -> None:
+        """An iteration is about to be planned."""
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """This plan will run."""
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """`plan` has run, `finetune_s` of it for fine-tuning; its tasks are still as they were before it."""
+
+
+class Order(Part):
+    """In which order prompts are served: flow by flow, and by a key inside each flow; here all are one flow."""
+
+    key: Callable[[Task], tuple[float, int]] = staticmethod(by_arrival)
+    """A task's place in its flow, the same for as long as it waits."""
+
+    def flow(self, task: Task) -> Hashable:
+        """The flow that a task belongs to, the same for as long as it waits."""
+        return None
+
+    def flow_key(self, flow: Hashable) -> float:
+        """The flow with the least goes first; read whenever a plan is made."""
+        return 0.0
+
+    def place(self, task: Task) -> tuple[float, ...]:
+        """A task's place among those of all flows at this moment."""
+        return (self.flow_key(self.flow(task)), *self.key(task))
+
+
+@dataclass(slots=True)
+class Entry:
+    """Which tasks work in an iteration."""
+
+    runnable: list[Task]
+    """Prompts."""
+    paused: Set[Task] = frozenset()
+    """Decodes that stand still in this iteration and keep their pages."""
+    step: Task | None = None
+    """The fine-tune task that may run."""
+    due: bool = False
+    """Fine-tuning outranks serving."""
+    in_the_way: bool = False
+    """The step holds pages without which a prompt cannot enter: the sooner it ends, the better."""
+
+
+class Spare(Part):
+    """How much of a hybrid iteration is for fine-tuning; nothing, unless a subclass says otherwise."""
+
+    def waited_s(self, now: float) -> float:
+        """How long fine-tuning has waited."""
+        return 0.0
+
+    def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
+        """Seconds of work on a step that is due or in the way, whatever the budget; asked before prompts get chunks."""
+        return 0.0
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """The latency budget of the iteration; asked when prompts have their chunks."""
+        return 0.0
+
+
+class Admission(Part):
+    """Which tasks work in a hybrid iteration, and which enter memory for it."""
+
+    def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+        """Tasks that enter are promised their pages in `draft`, which has the decodes already."""
+        raise NotImplementedError
+
+
+class Victims(Part):
+    """Which task gives its pages back first; steps go before sequences, and the oldest sequence keeps its pages."""
+
+    def key(self, task: Task) -> tuple[float, ...]:
+        """The least goes first: steps by the progress made, sequences by the latest arrival."""
+        if task.kind is Kind.FINETUNE:
+            return task.next_unit - len(task.units), task.context
+        return -task.arrival_s, -task.task_id
+
+
+class Due(Part):
+    """When the next token of a decode is due: at its TBT target."""
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the targets of these settings."""
+        self._targets = SloTargets(settings, cost)
+
+    def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
+        """The moment for each decode that got a token `now`; a forward of the present decodes alone takes `alone_s`."""
+        due_s = {service: now + self._targets.tbt_s(service, alone_s) for service in ServiceClass}
+        return [due_s[task.service] for task in tasks]
+
+
+class Fill(Part):
+    """The content of an iteration."""
+
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+        """The next bin, within `resources`; empty only if no task can run."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy by name, and how its parts are made. `admission` and `spare` are for fills that share iterations."""
+
+    name: str
+    keeps: str
+    """What it keeps of its paper: docs/policies.md says so, too."""
+    fill: Callable[[], Fill]
+    order: Callable[[], Order] = Order
+    admission: Callable[[], Admission] = Admission
+    spare: Callable[[], Spare] = Spare
+    victims: Callable[[], Victims] = Victims
+    due: Callable[[], Due] = Due
+    trains: bool = True
+    """Whether it ever gives fine-tune tasks anything."""
+    shares_prefixes: bool = True
+    """Whether equal beginnings of prompts are computed once, where the settings allow it."""
+    prunes: bool = False
+    """Whether K/V of uninformative heads and positions may be given up, where the settings allow it."""
+
+
+class Policy:
+    """The parts of a row at work."""
+
+    def __init__(self, row: Row, settings: SchedulerSettings, cost: CostModel) -> None:
+        self.name, self.trains = row.name, row.trains
+        self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
+        self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
+        self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
+        # In one flow the key says all, and is read faster.
+        self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
+        self.cost = cost
+        parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
+        self._hooks = {
+            hook: [getattr(part, name) for part in parts if getattr(type(part), name) is not hook]
+            for name, hook in vars(Part).items()
+            if callable(hook)
+        }
+        self.tell(Part.configure, settings, cost)
 
     def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """The next bin, within `resources`; empty only if no task can run."""
-        ...
+        return self.fill.plan(self, queues, now, resources)
+
+    def tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
+        """Call a hook of each part that has it."""
+        for heard in self._hooks[hook]:
+            heard(*happened)

@@ -1,21 +1,19 @@
-"""First come, first served, without training: the baseline of a server that only serves.
-
-Owns that order. Fine-tune tasks are never granted anything.
-"""
+"""First come, first served, without training: the baseline of a server that only serves."""
 
 from __future__ import annotations
 
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.phased import PhasedPolicy, serve_only
+from edged.scheduler.policies.base import Fill, Policy, Row
+from edged.scheduler.policies.phased import serve_only
 from edged.scheduler.task import Plan, Resources
 
 
-class Fcfs(PhasedPolicy):
-    """Every decode, then prompts in the order of arrival until tokens, pages or sequences run out."""
+class ServeOnly(Fill):
+    """Every decode, then prompts in the order of the policy until tokens, pages or sequences run out."""
 
-    name = "fcfs"
-    trains = False
-
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """The next bin; deadlines do not matter."""
-        return serve_only(queues, now, resources, self._cost)
+        return serve_only(policy, queues, now, resources)
+
+
+FCFS = Row("fcfs", "continuous batching (MACE, Algorithm 2), first come first served", fill=ServeOnly, trains=False)

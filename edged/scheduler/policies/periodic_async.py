@@ -1,7 +1,5 @@
 """Periodic retraining in the gaps of serving: the upper row of MACE's Figure 1.
 
-Owns when fine-tuning is due. Must not know how an iteration is filled.
-
 Kept of the figure: updates are deferred to fixed intervals, and inference has priority even then, so that requests
 meanwhile are answered by an outdated model. The figure says nothing of requests that arrive during a step: here they
 interrupt it, and it goes on in the next gap.
@@ -11,32 +9,38 @@ from __future__ import annotations
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.phased import PhasedPolicy, runnable_steps, serve_only, train_only
+from edged.scheduler.policies.base import Policy, Row
+from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources
 from edged.settings.load import SchedulerSettings
 
 
-class PeriodicAsync(PhasedPolicy):
+class RetrainingGaps(PhasedFill):
     """Every `retrain_every_s` what there is to learn becomes due; it runs in iterations that have nobody to serve.
 
     It stays due, pairs that come meanwhile included, until nothing is left to learn. Under steady load it waits.
     """
 
-    name = "periodic-async"
-
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        super().__init__(settings, cost)
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the interval, and the longest that a request may wait for a step, in seconds."""
         self._every_s = settings.retrain_every_s
         self._quantum_s = settings.idle_quantum_ms / 1000.0
 
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Serving; where nobody is served, a quantum of what is due; `resume_s` when something will be."""
-        plan = serve_only(queues, now, resources, self._cost)
+        plan = serve_only(policy, queues, now, resources)
         tasks = runnable_steps(queues, resources)
         if plan.grants or plan.preempt or not tasks:
             return plan
-        start_s = queues.past.interval_start_s(now, self._every_s)
-        if queues.past.caught_up_s < start_s:
-            return train_only(tasks[:1], queues, now, resources, self._cost, self._quantum_s) or plan
+        start_s = self.interval_start_s(now, self._every_s)
+        if self.caught_up_s < start_s:
+            return train_only(tasks[:1], policy, queues, now, resources, self._quantum_s) or plan
         plan.resume_s = start_s + self._every_s
         return plan
+
+
+PERIODIC_ASYNC = Row(
+    "periodic-async",
+    'MACE Figure 1, "periodic": updates deferred to fixed intervals, inference first',
+    fill=RetrainingGaps,
+)

@@ -1,43 +1,68 @@
-"""Iterations that only serve and iterations that only fine-tune: what policies without hybrid bins are made of.
-
-Owns how such an iteration is filled. Must not know when which of them is due: that is the policies' difference.
-"""
+"""Iterations that only serve and iterations that only fine-tune: how policies without hybrid bins fill theirs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
-from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.task import Plan, Resources, Task
-from edged.settings.load import SchedulerSettings
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.policies.base import Fill, Policy
+from edged.scheduler.task import Kind, Plan, Resources, Task
 
 NOBODY = -math.inf
-"""As `before_s` of `serve`: no prompt enters."""
+"""As `before_s` of `serve_only`: no prompt enters."""
 
 
-class PhasedPolicy:
-    """What policies without hybrid bins have in common: they learn, share prefixes, and go by arrival."""
+class PhasedFill(Fill):
+    """A fill that knows what ran before: when fine-tuning was caught up, and whether it ran last."""
 
-    trains = True
-    shares_prefixes = True
-    prunes = False
-    order = staticmethod(by_arrival)
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._tasks, self._had_tasks = 0, False
+        self.caught_up_s = -math.inf
+        """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
+        self.tuned = False
+        """The latest iteration in which anything ran began with fine-tuning: it served nobody."""
 
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        self._cost = cost
+    def arrived(self, task: Task, now: float) -> None:
+        """An engine that rested until its only fine-tune task came was caught up; after a step it is the next."""
+        if task.kind is Kind.FINETUNE:
+            if not self._tasks and not self._had_tasks and self._began_s is not None:
+                self.caught_up_s = now
+            self._tasks += 1
+
+    def left(self, task: Task, now: float) -> None:
+        """Count the fine-tune tasks."""
+        self._tasks -= task.kind is Kind.FINETUNE
+
+    def before(self, queues: TaskQueues, now: float) -> None:
+        """Note whether there is anything to learn; fixed intervals are counted from the first iteration."""
+        if self._began_s is None:
+            self._began_s = self.caught_up_s = now
+        self._had_tasks = bool(queues.finetunes)
+        if not self._had_tasks:
+            self.caught_up_s = now
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note what runs."""
+        if plan.grants:
+            self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
+
+    def interval_start_s(self, now: float, every_s: float) -> float:
+        """When the present interval of `every_s` seconds began."""
+        began_s = now if self._began_s is None else self._began_s
+        return began_s + math.floor((now - began_s) / every_s) * every_s
 
 
 def serve_only(
-    queues: TaskQueues, now: float, resources: Resources, cost: CostModel, before_s: float = math.inf
+    policy: Policy, queues: TaskQueues, now: float, resources: Resources, before_s: float = math.inf
 ) -> Plan:
     """Every decode, then whole prompts, first come first served, until tokens, pages or sequences run out.
 
     Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
     """
-    draft = BinBuilder(queues, now, resources)
+    draft = BinBuilder(queues, now, resources, policy.victims.key)
     for task in queues.started:
         if task not in draft.preempted:
             tokens = draft.room(task)
@@ -52,7 +77,7 @@ def serve_only(
         draft.grant(task, draft.room(task))
     draft.rescue()
     plan = draft.plan
-    plan.predicted_forward_s = cost.forward_s(draft.load)
+    plan.predicted_forward_s = policy.cost.forward_s(draft.load)
     return plan
 
 
@@ -73,10 +98,10 @@ def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
 
 def train_only(
     tasks: Sequence[Task],
+    policy: Policy,
     queues: TaskQueues,
     now: float,
     resources: Resources,
-    cost: CostModel,
     limit_s: float = math.inf,
     preempts: bool = False,
 ) -> Plan | None:
@@ -86,7 +111,7 @@ def train_only(
     far as `limit_s` is predicted to suffice. Where the first finds no pages for its forward, the latest requests lose
     theirs if it `preempts`; else there is no such iteration yet.
     """
-    draft = BinBuilder(queues, now, resources, serves=False)
+    draft = BinBuilder(queues, now, resources, policy.victims.key, serves=False)
     if preempts:
         draft.make_room(tasks[0])
     plan, free_pages = draft.plan, draft.free_pages
@@ -95,6 +120,6 @@ def train_only(
         free_pages -= draft.pages(task, task.tokens)
         if free_pages < 0:
             break
-        grant_finetune(draft, task, cost, limit_s, 0 if plan.grants else 1)
-    plan.predicted_forward_s = cost.forward_s(draft.load)
+        grant_finetune(draft, task, policy.cost, limit_s, 0 if plan.grants else 1)
+    plan.predicted_forward_s = policy.cost.forward_s(draft.load)
     return plan if plan.grants else None

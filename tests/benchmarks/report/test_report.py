@@ -32,7 +32,7 @@ from benchmarks.report.serving import ablations, throughput
 from benchmarks.report.setting import Setting
 from edged.bench.compare import Run
 from edged.bench.summary import Done, Runs
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 
 LARGEST_DRAWING_BYTES = 100_000
 MIX = {"plan_ms_p50": 0.05, "plan_ms_p95": 0.1, "complete_ms_p50": 0.05}
@@ -367,7 +367,7 @@ def test_each_policy_stands_beside_its_own_number_of_the_paper_or_none() -> None
 
 
 def test_other_benchmarks_stand_with_the_command_that_was_typed() -> None:
-    every = [{"policy": name, "tasks": 64, "queued": 4096, "rounds": 400} for name in POLICIES]
+    every = [{"policy": name, "tasks": 64, "queued": 4096, "rounds": 400} for name in ROWS]
     given = "--tasks 64 --queued 4096 --rounds 400 --json"
     assert scheduler_command(every) == f"python tools/bench_scheduler.py --policy all {given} > scheduler-all.json"
     assert scheduler_command(every[:2]).splitlines()[1].startswith("python tools/bench_scheduler.py --policy fcfs ")

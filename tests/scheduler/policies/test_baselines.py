@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 
-from edged.scheduler.policies.mace.policy import Mace
-from edged.scheduler.policies.registry import POLICIES
+from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import IterationResult, Kind, Plan, TaskOutcome, Unit
-from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, UNITS, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import overload, world_of
@@ -42,10 +39,6 @@ def watched(world: World, until_s: float, keeps: int = 3) -> list[tuple[float, P
         now = world.now
         plans.append((now, world.step()))
     return plans
-
-
-def test_the_settings_list_the_policies_there_are() -> None:
-    assert list(get_args(SchedulerSettings.model_fields["policy"].annotation)) == list(POLICIES)
 
 
 @pytest.mark.parametrize("policy", ["ekya", "adainf", "periodic-async", "sync", "mace-bin"])
@@ -353,8 +346,8 @@ class TestMacePriority:
 
 @pytest.mark.parametrize(("policy", "shares", "prunes"), [("mace-prefix", False, True), ("mace-prune", True, False)])
 def test_an_ablation_of_the_cache_decides_as_mace_does(policy: str, shares: bool, prunes: bool) -> None:
-    assert (POLICIES[policy].shares_prefixes, POLICIES[policy].prunes) == (shares, prunes)
-    assert (Mace.shares_prefixes, Mace.prunes) == (True, True)
+    assert (ROWS[policy].shares_prefixes, ROWS[policy].prunes) == (shares, prunes)
+    assert (ROWS["mace"].shares_prefixes, ROWS["mace"].prunes) == (True, True)
     ends = []
     for name in ("mace", policy):
         world = world_of(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edged.scheduler.cost.model import CostModel, Load, Prices
-from edged.scheduler.policies.mace.policy import SMALLEST_CHUNK
+from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, TaskOutcome
 from edged.settings.load import SchedulerSettings

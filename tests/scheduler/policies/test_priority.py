@@ -56,7 +56,8 @@ def test_of_two_pairs_the_worse_aligned_goes_first() -> None:
 
 
 def arrears_at(now: float, wait_s: float = 1.0) -> FinetuneDeficit:
-    arrears = FinetuneDeficit(SchedulerSettings(finetune_max_wait_s=wait_s, finetune_min_share=0.1))
+    arrears = FinetuneDeficit()
+    arrears.configure(SchedulerSettings(finetune_max_wait_s=wait_s, finetune_min_share=0.1))
     arrears.start(now)
     return arrears
 

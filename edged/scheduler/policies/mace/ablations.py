@@ -1,7 +1,4 @@
-"""MACE with one of its parts taken away (MACE 6.3 and Table 1).
-
-Owns what each lacks; `MaceBin` is a policy of its own. Everything else is `edged.scheduler.policies.mace.policy`.
-"""
+"""MACE with one of its parts taken away (MACE 6.3 and Table 1)."""
 
 from __future__ import annotations
 
@@ -13,40 +10,35 @@ from dataclasses import replace
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
+from edged.scheduler.policies.base import Order, Policy, Row, Spare
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
-from edged.scheduler.policies.mace.policy import Mace
-from edged.scheduler.policies.phased import PhasedPolicy, runnable_steps, serve_only, train_only
+from edged.scheduler.policies.mace.policy import MACE, MaceSpare
+from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources, Task
 from edged.settings.load import SchedulerSettings
 
-
-class MacePrefix(Mace):
-    """Without prefix sharing (4.3): each prompt is computed whole, as "MACE/Prefix"."""
-
-    name = "mace-prefix"
-    shares_prefixes = False
+MACE_PREFIX = replace(MACE, name="mace-prefix", keeps="MACE/Prefix of 6.3", shares_prefixes=False)
+MACE_PRUNE = replace(MACE, name="mace-prune", keeps="MACE/Prune of 6.3", prunes=False)
 
 
-class MacePrune(Mace):
-    """Without K/V pruning (4.3): all K/V is kept while a request decodes, as "MACE/Prune"."""
+class AdmissionByArrival(MaceAdmission):
+    """Without priorities: no base, no growth with the wait, no reward for a loss.
 
-    name = "mace-prune"
-    prunes = False
-
-
-class _ByArrival(MaceAdmission):
-    """All in the order of their arrival."""
+    Deadlines order nobody, and a step comes before serving only when it is older than every request. Packing, chunks
+    and the latency budget stay, and so does what fine-tuning is owed when it comes first. As in MACE, work moves a
+    step's arrival towards now.
+    """
 
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
         return sorted(super()._ranked(queues, draft, now), key=lambda task: (not task.begun, by_arrival(task)))
 
-    def _outranks_serving(self, queues: TaskQueues, prompts: Sequence[Task], first: Task, now: float) -> bool:
-        serving = [grant.task for grant in queues.decodes[:1]] + list(prompts)
+    def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
+        serving = [grant.task for grant in queues.decodes[:1]] + draft.prompts
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 
     def _asking(
-        self, draft: BinBuilder, tuning: list[Task], waiting: list[Task], due: bool, now: float
+        self, draft: BinBuilder, tuning: list[Task], waiting: Sequence[Task], due: bool, now: float
     ) -> Iterator[Item]:
         own = super()._asking(draft, tuning, [], due, now)
         # Nobody is too late to be overtaken: deadlines count for nothing.
@@ -54,20 +46,10 @@ class _ByArrival(MaceAdmission):
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
 
 
-class MacePriority(Mace):
-    """Without priorities (4.1; "PA" of Table 1): no base, no growth with the wait, no reward for a loss.
-
-    Prompts and steps come in the order of their arrival; deadlines order nobody, and a step comes before serving only
-    when it is older than every request. Packing, chunks and the latency budget stay, and so does what fine-tuning is
-    owed when it comes first. As in MACE, work moves a step's arrival towards now.
-    """
-
-    name = "mace-priority"
-    order = staticmethod(by_arrival)
-    admission = _ByArrival
+MACE_PRIORITY = replace(MACE, name="mace-priority", keeps='Table 1\'s "PA"', order=Order, admission=AdmissionByArrival)
 
 
-class MaceBin(PhasedPolicy):
+class FixedBatches(PhasedFill):
     """At most `fixed_requests` sequences, or `fixed_steps` fine-tune steps, share an iteration.
 
     Taken away: memory-aware hybrid batching (4.2), and with it the priorities (4.1) that order its bins. Instead there
@@ -80,22 +62,19 @@ class MaceBin(PhasedPolicy):
     lacks pages waits until answers have ended.
     """
 
-    name = "mace-bin"
-    prunes = True
-
-    def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        super().__init__(settings, cost)
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the largest batches."""
         self._requests, self._steps = settings.fixed_requests, settings.fixed_steps
 
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """A batch of steps, when it is their turn, else a batch of requests."""
         resources = replace(resources, max_sequences=min(resources.max_sequences, self._requests))
         tasks = runnable_steps(queues, resources)
         if not tasks:
-            return serve_only(queues, now, resources, self._cost)
+            return serve_only(policy, queues, now, resources)
         batch = self._batch(tasks, queues)
-        plan = train_only(batch, queues, now, resources, self._cost) if batch else None
-        return plan if plan is not None else serve_only(queues, now, resources, self._cost, tasks[0].arrival_s)
+        plan = train_only(batch, policy, queues, now, resources) if batch else None
+        return plan if plan is not None else serve_only(policy, queues, now, resources, tasks[0].arrival_s)
 
     def _batch(self, tasks: list[Task], queues: TaskQueues) -> list[Task]:
         """The steps whose turn it is: those under way, or those before the first waiting prompt."""
@@ -103,6 +82,15 @@ class MaceBin(PhasedPolicy):
         if begun:
             return begun
         oldest_s = queues.waiting[0].arrival_s if queues.waiting else math.inf
-        if queues.past.tuned and (queues.decodes or queues.started):
+        if self.tuned and (queues.decodes or queues.started):
             return []
         return [task for task in tasks[: self._steps] if task.arrival_s <= oldest_s]
+
+
+MACE_BIN = Row(
+    "mace-bin",
+    "MACE/Bin of 6.3: fixed largest batches, one FIFO queue, iterations that serve or learn",
+    fill=FixedBatches,
+    spare=MaceSpare,  # moves the arrival of a step that was worked on to the end of the queue
+    prunes=True,
+)

@@ -1,0 +1,80 @@
+"""Iterations that serving and fine-tuning share, within a latency budget (MACE 4.2, FlexLLM 6.2)."""
+
+from __future__ import annotations
+
+from edged.scheduler.planning import slo
+from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.policies.base import Entry, Fill, Policy
+from edged.scheduler.task import Plan, Resources
+
+SMALLEST_CHUNK = 32
+"""Tokens that prompts together, or an overdue pair's forward, get at least: whatever the budget, they go on."""
+LOOK_AHEAD = 32
+"""Waiting prompts, the next ones in order, whose deadlines an iteration heeds."""
+
+
+class Hybrid(Fill):
+    """Every decode that is not paused, chunks of the prompts that the admission chose, and its step in what is left.
+
+    Chunks keep the decodes on time, or are longer where a prompt would be late otherwise. A step that is due or in the
+    way comes first with what it is owed, the others have what serving leaves of the latency budget.
+    """
+
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+        """The next bin within `resources`; empty only if no task can run."""
+        cost, spare = policy.cost, policy.spare
+        draft = BinBuilder(queues, now, resources, policy.victims.key)
+        plan = draft.plan
+        draft.prompts = queues.started + queues.waiting[:LOOK_AHEAD]
+        if queues.started:
+            draft.prompts.sort(key=policy.order)
+        entry = policy.admission.choose(draft, queues, spare, now)
+        if entry.paused:
+            draft.pause(entry.paused, now)
+        step, owed_s = entry.step, 0.0
+        if step is not None and (entry.due or entry.in_the_way):
+            owed_s = spare.owed_s(draft, entry, now)
+            plan.prepaid = entry.in_the_way
+        self._add_chunks(policy, draft, entry, owed_s, now)
+        plan.budget_s = spare.limit_s(draft, now)
+        if step is not None:
+            served = draft.load.decodes or draft.load.prefill_tokens
+            at_least = SMALLEST_CHUNK if entry.due or entry.in_the_way or not served else 0
+            limit_s = max(plan.budget_s, cost.forward_s(draft.load) + owed_s)
+            grant_finetune(draft, step, cost, limit_s, at_least)
+        if not plan.grants:
+            draft.rescue()
+        plan.predicted_forward_s = cost.forward_s(draft.load)
+        return plan
+
+    def _add_chunks(self, policy: Policy, draft: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
+        """Chunks of the runnable prompts: as much as keeps the decodes on time, or keeps all heeded prompts on time.
+
+        Fine-tuning that is due is left the tokens that it is owed.
+        """
+        cost, load, step = policy.cost, draft.load, entry.step
+        base_s = cost.forward_s(load)
+        kept = 0
+        if owed_s and step is not None and step.tokens:
+            most = max(0, draft.room(step))
+            kept = cost.chunk(draft.load_beside(step), step.context, most, base_s + owed_s, finetune=True)
+            kept = max(kept, min(most, SMALLEST_CHUNK))
+        draft.tokens_left -= kept
+        limit_s = draft.slack_s * (1.0 - cost.headroom) - owed_s
+        needed = draft.tokens_left
+        if load.decodes:
+            # A pace for many iterations: at prices, not at the slowness of the moment.
+            priced_s = cost.priced_s(load)
+            needed = max(SMALLEST_CHUNK, slo.required_tokens(draft.prompts, now, priced_s, cost.token_s, needed))
+        for task in sorted(entry.runnable, key=policy.order):
+            most = draft.room(task)
+            if most <= 0:
+                continue
+            tokens = min(most, needed - load.prefill_tokens)
+            if tokens < most:
+                beside = draft.load_beside(task)
+                tokens = max(tokens, cost.chunk(beside, task.context, most, limit_s, finetune=False))
+            if tokens > 0:
+                draft.grant(task, tokens)
+        draft.tokens_left += kept
