@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support.command import DEVICE, SIZE, finish, markdown, numbers, option, parse, say
+from benchmarks.support.command import DEVICE, SIZE, finish, numbers, option, parse, say, table_of
 from benchmarks.support.interleave import Spread
 from benchmarks.support.machine_limits import (
     Machine,
@@ -272,41 +272,31 @@ def table(report: dict[str, Any]) -> str:
         f"{report['model']} random-weight Llama, prompts of {report['prompt_tokens']} tokens, {report['dtype']}, "
         f"{report['device']}: {reached}, copies at {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s",
         "",
-        *markdown(
-            (
-                "batch",
-                "drawn",
-                "an iteration (ms)",
-                "its floor",
-                "outside the model's forward (ms, quartiles)",
-                "share",
-            ),
+        *table_of(
+            {
+                "batch": "{batch}",
+                "drawn": "{name}",
+                "an iteration (ms)": "{iteration_ms[median]:.1f}",
+                "its floor": "{floor_ms:.1f}",
+                "outside the model's forward (ms, quartiles)": "{outside}",
+                "share": "{outside_share[median]:.1%}",
+            },
             [
-                (
-                    batch,
-                    name,
-                    f"{found['iteration_ms']['median']:.1f}",
-                    f"{found['floor_ms']:.1f}",
-                    Spread.read(found["outside_ms"]).text(),
-                    f"{found['outside_share']['median']:.1%}",
-                )
+                {"batch": batch, "name": name, "outside": Spread.read(found["outside_ms"]).text(), **found}
                 for batch, mixes in report["decodes"].items()
                 for name, found in mixes.items()
             ],
         ),
         "",
-        *markdown(
-            ("work", "ms", "its floor", "share of copy bandwidth", "of the matmul rate"),
-            [
-                (
-                    name,
-                    f"{found['ms']:.1f}",
-                    f"{found['floor_ms']:.1f}",
-                    f"{found['of_copy_bandwidth']:.1%}",
-                    f"{found['of_matmul_rate']:.1%}",
-                )
-                for name, found in report["shares"].items()
-            ],
+        *table_of(
+            {
+                "work": "{name}",
+                "ms": "{ms:.1f}",
+                "its floor": "{floor_ms:.1f}",
+                "share of copy bandwidth": "{of_copy_bandwidth:.1%}",
+                "of the matmul rate": "{of_matmul_rate:.1%}",
+            },
+            [{"name": name, **found} for name, found in report["shares"].items()],
         ),
     ]
     return "\n".join(lines)

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.command import DEVICE, finish, flag, markdown, option, parse
+from benchmarks.support.command import DEVICE, finish, flag, markdown, option, parse, table_of
 from benchmarks.support.interleave import (
     Conversation,
     Spread,
@@ -329,23 +329,20 @@ def round_text(answer: dict[str, Any]) -> str:
 
 def bounds_table(bounds: dict[str, Bound], job: Job, machine: Machine) -> str:
     """What could be had at most, as Markdown."""
-    rows = [
-        (
-            label,
-            found.requests,
-            f"{found.mean_prompt_tokens:.0f}, {found.mean_output_tokens:.0f}",
-            f"{found.hit_share:.1%}",
-            f"{found.prefill_speedup:.2f}",
-            f"{found.speedup:.2f}",
-        )
-        for label, found in bounds.items()
-    ]
-    columns = ("requests of the trace", "number", "mean prompt, answer", "seen before", "prefills", "with answers")
+    columns = {
+        "requests of the trace": "{label}",
+        "number": "{requests}",
+        "mean prompt, answer": "{mean_prompt_tokens:.0f}, {mean_output_tokens:.0f}",
+        "seen before": "{hit_share:.1%}",
+        "prefills": "{prefill_speedup:.2f}",
+        "with answers": "{speedup:.2f}",
+    }
+    rows = [{"label": label, **found.as_json()} for label, found in bounds.items()]
     title = (
         f"Blocks of {job.trace_block_tokens} tokens as {job.block_tokens}, context {job.context_tokens}, "
         f"{job.concurrency} at once; an unbounded cache at the floors of {machine.text()}"
     )
-    return "\n".join([title, "", *markdown(columns, rows)])
+    return "\n".join([title, "", *table_of(columns, rows)])
 
 
 def highest_rates(most: dict[str, Any], side: str) -> tuple[dict[str, float], float]:

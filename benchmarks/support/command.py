@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,11 @@ def keep(options: argparse.Namespace, report: Any) -> None:
     """Write what is known so far to --output: some runs take long."""
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def table_of(columns: Mapping[str, str], items: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines of a table: under each heading its template, such as `{ms:.1f}`, filled from every item."""
+    return markdown(list(columns), [[text.format_map(item) for text in columns.values()] for item in items])
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Decoding along given tokens, through the executor and the pages that serve requests.
-
-Owns the driving of an engine's parts without its thread. Must not know what the logits are wanted for.
-"""
+"""Decoding along given tokens, through the executor and the pages that serve requests."""
 
 from __future__ import annotations
 
