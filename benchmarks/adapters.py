@@ -1,10 +1,18 @@
-"""What many adapters cost: of one batch, and of one daemon.
+"""What many adapters cost: a decode batch of 32 shared by 1 or 16 of them, and 1,000 registered with 64 active.
 
-Owns the two measurements. Must not know how adapters are multiplied or where they are kept: it drives an engine.
+    python -m benchmarks.adapters [--rounds 5] [--registered 1000] [--active 64] [--output FILE]
+
+The batch: a random-weight Llama of SmolLM2-135M's shape (--quick: 4 M parameters), median time between tokens, sides in
+turns. The crowd: the demo model; first tokens of users whose adapters are on disk alone ("cold") and in memory
+("warm"), and the gaps in a stream that runs meanwhile. Beside each figure stands its floor: what this machine must read
+and compute for it, at the bandwidth and the rate that it reached when the benchmark began.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
 import statistics
 import tempfile
 import threading
@@ -17,11 +25,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.support.command import finish, option, parse
 from benchmarks.support.interleave import Spread, paired_ratio
+from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.align.adapters.adapter import AdapterFiles, Snapshot
 from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
-from edged.settings.load import Settings
+from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+from edged.engine.sampling.params import Sampling
+from edged.models import demo_model_dir
+from edged.settings.load import AlignSettings, Settings
+from edged.tensors.cpu_threads import apart
 
 _LONGEST_WAIT_S = 600.0
 BATCH = 32
@@ -86,7 +100,7 @@ class Bench:
 
 
 def write_adapters(files: AdapterFiles, names: Iterable[str]) -> None:
-    """A small random version 1 of each, as if it had been learnt."""
+    """A small random version 1 of each, as if it had been learned."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, (fan_in, fan_out) in files.spec.shapes.items():
@@ -158,3 +172,68 @@ def registered_cost(model: Path, registered: int, active: int) -> dict[str, Any]
         return found
     finally:
         bench.close()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        option("--rounds", "measured rounds of the batch", 5, 2),
+        option("--registered", "adapters on disk", 1000, 100),
+        option("--active", "users who ask", 64, 8),
+        quick="a 4 M parameter model and 100 adapters",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as an engine chooses by itself
+    dtype, rank = device_dtype(device), AlignSettings().rank
+    machine = apart(lambda: measure_machine(torch.device(device), dtype))
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        model = apart(lambda: write_random_llama(Path(folder), SHAPES["4m" if options.quick else "135m"]))
+        batch = batch_cost(model, options.rounds)
+        batch["floor_ms"] = batch_floors(Sizes.of(model, dtype, rank), machine, list(batch["gap_ms"]))
+    crowd = registered_cost(demo_model_dir(), options.registered, options.active)
+    crowd |= crowd_floors(Sizes.of(demo_model_dir(), dtype, rank), machine)
+    lines = [f"the machine: {machine.text()}", *batch_lines(batch), *crowd_lines(crowd)]
+    finish(options, {"machine": machine.as_json(), "batch": batch, "crowd": crowd}, "\n".join(lines))
+
+
+def batch_floors(sizes: Sizes, machine: Machine, counts: list[str]) -> dict[str, float]:
+    """Milliseconds between the batch's tokens, at least, by the number of adapters."""
+    context = PROMPT_TOKENS + ANSWER_TOKENS // 2
+    return {count: 1e3 * decode(sizes, BATCH, context, int(count)).floor_s(machine) for count in counts}
+
+
+def crowd_floors(sizes: Sizes, machine: Machine) -> dict[str, float]:
+    """Milliseconds of a first token and between a stream's tokens, at least."""
+    return {
+        "ttft_floor_ms": 1e3 * prefill(sizes, PROMPT_TOKENS, adapters=1).floor_s(machine),
+        "stream_gap_floor_ms": 1e3 * decode(sizes, 1, PROMPT_TOKENS).floor_s(machine),
+    }
+
+
+def batch_lines(batch: dict[str, Any]) -> list[str]:
+    """The batch's times, their ratios, and the floors of both."""
+    floor_ms = batch["floor_ms"]
+    return [
+        f"{count} adapters in a batch of {batch['batch']}: {batch['gap_ms'][count]['median']:.1f} ms "
+        f"(floor {floor_ms[count]:.1f}), {Spread.read(ratio).text(3)} of the time with one "
+        f"(floors: {floor_ms[count] / floor_ms['1']:.3f})"
+        for count, ratio in batch["over_one_adapter"].items()
+    ]
+
+
+def crowd_lines(crowd: dict[str, Any]) -> list[str]:
+    """First tokens and gaps, and their floors."""
+    started = f"{crowd['registered']} registered: started in {crowd['start_s']:.1f} s"
+    return [f"{started}, {crowd['loaded']} in memory at the end"] + [
+        f"{label}: TTFT p50 {found['ttft_ms_p50']:.0f} ms, p95 {found['ttft_ms_p95']:.0f} ms (floor "
+        f"{crowd['ttft_floor_ms']:.1f}); gaps of a stream p50 {found['stream_gap_ms_p50']:.1f} ms, p99 "
+        f"{found['stream_gap_ms_p99']:.1f} ms (floor {crowd['stream_gap_floor_ms']:.1f})"
+        for label, found in (("cold", crowd["cold"]), ("warm", crowd["warm"]))
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,33 +1,78 @@
-"""How well preferences are learnt while the engine serves a full load, by the moment at which users would notice.
+"""Alignment under full serving load: four tastes, policies side by side, beside a plain sequential DPO loop.
 
-Owns a run under load and what is told of it: each pair scored before it was trained on, each pair scored by the version
-that answered when it came, and pairs that are never trained on over time. Scores of the last two kinds are not the
-engine's: transformers and peft compute them afterwards from the versions on disk. Must not know tables or reports.
+    python -m benchmarks.alignment hh-harmless.jsonl.gz --model hh-lm --trace azure-llm-2023-conv.csv [--quick]
+        [--tastes concise,elaborate] [--policies mace,ekya,adainf] [--seeds 1] [--rate R] [--output FILE]
+
+The stream is the file's lines from 1401 on, which hh-lm was not trained on, each pair tested before it is trained on.
+The loop (transformers, peft, autograd) has the machine for itself. Then each policy gets the same requests and the same
+pairs at the same moments: requests at 90 % of the rate that a burst reaches, pairs at even distances. Told by quarter
+of the stream: reward accuracy before training on a pair (as the loop's), and by the version that answered when the pair
+came (at equal wall time); and CLPD of 64 earlier pairs, which no adapter trains on, over time. Pairs that still wait
+when the load ends are learned after it, so that every pair has a score; how many were scored in time is told. At last
+two users with opposite tastes share an engine. The scores before training are the engine's own; transformers and peft
+compute the others afterwards, from the versions on disk. Takes some 6 minutes a taste, policy and seed on 2 cores.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
+import math
+import sys
+import tempfile
 import time
+from argparse import BooleanOptionalAction, Namespace
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sequential_dpo import Reference
-from benchmarks.support.preference_streams import quarters
+from benchmarks.support.command import (
+    DEVICE,
+    FORMAT,
+    MODEL,
+    PAIRS,
+    SEEDS,
+    existing_file,
+    finish,
+    keep,
+    markdown,
+    names,
+    number,
+    option,
+    parse,
+    say,
+)
+from benchmarks.support.interleave import open_sides
+from benchmarks.support.machine_limits import report_header
+from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, relabel
+from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
 from edged.bench.recorder import ReplayRecorder, request_counts, serving_figures
-from edged.bench.traces import Arrival, RequestTrace, scale_trace
+from edged.bench.replay import ReplayPlan, load_pairs, replay
+from edged.bench.traces import Arrival, RequestTrace, TraceError, read_trace, scale_trace
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, Request, Sampling
-from edged.settings.load import Settings
+from edged.engine.request import EngineBusy, Request
+from edged.engine.sampling.params import Sampling
+from edged.scheduler.policies.registry import ROWS
+from edged.settings.load import Settings, load_settings
+from edged.text.tokenizer import Tokenizer
+
+OPPOSITE: tuple[Taste, Taste] = ("concise", "elaborate")
+FULL_LOAD = 0.9
+"""Of the requests per second that a burst reaches."""
+ALLOWED = 0.03
+"""Reward accuracy that a quarter may stay under the loop's."""
+_SECOND_USER = 1_000_000
+"""Added to the pair ids of the second of two users."""
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LINE_EVERY_S = 10.0
-Progress = Callable[[str], None]
 _Event = tuple[float, int, Arrival | TokenPair]
 """When, which number of its kind, and what."""
 Logps = Sequence[float]
@@ -47,7 +92,7 @@ class Load:
     rate_per_s: float
     seconds: float
     longest_drain_s: float = 300.0
-    """How long pairs may take that are not learnt when the load ends."""
+    """How long pairs may take that are not learned when the load ends."""
     seed: int = 0
 
 
@@ -77,7 +122,7 @@ class Notes(ReplayRecorder):
         super().journal(records)
 
     def file_at(self, adapter: str, at_s: float) -> str | None:
-        """Weights of the newest version that was published by then and is on disk; None: nothing was learnt yet."""
+        """Weights of the newest version that was published by then and is on disk; None: nothing was learned yet."""
         known = [
             (moment, self.files[adapter, version.version])
             for moment, version in self.versions
@@ -87,9 +132,7 @@ class Notes(ReplayRecorder):
         return known[index - 1][1] if index else None
 
 
-def run_under_load(
-    load: Load, settings: Settings, pairs: Sequence[TokenPair], data_dir: Path, progress: Progress = lambda _line: None
-) -> Notes:
+def run_under_load(load: Load, settings: Settings, pairs: Sequence[TokenPair], data_dir: Path) -> Notes:
     """Serve and learn; the adapters' versions are in `data_dir` then.
 
     Raises AlignmentError, and what building an engine raises.
@@ -101,13 +144,13 @@ def run_under_load(
     engine = Engine.build(settings, load.model_dir, notes.deliver, notes.journal, data_dir)
     engine.start()
     try:
-        _play(engine, notes, load, pairs, progress)
+        _play(engine, notes, load, pairs)
     finally:
         engine.stop(0.0)
     return notes
 
 
-def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair], progress: Progress) -> None:
+def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) -> None:
     adapters = sorted({pair.adapter for pair in pairs})
     vocab = int(engine.status()["model"]["vocab_size"])
     arrivals = scale_trace(
@@ -124,18 +167,18 @@ def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair], 
     feedback: Iterator[_Event] = ((number * gap_s, number, pair) for number, pair in enumerate(pairs))
     notes.started_s = time.monotonic()
     next_line_s = _LINE_EVERY_S
-    for at_s, number, item in merge(requests, feedback, key=lambda event: event[0]):
+    for at_s, index, item in merge(requests, feedback, key=lambda event: event[0]):
         _sleep_until(notes.started_s + at_s, engine)
         if isinstance(item, Arrival):
-            _submit(engine, notes, item, number, adapters[number % len(adapters)])
+            _submit(engine, notes, item, index, adapters[index % len(adapters)])
         else:
             notes.sent[item.adapter, item.pair_id] = time.monotonic() - notes.started_s
             notes.expect_pair(item.pair_id)
             engine.submit_pairs([item])
         if at_s >= next_line_s:
             next_line_s += _LINE_EVERY_S
-            progress(
-                f"{at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.sent)} pairs "
+            say(
+                f"  {at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.sent)} pairs "
                 f"sent, {len(notes.scores)} scored, {len(notes.versions)} versions"
             )
     _sleep_until(notes.started_s + load.seconds, engine)
@@ -173,7 +216,7 @@ def _check(engine: Engine) -> None:
 
 
 def _drain(engine: Engine, notes: Notes, load: Load) -> None:
-    """Open answers are given up; pairs that wait are learnt, so that every one of them is told of."""
+    """Open answers are given up; pairs that wait are learned, so that every one of them is told of."""
     for request_id, answer in list(notes.answers.items()):
         if answer.finish is None:
             engine.cancel(request_id)
@@ -226,10 +269,10 @@ def before_training(notes: Notes, pairs: Sequence[TokenPair]) -> dict[str, list[
 def on_arrival(notes: Notes, pairs: Sequence[TokenPair], reference: Reference) -> dict[str, list[float | None]]:
     """`figures` of each pair by the version that answered when it came: what its user saw at that wall time."""
     rows: list[Logps] = []
-    for file, group in groupby(
+    for weights, group in groupby(
         pairs, key=lambda pair: notes.file_at(pair.adapter, notes.sent[pair.adapter, pair.pair_id])
     ):
-        rows += score(reference, list(group), file)
+        rows += score(reference, list(group), weights)
     return figures(rows)
 
 
@@ -248,7 +291,7 @@ def held_out_over_time(
 
 
 def score(reference: Reference, pairs: Sequence[TokenPair], file: str | None) -> list[list[float]]:
-    """The four sums of each pair by the weights in `file`; None: nothing was learnt, the base model's."""
+    """The four sums of each pair by the weights in `file`; None: nothing was learned, the base model's."""
     return reference.score(pairs, file) if file is not None else reference.base(pairs)
 
 
@@ -268,3 +311,299 @@ def learning(notes: Notes) -> dict[str, Any]:
         "skipped": [step.reason for step in skipped],
         "mean_wait_s": sum(waited) / len(waited) if waited else None,
     }
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """What all runs share."""
+
+    options: Namespace
+    codec: Tokenizer
+    online: list[TokenPair]
+    earlier: list[TokenPair]
+    reference: Reference
+    load: Load
+
+    def stream(self, taste: Taste, adapter: str) -> list[TokenPair]:
+        """The taste's pairs, as many as asked for."""
+        return relabel(self.online, taste, adapter, self.codec.decode)[: self.options.pairs_most]
+
+    def held_out(self, taste: Taste) -> list[TokenPair]:
+        """The last pairs before the stream that the taste decides."""
+        return relabel(self.earlier, taste, taste, self.codec.decode)[-self.options.held_out :]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parsed()
+    header = report_header(options.device)
+    codec = Tokenizer.load(options.model)
+    pairs, _ = load_pairs(options.pairs, options.format, codec, Settings().align.max_pair_tokens)
+    online = [pair for pair in pairs if pair.pair_id >= options.first_line]
+    earlier = [pair for pair in pairs if pair.pair_id < options.first_line]
+    if not online or not earlier:
+        sys.exit(
+            f"{options.pairs.name} has {len(earlier)} usable pairs before line {options.first_line} and {len(online)} "
+            "from there on: both are needed, choose another --first-line"
+        )
+    try:
+        trace = read_trace(options.trace)
+    except TraceError as error:
+        sys.exit(str(error))
+    rate = options.rate or FULL_LOAD * capacity(options)
+    load = Load(options.model, trace, rate, 0.0)
+    recipe = recipe_of(str(options.model), settings_of(options, "mace").align, options.device)
+    with open_sides([side_of(recipe)]) as (side,):
+        bench = Bench(options, codec, online, earlier, Reference(side), load)
+        report = {
+            "model": options.model.name,
+            **header,
+            "trace": load.trace.name,
+            "requests_per_s": rate,
+            "pairs_per_s": options.pairs_per_s,
+            "settings": options.config.read_text() if options.config else "",
+            "tastes": {},
+        }
+        for taste in options.tastes:
+            report["tastes"][taste] = one_taste(bench, taste)
+            keep(options, report)
+        if options.opposite:
+            report["opposite"] = [opposite_tastes(bench, seed, report["tastes"]) for seed in range(options.seeds)]
+    finish(options, report, table(report))
+
+
+def parsed() -> Namespace:
+    """The command line."""
+    return parse(
+        __doc__,
+        PAIRS,
+        FORMAT,
+        option("--first-line", "of the stream", FIRST_ONLINE_LINE),
+        MODEL,
+        option("--trace", 'an Azure .csv, a Mooncake .jsonl or "poisson"', "poisson"),
+        option("--tastes", "by comma", list(TASTES), list(OPPOSITE), type=names(TASTES)),
+        option("--policies", "by comma", ["mace", "ekya", "adainf"], ["mace"], type=names(ROWS)),
+        option("--opposite", "two users at last", True, action=BooleanOptionalAction),
+        SEEDS,
+        option("--rate", "requests/s (default 90 %% of a burst's)", type=number(float)),
+        option("--pairs-per-s", "of each user", 2.0, 5.0),
+        option("--pairs-most", "of a taste, at most; all unless told", None, 40, type=number(int)),
+        option("--held-out", "pairs scored over time", 64, 8),
+        option("--moments", "at which they are", 12, 3),
+        option("--config", "TOML file with further settings", type=existing_file),
+        DEVICE,
+        quick="40 pairs, 2 tastes, fast",
+    )
+
+
+def settings_of(options: Namespace, policy: str) -> Settings:
+    """The defaults, or the file's, but for what must be told."""
+    overrides = {"model.device": options.device, "scheduler.policy": policy}
+    return load_settings(options.config, environ={}, overrides=overrides)
+
+
+def capacity(options: Namespace) -> float:
+    """Requests per second of a burst, as a replay measures it."""
+    settings = settings_of(options, "fcfs")
+    plan = ReplayPlan(
+        options.trace, options.pairs, options.model, settings, options.format, retrain_rate=0.0, seconds=1.0
+    )
+    return float(replay(plan, lambda line: say(f"  {line}"))["load"]["capacity_per_s"])
+
+
+# -- one taste -------------------------------------------------------------------------------------------------------
+
+
+def one_taste(bench: Bench, taste: Taste) -> dict[str, Any]:
+    """The loop, then every policy, for every seed."""
+    pairs = bench.stream(taste, taste)
+    found: dict[str, Any] = {"pairs": len(pairs), "loop": [], "policies": {name: [] for name in bench.options.policies}}
+    for seed in range(bench.options.seeds):
+        say(f"{taste}, seed {seed}: {len(pairs)} pairs, the loop")
+        found["loop"].append(loop(bench, taste, pairs, seed))
+        for policy in bench.options.policies:
+            say(f"{taste}, seed {seed}: {policy}")
+            named = [replace(pair, adapter=f"{taste}-{seed}") for pair in pairs]
+            found["policies"][policy].append(loaded(bench, policy, named, seed, {f"{taste}-{seed}": taste}))
+    return found
+
+
+def loop(bench: Bench, taste: Taste, pairs: Sequence[TokenPair], seed: int) -> dict[str, Any]:
+    """The reference: what a script without a server reaches, and what the base model does without learning."""
+    started = time.monotonic()
+    rows = bench.reference.learn(pairs, seed)
+    seconds = time.monotonic() - started
+    held_out = bench.held_out(taste)
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        file = Path(folder) / "loop.safetensors"
+        bench.reference.save(str(file))
+        after = bench.reference.score(held_out)
+        said = strayed(bench, held_out, str(file))
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "before_training": figures(rows),
+        "base": figures(as_base(rows)),
+        "held_out_before": means(as_base(after)),
+        "held_out_after": means(after),
+        "language": said,
+    }
+
+
+def strayed(bench: Bench, pairs: Sequence[TokenPair], file: str | None) -> dict[str, float]:
+    """KL to the base in nats a token, and the change of NLL, of both answers of pairs under an adapter's weights."""
+    texts = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    nll, base, kl = map(sum, zip(*bench.reference.language(texts, file, keep=True), strict=True)) if file else (1, 1, 0)
+    return {"kl_nats": kl / sum(len(answer) for _, answer in texts), "nll_change": nll / base - 1.0}
+
+
+def as_base(rows: Sequence[Logps]) -> list[Logps]:
+    """The same pairs by the reference policy itself."""
+    return [[rc, rr, rc, rr] for _, _, rc, rr in rows]
+
+
+def loaded(
+    bench: Bench, policy: str, pairs: Sequence[TokenPair], seed: int, tastes: dict[str, Taste]
+) -> dict[str, Any]:
+    """One engine under load; `tastes` names each adapter's."""
+    options = bench.options
+    seconds = len(pairs) / len(tastes) / options.pairs_per_s
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        load = replace(bench.load, seconds=seconds, seed=seed)
+        notes = run_under_load(load, settings_of(options, policy), pairs, Path(folder))
+        say(f"  scoring {len(notes.files)} versions")
+        users = {name: one_user(bench, notes, pairs, name, taste, seconds) for name, taste in tastes.items()}
+    return {"seed": seed, "seconds": seconds, **notes.report, **learning(notes), "users": users}
+
+
+def one_user(
+    bench: Bench, notes: Notes, pairs: Sequence[TokenPair], name: str, taste: Taste, seconds: float
+) -> dict[str, Any]:
+    """What is told of an adapter."""
+    own = [pair for pair in pairs if pair.adapter == name]
+    count = bench.options.moments
+    moments_s = [seconds * (number + 1) / count for number in range(count)]
+    held_out = bench.held_out(taste)
+    return {
+        "taste": taste,
+        "before_training": before_training(notes, own),
+        "on_arrival": on_arrival(notes, own, bench.reference),
+        "held_out": held_out_over_time(notes, name, held_out, bench.reference, moments_s),
+        "language": strayed(bench, held_out, notes.file_at(name, math.inf)),
+    }
+
+
+def opposite_tastes(bench: Bench, seed: int, tastes: dict[str, Any]) -> dict[str, Any]:
+    """Two users of one engine who want the opposite of each other, their pairs in turns."""
+    names = {f"{taste}-{seed}": taste for taste in OPPOSITE}
+    streams = [bench.stream(taste, name) for name, taste in names.items()]
+    say(f"{' and '.join(OPPOSITE)} at once, seed {seed}")
+    mixed = [
+        replace(pair, pair_id=pair.pair_id + user * _SECOND_USER)
+        for together in zip(*streams, strict=False)
+        for user, pair in enumerate(together)
+    ]
+    return loaded(bench, "mace", mixed, seed, names)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def average(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Over seeds, by quarter."""
+    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    return [sum(column) / len(column) if column else None for column in columns]
+
+
+def quarter_text(values: Sequence[float | None], digits: int = 2) -> str:
+    """`0.61 0.72 0.80 0.91`."""
+    return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+
+def worst_gap(ours: Sequence[float | None], loop_quarters: Sequence[float | None]) -> float | None:
+    """How far the worst quarter is over (+) or under (-) the loop's."""
+    gaps = [a - b for a, b in zip(ours, loop_quarters, strict=True) if a is not None and b is not None]
+    return min(gaps, default=None)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Quarters and the last held-out CLPD as Markdown."""
+    columns = (
+        "taste",
+        "who",
+        "scored while the load lasted",
+        "reward accuracy before training, by quarter",
+        "worst against the loop",
+        "at the pair's arrival",
+        "its CLPD",
+        "held-out CLPD, last",
+        "held-out accuracy, last",
+        "KL",
+        "NLL",
+    )
+    rows = [row for taste, found in report["tastes"].items() for row in rows_of_taste(taste, found)]
+    for run in report.get("opposite", []):
+        for user in run["users"].values():
+            loops = report["tastes"].get(user["taste"], {}).get("loop", [])
+            rows.append(policy_row(f"{user['taste']} beside its opposite", "mace", [run], [user], loops))
+    title = (
+        f"{report['model']}, {report['trace']} at {report['requests_per_s']:.2f} requests/s, "
+        f"{report['pairs_per_s']:g} pairs/s a user, {report['device']}"
+    )
+    return "\n".join([title, "", *markdown(columns, rows)])
+
+
+def rows_of_taste(taste: str, found: dict[str, Any]) -> list[Sequence[object]]:
+    """The loop's row, one without training, and every policy's."""
+    loops = found["loop"]
+
+    def mean(part: str, name: str) -> str:
+        return quarter_text(average([run[part][name] for run in loops]), 2 if name == "reward_accuracy" else 0)
+
+    before, after = (
+        sum(run[when]["clpd_nats"] for run in loops) / len(loops) for when in ("held_out_before", "held_out_after")
+    )
+    accuracy = sum(run["held_out_after"]["reward_accuracy"] for run in loops) / len(loops)
+    learned, clpd = mean("before_training", "reward_accuracy"), mean("before_training", "clpd_nats")
+    label = f"{taste} ({found['pairs']})"
+    rows: list[Sequence[object]] = [
+        (label, "the loop alone", "", learned, "", "", clpd, f"{after:.0f}", f"{accuracy:.2f}", *far(loops)),
+        ("", "no training", "", "", "", "", mean("base", "clpd_nats"), f"{before:.0f}", "", "", ""),
+    ]
+    for policy, runs in found["policies"].items():
+        rows.append(policy_row("", policy, runs, [user for run in runs for user in run["users"].values()], loops))
+    return rows
+
+
+def policy_row(
+    label: str,
+    policy: str,
+    runs: Sequence[dict[str, Any]],
+    users: Sequence[dict[str, Any]],
+    loops: Sequence[dict[str, Any]],
+) -> Sequence[object]:
+    """A policy's row over its seeds; what was scored in time is told of all users of a run together."""
+    in_time, sent = (sum(run[name] for run in runs) for name in ("scored_in_time", "pairs_sent"))
+    ours = average([user["before_training"]["reward_accuracy"] for user in users])
+    gap = worst_gap(ours, average([run["before_training"]["reward_accuracy"] for run in loops])) if loops else None
+    verdict = "" if gap is None else f"{gap:+.3f}{'' if gap >= -ALLOWED else ' (!)'}"
+    arrival = quarter_text(average([user["on_arrival"]["reward_accuracy"] for user in users]))
+    clpd = quarter_text(average([user["on_arrival"]["clpd_nats"] for user in users]), 0)
+    last, accuracy = (
+        sum(user["held_out"][-1][name] for user in users) / len(users) for name in ("clpd_nats", "reward_accuracy")
+    )
+    told = (f"{in_time} of {sent}", quarter_text(ours), verdict, arrival, clpd)
+    return label, policy, *told, f"{last:.0f}", f"{accuracy:.2f}", *far(users)
+
+
+def far(runs: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Means of how far the language went."""
+    kl, nll = (sum(run["language"][key] for run in runs) / len(runs) for key in ("kl_nats", "nll_change"))
+    return f"{kl:.3f}", f"{nll:+.1%}"
+
+
+if __name__ == "__main__":
+    main()

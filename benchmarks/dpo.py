@@ -1,26 +1,46 @@
-"""Learning speed: edged's DPO steps, run by its engine, beside TRL's DPOTrainer.
+"""Learning speed of edged's DPO steps beside TRL's DPOTrainer, in turns, on the same pairs.
 
-Owns the sides and the job they share: the same pairs in the same tokens, as many in each optimizer step, LoRA of one
-rank on all linear layers, reference log-probabilities computed beforehand. Each side runs in a process of its own (see
-`benchmarks.support.interleave`), because peak memory is a process's.
+    python -m benchmarks.dpo hh-harmless.jsonl.gz [--steps 12] [--prompt-share 0.5] [--size 3b] [--output FILE]
+
+A random-weight Llama, of SmolLM2-135M's shape unless --size says another (3b: Llama-3.2-3B's, on a GPU); LoRA of rank
+16 on all linear layers, reference log-probabilities computed beforehand on both sides. Prints ratios of pairs/s (median
+and quartiles over the steps), of peak memory above the weights, and how many times its floor each side took: what this
+machine must read and compute for the step, at the bandwidth and the rate that it reached when the benchmark began.
+Writes every step to --output. Each side has a process of its own, because peak memory is a process's.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.support.interleave import Conversation
+from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, markdown, option, parse
+from benchmarks.support.interleave import (
+    Conversation,
+    Side,
+    Spread,
+    open_sides,
+    paired_ratio,
+    progress,
+    sides_of,
+    take_turns,
+)
+from benchmarks.support.machine_limits import Machine, Sizes, dpo_step, measure_machine, report_header
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
+from edged.align.feedback.pair_formats import read_pairs
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 
+LONGEST_PAIR_TOKENS = 1024
 EDGED, TRL, TRL_FAST, TRL_SMALL = "edged", "TRL", "TRL without checkpointing", "TRL pair by pair"
 SIDES = (EDGED, TRL, TRL_FAST, TRL_SMALL)
 """TRL with its defaults; as fast as it can; and with one pair per forward, gradients accumulated, to save memory."""
@@ -274,15 +294,155 @@ _RUN: dict[str, Callable[[Job, Conversation], None]] = {
 }
 
 
-def side_arguments(name: str, job: Job) -> list[str]:
-    """Command-line arguments of this module that make a process the side `name`."""
-    return [name, json.dumps(asdict(job))]
+def be_side(name: str, told: str) -> None:
+    """See `_RUN` for the questions."""
+    _RUN[name](Job(**json.loads(told)), Conversation())
 
 
-def main(arguments: list[str]) -> None:
-    """Be one side."""
-    _RUN[arguments[0]](Job(**json.loads(arguments[1])), Conversation())
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        PAIRS,
+        FORMAT,
+        SIZE,
+        option("--steps", "measured optimizer steps", 12, 2),
+        option("--pairs-per-step", "pairs of one optimizer step", 4),
+        option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
+        DEVICE,
+        option("--peer", "measure against this side alone", choices=SIDES[1:]),
+        quick="a 4 M parameter model and two steps",
+    )
+    steps, dtype, shape = options.steps, device_dtype(options.device), SHAPES[options.size]
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as name:
+        folder = Path(name)
+        write_random_llama(folder / "model", shape, dtype)
+        write_random_llama(folder / "warm", replace(SHAPES["4m"], vocab=shape.vocab), dtype)
+        texts = [as_text(pair) for _, pair in read_pairs(options.pairs, options.format) if isinstance(pair, dict)]
+        count = (steps + 1) * options.pairs_per_step
+        chosen = choose_pairs(texts, folder / "model", shape.vocab, count, options.prompt_share)
+        job = Job(
+            model=str(folder / "model"),
+            warm_model=str(folder / "warm"),
+            pairs=str(folder / "texts.json"),
+            device=options.device,
+            dtype=dtype,
+            pairs_per_step=options.pairs_per_step,
+        )
+        Path(job.pairs).write_text(json.dumps(chosen))
+        report = {
+            "model": options.size,
+            "pairs_file": options.pairs.name,
+            "prompt_share_at_least": options.prompt_share,
+        }
+        peers = [options.peer] if options.peer else list(SIDES[1:])
+        machine = measure_machine(torch.device(job.device), job.dtype)
+        report |= measure(job, steps, folder / "tokens.json", peers, machine)
+    finish(options, report, table(report))
+
+
+def as_text(pair: dict[str, Any]) -> dict[str, str]:
+    """A pair as plain text: HH-RLHF's way of writing dialogues."""
+    names = {"user": "Human", "assistant": "Assistant"}
+    turns = [f"\n\n{names.get(turn['role'], turn['role'])}: {turn['content']}" for turn in pair.get("messages", ())]
+    prompt = "".join([*turns, "\n\nAssistant:"]) if turns else pair["prompt"]
+    return {"prompt": prompt, "chosen": " " + pair["chosen"].strip(), "rejected": " " + pair["rejected"].strip()}
+
+
+def choose_pairs(
+    texts: list[dict[str, Any]], directory: Path, vocab: int, count: int, prompt_share: float
+) -> list[dict[str, Any]]:
+    """The first `count` pairs that are short enough and have prompts long enough, by a tokenizer trained on all."""
+    tokenizer = write_tokenizer(directory, (text for pair in texts for text in pair.values()), vocab)
+    chosen = []
+    for pair in texts:
+        prompt, *answers = (len(tokenizer.encode(pair[key])) for key in ("prompt", "chosen", "rejected"))
+        if prompt + sum(answers) + 2 <= LONGEST_PAIR_TOKENS and prompt >= prompt_share * (prompt + answers[0]):
+            chosen.append(pair)
+        if len(chosen) == count:
+            return chosen
+    raise SystemExit(f"only {len(chosen)} of {len(texts)} pairs fit; {count} are needed: fewer --steps, other pairs")
+
+
+def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: Machine) -> dict[str, Any]:
+    """TRL's sides prepare, edged gets the very tokens and reference log-probabilities; then steps in turns."""
+    header = report_header(job.device)
+    with open_sides(sides_of("benchmarks.dpo", peer_names, job)) as running:
+        prepared = [side.ask({})["pairs"] for side in running]
+        tokens.write_text(json.dumps(prepared[0]))
+        ((_, module, arguments),) = sides_of("benchmarks.dpo", [EDGED], replace(job, pairs=str(tokens)))
+        with Side(EDGED, module, arguments) as ours:
+            questions = ({"step": number} for number in range(steps + 1))
+            answers = take_turns([ours, *running], questions, progress(step_text, lambda number: f"step {number}"))
+    floor_s = floors(job, prepared[0], steps, machine)
+    rates = {name: [job.pairs_per_step / a["seconds"] for a in found[1:]] for name, found in answers.items()}
+    peaks = {name: max(a["peak_bytes"] for a in found) for name, found in answers.items()}
+    used = prepared[0][job.pairs_per_step :]
+    prompt_tokens = sum(len(pair["prompt_ids"]) for pair in used)
+    answer_tokens = sum(len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in used)
+    return {
+        **header,
+        "dtype": job.dtype,
+        "versions": {**header["versions"], "trl": version("trl")},
+        "steps": steps,
+        "pairs_per_step": job.pairs_per_step,
+        "mean_prompt_tokens": prompt_tokens / len(used),
+        "mean_answer_tokens": answer_tokens / len(used) / 2,
+        "pairs_per_s": rates,
+        "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
+        "peak_bytes_above_weights": peaks,
+        "machine": machine.as_json(),
+        "floor_s": floor_s,
+        "times_floor": {
+            name: Spread.of([a["seconds"] / least for a, least in zip(found[1:], floor_s, strict=True)]).as_json()
+            for name, found in answers.items()
+        },
+        "speed_ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in peer_names},
+        "memory_ratios": {name: peaks[EDGED] / peaks[name] for name in peer_names},
+    }
+
+
+def floors(job: Job, pairs: list[dict[str, Any]], steps: int, machine: Machine) -> list[float]:
+    """Seconds that each measured step must take; the first group of pairs is the warm-up's."""
+    sizes = Sizes.of(Path(job.model), job.dtype, job.rank)
+    lengths = [(len(pair["prompt_ids"]), len(pair["chosen_ids"]), len(pair["rejected_ids"])) for pair in pairs]
+    groups = (lengths[step * job.pairs_per_step :][: job.pairs_per_step] for step in range(1, steps + 1))
+    return [dpo_step(sizes, group).floor_s(machine) for group in groups]
+
+
+def step_text(answer: dict[str, Any]) -> str:
+    """A step in a line of progress."""
+    return f"{answer['seconds']:.2f} s, {answer['peak_bytes'] / 2**20:.0f} MiB, loss {answer['loss']:.4f}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The ratios as a Markdown table; rates only where they belong to a GPU."""
+    ratios = [
+        (f"{name} (its defaults)" if name == TRL else name, Spread.read(ratio).text(), f"{memory:.2f}")
+        for (name, ratio), memory in zip(report["speed_ratios"].items(), report["memory_ratios"].values(), strict=True)
+    ]
+    reached = f"{1e3 * median(report['floor_s']):.0f} ms at {Machine(**report['machine']).text()}"
+    floors = [(name, Spread.read(times).text()) for name, times in report["times_floor"].items()]
+    mib = ", ".join(f"{name} {peak / 2**20:.0f}" for name, peak in report["peak_bytes_above_weights"].items())
+    lines = [
+        f"{report['model']} random-weight Llama, {report['steps']} steps of {report['pairs_per_step']} pairs from "
+        f"{report['pairs_file']} (mean prompt {report['mean_prompt_tokens']:.0f}, answer "
+        f"{report['mean_answer_tokens']:.0f} tokens), {report['dtype']}, {report['device']}",
+        "",
+        *markdown(("edged over", "pairs/s (quartiles)", "peak memory above the weights"), ratios),
+        "",
+        *markdown(("side", f"step over its floor of {reached} (quartiles)"), floors),
+        "",
+        f"Peak MiB above the weights: {mib}",
+    ]
+    if not report["device"].startswith("CPU"):
+        rates = [(name, Spread.of(rates).text(1)) for name, rates in report["pairs_per_s"].items()]
+        lines += ["", *markdown(("side", "pairs/s"), rates)]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,18 +1,38 @@
-"""Streams of preferences that change, and how an engine and plain sequential DPO follow them.
+"""People who change their minds, and others who say the same under their names: what is followed and what is held.
 
-Every stream begins as one taste for BEFORE pairs. Accuracies are prequential: each pair is scored before it is learned.
+    python -m benchmarks.drift hh-harmless.jsonl.gz --model hh-lm [--taste concise] [--seeds 4] [--quick]
+        [--output FILE]
+
+150 pairs of a taste, then a change: a flip, a flip that is taken back, a gradual one, and two tastes by topic. As the
+user's own direct signals each is to be followed: reward accuracy in windows of 20 pairs beside plain sequential DPO on
+the same stream and at the same settings. 40 pairs of the opposite taste from elsewhere are an attack, which is to be
+held; honest pairs that are all imported are not. Default settings; pairs come one by one.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
+import itertools
+import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.language import Bench
+from benchmarks.language import Bench, open_bench, stream
+from benchmarks.support.command import MODEL, SEEDS, existing_file, finish, keep, markdown, names, option, parse, say
+from benchmarks.support.machine_limits import report_header
+from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES
+from benchmarks.support.sequential_dpo import recipe_of
 from edged.align.feedback.pair import TokenPair
+from edged.bench.replay import load_pairs
+from edged.settings.load import load_settings
+from edged.text.tokenizer import Tokenizer
 
+PAIRS = 270
 BEFORE = 150
 RETURN_AFTER, ATTACKS = 60, 40
 """Pairs after which a change is taken back, and of an attack."""
@@ -103,3 +123,67 @@ def by_window(margins: Sequence[float | None]) -> list[float | None]:
         known = [margin for margin in margins[start:stop] if margin is not None]
         found.append(sum((m > 0) + 0.5 * (m == 0) for m in known) / len(known) if known else None)
     return found
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        option("pairs", "HH-RLHF dialogues: a (gzipped) JSONL file", type=existing_file),
+        MODEL,
+        option("--taste", "before the change", "concise", choices=TASTES),
+        option("--streams", "by comma", list(STREAMS), type=names(STREAMS)),
+        SEEDS,
+        quick="few pairs",
+    )
+    settings = load_settings(None, environ={}, overrides={"feedback.pairs_per_hour": 0})
+    codec = Tokenizer.load(options.model)
+    pairs, _ = load_pairs(options.pairs, "hh", codec, settings.align.max_pair_tokens)
+    online = [pair for pair in pairs if pair.pair_id >= FIRST_ONLINE_LINE]
+    count = BEFORE + WINDOW if options.quick else PAIRS
+    report: dict[str, Any] = {
+        "model": options.model.name,
+        "taste": options.taste,
+        **report_header(),
+        "align": settings.align.model_dump(),
+        "runs": [],
+    }
+    with open_bench(options.model, settings, recipe_of(str(options.model), settings.align)) as bench:
+        for seed, name in itertools.product(range(options.seeds), options.streams):
+            own = stream(online, options.taste, f"{options.taste}-{seed}", bench.codec.decode, seed)
+            said = STREAMS[name]([replace(pair, direct=True) for pair in own[:count]])
+            plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in bench.reference.learn(said, seed)])
+            run = {"stream": name, "seed": seed, "loop": plain, **follow(bench, said)}
+            report["runs"].append(run)
+            say(json.dumps(run))
+            keep(options, report)
+    finish(options, report, table(report["runs"]))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Means over seeds, as Markdown."""
+    rows = []
+    for name in dict.fromkeys(run["stream"] for run in runs):
+        group = [run for run in runs if run["stream"] == name]
+        held = ", ".join(
+            " of ".join(str(sum(run[key][part] for run in group)) for part in (0, 1))
+            for key in ("held_own", "held_foreign")
+        )
+        for label, key, told in (("edged", "accuracy", held), ("loop", "loop", "")):
+            first, *rest = means([run[key] for run in group])
+            rows.append((name, label, first, " ".join(rest), told))
+    columns = ("stream", "", "before", "after the change, by 20 pairs", "held: the user's own, from elsewhere")
+    return "\n".join(markdown(columns, rows))
+
+
+def means(rows: Sequence[Sequence[float | None]]) -> list[str]:
+    """Means by column over the rows that have a value there."""
+    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
+    return [f"{statistics.fmean(column):.2f}" if column else "-" for column in columns]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,39 @@
-"""The pieces whose instructions are counted: scheduling decisions and the packing of a batch.
+"""Count the instructions of a scheduling decision, of its completion and of the packing of a batch.
 
-Owns their inputs, which are the same in every run. Run as a module it is the counted process.
+    python -m benchmarks.instructions [--save] [--output FILE]
+
+Under valgrind's callgrind: unlike seconds, counts do not move with the load of the machine. They do move with the
+versions of Python, numpy and torch, and with the kind of processor, so those are told with them. 64 live
+tasks, the mixes of benchmarks/scheduler.py. `--save` writes docs/results/instructions.json, which later runs are
+compared with.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import platform
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.scheduler_loads import Mix, all_mixes
-from benchmarks.support.callgrind import serve
+from benchmarks.scheduler import Mix, all_mixes
+from benchmarks.support.callgrind import Counter, missing_program
+from benchmarks.support.checkout import ROOT
+from benchmarks.support.command import finish, flag, parse
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.segments import NO_SLOT
 from edged.scheduler.task import IterationResult
 
+COMMITTED = ROOT / "docs" / "results" / "instructions.json"
+MOVED_SHARE = 0.02
+"""A count that differs by more has moved: two runs of the same code differ by far less."""
 TASKS = 64
 REPEATS = 20
 """Calls of a piece that are counted together; reports are per call."""
@@ -93,5 +108,62 @@ def _packing() -> Pieces:
     return {f"pack, {_DECODES} decodes": packed(decodes), f"pack, {_DECODES} decodes and prompts": packed(mixed)}
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Count, compare, print."""
+    options = parse(__doc__, flag("--save", "write docs/results/instructions.json"))
+    if missing := missing_program():
+        sys.exit(f"instructions cannot be counted: {missing} is not installed (it comes with the package valgrind)")
+    report = measure()
+    committed = json.loads(COMMITTED.read_text()) if COMMITTED.is_file() else None
+    if options.save:
+        COMMITTED.write_text(json.dumps(report, indent=2) + "\n")
+    finish(options, {**report, "moved": moved(report, committed)}, table(report, committed))
+
+
+def measure() -> dict[str, Any]:
+    """Instructions per call, and what they depend on."""
+    with Counter("benchmarks.instructions") as counter:
+        counts = {name: round(counter.count(name) / REPEATS) for name in pieces()}
+    valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "valgrind": valgrind.removeprefix("valgrind-"),
+            "machine": platform.machine(),
+        },
+        "live_tasks": TASKS,
+        "instructions_per_call": counts,
+    }
+
+
+def moved(report: dict[str, Any], committed: dict[str, Any] | None) -> dict[str, float]:
+    """By name, the ratio of each count that left the committed one by more than 2 %."""
+    before = committed["instructions_per_call"] if committed else {}
+    ratios = {name: count / before[name] for name, count in report["instructions_per_call"].items() if name in before}
+    return {name: ratio for name, ratio in ratios.items() if abs(ratio - 1.0) > MOVED_SHARE}
+
+
+def table(report: dict[str, Any], committed: dict[str, Any] | None) -> str:
+    """The counts, what they were, and which moved."""
+    before = committed["instructions_per_call"] if committed else {}
+    far = moved(report, committed)
+    width = max(map(len, report["instructions_per_call"]))
+    lines = [f"{'instructions per call':{width}}  {'now':>11}  {'committed':>11}"]
+    for name, count in report["instructions_per_call"].items():
+        verdict = f"moved: {far[name]:.3f} times" if name in far else ("same" if name in before else "new")
+        shown = f"{before[name]:,}" if name in before else "-"
+        lines.append(f"{name:{width}}  {count:>11,}  {shown:>11}  {verdict}")
+    if committed and committed["versions"] != report["versions"]:
+        was, now = ({**found["versions"]} for found in (committed, report))
+        changes = [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]
+        lines.append(f"counts depend on versions, and these differ: {'; '.join(changes)}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    serve(pieces())
+    main()

@@ -1,11 +1,23 @@
-"""What an iteration spends outside the model's own forward, and how fast the engine goes by the device's bandwidth.
+"""What an iteration spends outside the model's own forward, and its share of the device's bandwidth and rate.
 
-Owns the watching of an engine in process and the loads that it is watched under. Must not know how tokens are drawn or
-what the engine does between two forwards: both are timed from outside.
+    python -m benchmarks.iteration [--size 135m] [--json] [--output docs/results/iteration-135m-cpu.json]
+    python -m benchmarks.iteration --size 3b            on a GPU
+
+An engine in process (no sockets, no store) with a random-weight Llama. Answers of prompts of 256 tokens are decoded
+together, 1, 8 and 32 unless told, greedily, at a temperature, with top_p and with penalties; an iteration lasts from
+the begin of one batch to that of the next. Outside the forward are planning, packing, drawing, bookkeeping and
+delivery. On CUDA the forward is the device's time from its first kernel to its last.
+
+Then the shares: what greedy decodes and a prompt of 2,048 tokens must read and compute (weights, keys and values; see
+benchmarks/support/machine_limits.py) over the time that they took, of what a large copy and a large product reach here.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +28,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.support.command import DEVICE, SIZE, finish, numbers, option, parse, say, table_of
 from benchmarks.support.interleave import Spread
+from benchmarks.support.machine_limits import (
+    Machine,
+    Sizes,
+    Work,
+    copy_bytes_per_s,
+    decode,
+    measure_machine,
+    prefill,
+    report_header,
+)
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
+from edged.tensors.cpu_threads import apart
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 24
@@ -142,25 +168,23 @@ class WatchedEngine:
         self._engine.stop(0.0)
 
 
-def measure(
-    model: Path, device: str, dtype: str, batches: Sequence[int], progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Every mix at every batch size of `batches`, and a long prompt; `progress` is told what comes next."""
+def measure(model: Path, device: str, dtype: str, batches: Sequence[int]) -> dict[str, Any]:
+    """Every mix at every batch size of `batches`, and a long prompt."""
     engine = WatchedEngine(model, device, dtype)
     try:
         random = np.random.default_rng(0)
         prompts = [tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist()) for _ in range(max(batches))]
-        progress(f"{len(prompts)} prompts of {PROMPT_TOKENS} tokens")
+        say(f"{len(prompts)} prompts of {PROMPT_TOKENS} tokens")
         # From here on they are found among the shared prefixes, so that all answers begin together.
         engine.answer(prompts, 1, MIXES["greedy"])
         decodes: dict[str, dict[str, Any]] = {}
         for batch in batches:
             for name, mix in MIXES.items():
-                progress(f"decoding, batch {batch}, {name}")
+                say(f"decoding, batch {batch}, {name}")
                 ran = engine.answer(prompts[:batch], ANSWER_TOKENS, mix)
                 decodes.setdefault(str(batch), {})[name] = outside(ran, batch)
         for label in ("to warm up", "that counts"):
-            progress(f"a prompt of {PREFILL_TOKENS} tokens {label}")
+            say(f"a prompt of {PREFILL_TOKENS} tokens {label}")
             prompt = tuple(random.integers(3, engine.vocab, PREFILL_TOKENS).tolist())
             ran = engine.answer([prompt], 1, MIXES["greedy"])
     finally:
@@ -184,3 +208,100 @@ def outside(ran: Sequence[Ran], batch: int) -> dict[str, Any]:
         "outside_ms": Spread.of([1e3 * (whole - forward) for forward, whole in full]).as_json(),
         "outside_share": Spread.of([(whole - forward) / whole for forward, whole in full]).as_json(),
     }
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        SIZE,
+        option("--batch", "answers at once, by comma", list(BATCHES), type=numbers),
+        DEVICE,
+        quick="a 4 M parameter model",
+    )
+    report = run(options.size, options.device, options.batch)
+    finish(options, report, table(report))
+
+
+def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
+    """Measure at these numbers of answers, and set beside what the device can do."""
+    header, dtype = report_header(device), device_dtype(device)
+    machine = apart(lambda: measure_machine(torch.device(device), dtype))
+    copy = apart(lambda: copy_bytes_per_s(torch.device(device)))
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        model = apart(lambda: write_random_llama(Path(folder), SHAPES[size], dtype))
+        sizes = Sizes.of(model, dtype)
+        found = measure(model, device, dtype, batches)
+    context = PROMPT_TOKENS + ANSWER_TOKENS // 2
+    for batch, mixes in found["decodes"].items():
+        for figures in mixes.values():
+            figures["floor_ms"] = 1e3 * decode(sizes, int(batch), context).floor_s(machine)
+    greedy_s = {
+        int(batch): 1e-3 * mixes["greedy"]["iteration_ms"]["median"] for batch, mixes in found["decodes"].items()
+    }
+    works = {f"decode, batch {batch}": (decode(sizes, batch, context), took_s) for batch, took_s in greedy_s.items()}
+    works[f"prompt of {PREFILL_TOKENS}"] = (prefill(sizes, PREFILL_TOKENS), found["prefill_s"])
+    return {
+        "model": size,
+        **header,
+        "dtype": dtype,
+        "machine": {**machine.as_json(), "copy_bytes_per_s": copy},
+        "prompt_tokens": PROMPT_TOKENS,
+        **found,
+        "shares": {name: shares(work, took_s, machine, copy) for name, (work, took_s) in works.items()},
+    }
+
+
+def shares(work: Work, took_s: float, machine: Machine, copy: float) -> dict[str, float]:
+    """How far a piece of work that took `took_s` came of what the device reaches."""
+    return {
+        "ms": 1e3 * took_s,
+        "floor_ms": 1e3 * work.floor_s(machine),
+        "of_copy_bandwidth": work.bytes / took_s / copy,
+        "of_matmul_rate": work.operations / took_s / machine.operations_per_s,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Both tables as Markdown."""
+    machine = report["machine"]
+    reached = Machine(machine["bytes_per_s"], machine["operations_per_s"]).text()
+    lines = [
+        f"{report['model']} random-weight Llama, prompts of {report['prompt_tokens']} tokens, {report['dtype']}, "
+        f"{report['device']}: {reached}, copies at {machine['copy_bytes_per_s'] / 1e9:.0f} GB/s",
+        "",
+        *table_of(
+            {
+                "batch": "{batch}",
+                "drawn": "{name}",
+                "an iteration (ms)": "{iteration_ms[median]:.1f}",
+                "its floor": "{floor_ms:.1f}",
+                "outside the model's forward (ms, quartiles)": "{outside}",
+                "share": "{outside_share[median]:.1%}",
+            },
+            [
+                {"batch": batch, "name": name, "outside": Spread.read(found["outside_ms"]).text(), **found}
+                for batch, mixes in report["decodes"].items()
+                for name, found in mixes.items()
+            ],
+        ),
+        "",
+        *table_of(
+            {
+                "work": "{name}",
+                "ms": "{ms:.1f}",
+                "its floor": "{floor_ms:.1f}",
+                "share of copy bandwidth": "{of_copy_bandwidth:.1%}",
+                "of the matmul rate": "{of_matmul_rate:.1%}",
+            },
+            [{"name": name, **found} for name, found in report["shares"].items()],
+        ),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

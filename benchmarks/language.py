@@ -1,17 +1,31 @@
-"""What a person gets from an adapter: generated answers, judged by the person's taste and by the base model.
+"""Two frontiers of learning: answers that follow a taste against KL, and reward accuracy against NLL of unseen text.
 
-One `Bench` holds an engine, which learns and answers, and transformers with peft beside it as the judge, which computes
-NLL and KL: no figure is the engine's own word.
+    tools/bench_language --model hh-lm --pairs hh-harmless.jsonl.gz [--set learning_rate=2e-4,beta=0.1]...
+        [--tastes concise,refusing] [--counts 50,250] [--seeds 4] [--one-by-one] [--guard] [--quick] [--output FILE]
+    tools/bench_language --model demo --tastes formal,casual
+
+An adapter learns the pairs of a taste under each `--set` (by default the daemon's own settings); after each of
+`--counts` pairs it answers 100 prompts that no pair has, greedily and sampled. transformers and peft judge the answers:
+NLL under the base model, repetition, length, and whether they follow the taste; and unseen text: reward accuracy and KL
+of pairs, NLL of pairs, of neutral sentences and of prompts. The last 100 usable lines of the file are the unseen ones.
+Without --pairs the demo model's own answers make the pairs.
+The guard and the quarantine are off, unless --guard asks for the daemon as it is. No figure is the engine's own word.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
 import itertools
+import json
 import random
 import statistics
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +33,55 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from benchmarks.sequential_dpo import Reference
-from benchmarks.support.preference_streams import DemoTaste, Taste, liking, relabel
+from benchmarks.support.command import (
+    SEEDS,
+    existing_file,
+    finish,
+    flag,
+    keep,
+    make_parser,
+    markdown,
+    model_folder,
+    names,
+    numbers,
+    option,
+    resolve,
+    say,
+)
+from benchmarks.support.interleave import open_sides
+from benchmarks.support.machine_limits import report_header
+from benchmarks.support.preference_streams import (
+    DEMO_TASTES,
+    FIRST_ONLINE_LINE,
+    TASTES,
+    DemoTaste,
+    Taste,
+    liking,
+    relabel,
+)
+from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
 from edged.align.feedback.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
 from edged.align.language import neutral_pairs, repetition
+from edged.align.metrics import RECENT_PAIRS
+from edged.bench.replay import load_pairs
 from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
-from edged.settings.load import Settings
+from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+from edged.engine.sampling.params import Sampling
+from edged.models import demo_model_dir
+from edged.settings.load import ConfigError, Settings, load_settings
 from edged.text.tokenizer import Tokenizer
 from examples.demo_model.dialogues import prompts
 
+UNSEEN_PAIRS = 100
+SCORED_PAIRS = 64
+_ALONE = {
+    "guard.held_out_share": 0.0,
+    "guard.max_kl_nats": 1e9,
+    "guard.max_nll_change": 1e9,
+    "feedback.quarantine": False,
+    "feedback.pairs_per_hour": 0,
+}
 Tokens = tuple[int, ...]
-
-
 _ANSWER_TOKENS = 120
 """Answers are cut there."""
 _LONGEST_S = 1800.0
@@ -98,7 +148,7 @@ class Exam:
 
 
 class Bench:
-    """An engine, the judge and the pairs."""
+    """An engine, which learns and answers, and transformers with peft beside it as the judge of NLL and KL."""
 
     def __init__(self, model: Path, settings: Settings, reference: Reference) -> None:
         """Raises what building an engine raises."""
@@ -219,6 +269,17 @@ class Bench:
         return report
 
 
+@contextmanager
+def open_bench(model: Path, settings: Settings, recipe: Recipe) -> Iterator[Bench]:
+    """A bench beside the reference loop of `recipe`; both are closed at last."""
+    with open_sides([side_of(recipe)]) as (side,):
+        bench = Bench(model, settings, Reference(side))
+        try:
+            yield bench
+        finally:
+            bench.close()
+
+
 def stream(
     pairs: Sequence[TokenPair],
     taste: Taste | DemoTaste,
@@ -233,3 +294,127 @@ def stream(
 
 
 _IDS = itertools.count(1)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parsed()
+    base = demo_model_dir() if options.pairs is None else options.model
+    report: dict[str, Any] = {
+        "model": options.model.name,
+        **report_header(),
+        "one_by_one": options.one_by_one,
+        "guard": options.guard,
+        "runs": [],
+    }
+    defaults = settings_of("", options.guard)
+    with open_bench(base, defaults, Recipe(str(base))) as bench, tempfile.TemporaryDirectory() as folder:
+        learnable, exam = material(options, bench)
+        for taste, seed, text in itertools.product(options.tastes, range(options.seeds), options.set or [""]):
+            settings = settings_of(text, options.guard)
+            bench.engine.configure(settings).result()
+            own = learnable[: max(options.counts) * 3]
+            pairs = stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed)
+            for each in measures(bench, exam, pairs, taste, options, Path(folder) / "weights.safetensors"):
+                say(json.dumps({"set": text, "seed": seed, **each}, ensure_ascii=False))
+                report["runs"].append({"set": text, "seed": seed, "align": settings.align.model_dump(), **each})
+            keep(options, report)
+    finish(options, report, table(report["runs"]))
+
+
+def parsed() -> Namespace:
+    """The command line."""
+    given = (
+        option("--model", 'a model\'s directory, or "demo"', type=model_or_demo, required=True),
+        option("--pairs", "HH-RLHF dialogues: a (gzipped) JSONL file", type=existing_file),
+        option("--set", "of [align]; repeatable", action="append", metavar="NAME=VALUE,..."),
+        option("--tastes", "by comma (default all that the pairs' model knows)"),
+        option("--counts", "pairs after which it is measured", [50, 250], type=numbers),
+        SEEDS,
+        flag("--one-by-one", "each pair comes when the one before is learned"),
+        flag("--guard", "with guard and quarantine as by default"),
+    )
+    parser = make_parser(__doc__, *given, quick="few prompts")
+    options = resolve(parser, *given)
+    if options.pairs is None and str(options.model) != "demo":
+        parser.error(f"--pairs is missing: only the demo model makes its own, {options.model} needs a file")
+    known: Sequence[str] = DEMO_TASTES if options.pairs is None else TASTES
+    try:
+        options.tastes = names(known)(options.tastes) if options.tastes else list(known)
+        for text in options.set or []:
+            settings_of(text, options.guard)
+    except (ArgumentTypeError, ConfigError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def model_or_demo(text: str) -> Path:
+    """A model's directory, or the word."""
+    return Path(text) if text == "demo" else model_folder(text)
+
+
+def measures(
+    bench: Bench, exam: Exam, pairs: Sequence[TokenPair], taste: Any, options: Namespace, weights: Path
+) -> Iterator[dict[str, Any]]:
+    """The measures after each count of pairs that the engine learned."""
+    adapter, done, scores = pairs[0].adapter, 0, []
+    for count in sorted({min(count, len(pairs)) for count in options.counts}):
+        scores += bench.learn(pairs[done:count], options.one_by_one)
+        done, last = count, scores[-RECENT_PAIRS:]
+        accuracy = sum(score.reward_margin > 0 for score in last) / len(last)
+        yield {"taste": taste, "pairs": count, "accuracy": accuracy, **bench.measure(exam, adapter, weights, taste)}
+    bench.engine.forget(adapter).result()
+
+
+def material(options: Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
+    """(pairs to learn from, the exam); both are the same for every run."""
+    if options.pairs is None:
+        learnable, unseen = bench.own_pairs(max(options.counts) * 2, 1), bench.own_pairs(UNSEEN_PAIRS, 2, fresh=True)
+    else:
+        pairs, _ = load_pairs(options.pairs, "hh", bench.codec, Settings().align.max_pair_tokens)
+        unseen = pairs[-UNSEEN_PAIRS:]
+        # Those that the base model was not trained on come first.
+        learnable = sorted(pairs[:-UNSEEN_PAIRS], key=lambda pair: pair.pair_id < FIRST_ONLINE_LINE)
+    unseen = unseen[:8] if options.quick else unseen
+    return learnable, bench.exam([pair.prompt for pair in unseen], unseen[:SCORED_PAIRS])
+
+
+def settings_of(text: str, guard: bool) -> Settings:
+    """The defaults with `text`, such as "learning_rate=2e-4,beta=0.5", put over their section [align]."""
+    items = [item.partition("=") for item in text.split(",") if item]
+    if bare := [name for name, _, value in items if not value]:
+        raise ValueError(f"--set {bare[0]} has no value: give NAME=VALUE")
+    chosen = {f"align.{name}": value for name, _, value in items}
+    alone = {"feedback.pairs_per_hour": 0} if guard else _ALONE
+    return load_settings(None, environ={}, overrides={**alone, **chosen, "serving.max_queue": 4096})
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Every run's figures, as Markdown."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "accuracy, last 50": lambda run: f"{run['accuracy']:.2f}",
+        "held out": lambda run: f"{run['held_out_accuracy']:.2f}",
+        "NLL of unseen answers, %": lambda run: f"{100 * run['nll_change']:+.1f}",
+        "of neutral text, %": lambda run: f"{100 * run['neutral_change']:+.1f}",
+        "KL": lambda run: f"{run['kl_nats']:.3f}",
+        "greedy answers that follow (base)": lambda run: _following(run["greedy"]),
+        "sampled ones": lambda run: _following(run["sampled"]),
+        "repetition (base)": lambda run: f"{run['greedy']['repetition']:.2f} ({run['greedy']['repetition_base']:.2f})",
+        "their NLL under the base": lambda run: f"{run['greedy']['base_nll']:.2f}",
+    }
+    rows = [
+        (run["taste"], run["set"] or "defaults", run["pairs"], run["seed"], *(cell(run) for cell in columns.values()))
+        for run in sorted(runs, key=lambda run: (run["taste"], run["set"], run["pairs"], run["seed"]))
+    ]
+    return "\n".join(markdown(("taste", "settings", "pairs", "seed", *columns), rows))
+
+
+def _following(part: dict[str, Any]) -> str:
+    return f"{part['follow']:.2f} ({part['follow_base']:.2f})" if "follow" in part else ""
+
+
+if __name__ == "__main__":
+    main()

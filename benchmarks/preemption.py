@@ -1,29 +1,58 @@
-"""How long a request that comes in the middle of fine-tuning waits until its prompt is begun.
+"""How soon a request that comes in the middle of fine-tuning is begun: at most one unit later is the target.
 
-Owns the watching of what the engine runs and the arithmetic of an arrival. A piece is what nothing interrupts: a packed
-forward or a unit.
+    python -m benchmarks.preemption hh-harmless.jsonl.gz [--model DIR] [--requests 200] [--output FILE]
+
+An engine fine-tunes without pause for --adapters users (default 2: as many steps as the engine has open at once) while
+requests of 64 tokens come one at a time, at random. For each, the delay from its submission to the start of the packed
+forward that computes its first tokens, in milliseconds and in lengths of the piece (a unit, or a packed forward) that
+ran when it came, and the number of units that ended in between. The floor of a delay is none, as nothing must be read
+or computed before a prompt is begun. Beside a piece's length stands its floor: what this machine must read and compute
+for it, attention aside, at the bandwidth and the rate that it reached when the benchmark began. Without --model: a
+random-weight Llama of SmolLM2-135M's shape.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
 import random
+import tempfile
 import time
+from argparse import Namespace
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, finish, markdown, model_folder, option, parse
+from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
 from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair_formats import read_pairs
 from edged.bench.recorder import ReplayRecorder
+from edged.bench.replay import load_pairs
 from edged.engine.build import build_parts_apart
 from edged.engine.engine import Engine
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
+from edged.tensors.cpu_threads import apart
+from edged.text.tokenizer import Tokenizer
 
+PERCENTILES = (50, 95, 99, 100)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}\n\n{{ message.role }}: {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}\n\nassistant:{% endif %}"
+)
 FORWARD = "forward"
 """The kind of a packed forward; units have their own kinds' names."""
 BETWEEN = "between"
@@ -95,8 +124,8 @@ class Watch:
         if work.forward_s:
             tokens = sum(count for _, count in (*work.prefilled, *work.finetuned))
             self.pieces.append(Piece(FORWARD, tokens, moment - work.forward_s, moment))
-        for unit, seconds in work.units:
-            self.pieces.append(Piece(unit.kind, unit.tokens, moment, moment + seconds))
+        for piece, seconds in work.units:
+            self.pieces.append(Piece(piece.kind, piece.tokens, moment, moment + seconds))
             moment += seconds
         return work
 
@@ -160,3 +189,140 @@ def measure(
         "pairs_left": after["finetune"]["pairs_queued"],
     }
     return [wait_of(bench.watch.pieces, *moment) for moment in moments], learnt
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        PAIRS,
+        FORMAT,
+        option("--model", "a model's directory (default: random weights)", type=model_folder),
+        option("--requests", "arrivals", 200, 20),
+        option("--gap-s", "mean pause before one", 0.5, 0.1),
+        option("--adapters", "users whose pairs are learned", 2),
+        SEED,
+        DEVICE,
+        quick="a 4 M parameter model and few requests",
+    )
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        size = "4m" if options.quick else "135m"
+        chosen = options.model or random_model(Path(folder), options.pairs, options.format, size)
+        report = {"model": options.model.name if options.model else f"{size} random-weight Llama"}
+        report |= run(chosen, options)
+    finish(options, report, table(report))
+
+
+def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
+    """A random-weight Llama with a tokenizer that was trained on the pairs."""
+    apart(lambda: write_random_llama(folder, SHAPES[size]))
+    texts = (pair[key] for _, pair in read_pairs(pairs, format) if isinstance(pair, dict) for key in ("chosen",))
+    tokenizer = write_tokenizer(folder, texts, SHAPES[size].vocab)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(model: Path, options: Namespace) -> dict[str, Any]:
+    """Measure and summarise."""
+    header = report_header(options.device)
+    settings = Settings.model_validate(
+        {
+            "model": {"device": options.device},
+            "align": {"loss_threshold": 0.0, "max_active_adapters": max(8, options.adapters)},
+            "store": {"save_every_s": 3600.0},
+        }
+    )
+    pairs, _ = load_pairs(options.pairs, options.format, Tokenizer.load(model), settings.align.max_pair_tokens)
+    shared = [replace(pair, adapter=f"user{number % options.adapters}") for number, pair in enumerate(pairs)]
+    dtype = device_dtype(options.device)
+    machine = apart(lambda: measure_machine(torch.device(options.device), dtype))
+    floors = Floors(Sizes.of(model, dtype, settings.align.rank), machine)
+    waits, learnt = measure(model, settings, shared, options.requests, options.gap_s, options.seed)
+    return {
+        **header,
+        "requests": options.requests,
+        "mean_gap_s": options.gap_s,
+        "adapters": options.adapters,
+        "learnt_meanwhile": learnt,
+        "machine": machine.as_json(),
+        "all": summary(waits, floors),
+        "by_kind": {
+            kind: summary([wait for wait in waits if wait.kind == kind], floors)
+            for kind in sorted({w.kind for w in waits})
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """Of pieces of one model on one machine."""
+
+    sizes: Sizes
+    machine: Machine
+
+    def ms(self, wait: Wait) -> float:
+        """Of the piece that an arrival met."""
+        return 1e3 * unit(self.sizes, wait.kind, wait.tokens).floor_s(self.machine)
+
+
+def summary(waits: Sequence[Wait], floors: Floors) -> dict[str, Any]:
+    """Percentiles of the delay, and how many units ended in it."""
+    pieces = [wait for wait in waits if wait.piece_s]
+    return {
+        "arrivals": len(waits),
+        "delay_ms": percentiles([1e3 * wait.delay_s for wait in waits]),
+        "outside_ms": percentiles([1e3 * wait.outside_s for wait in waits]),
+        "delay_in_pieces": percentiles([wait.delay_s / wait.piece_s for wait in pieces]),
+        "piece_ms": percentiles([1e3 * wait.piece_s for wait in pieces]),
+        "piece_floor_ms": percentiles([floors.ms(wait) for wait in pieces]),
+        "unit_ends": {str(ends): count for ends, count in sorted(Counter(wait.unit_ends for wait in waits).items())},
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """By name; p100 is the largest. None where there are none."""
+    if not values:
+        return None
+    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The distribution as Markdown."""
+    rows = []
+    for label, found in [("anything", report["all"]), *report["by_kind"].items()]:
+        lengths, piece = found["delay_in_pieces"], found["piece_ms"]
+        rows.append(
+            (
+                label,
+                found["arrivals"],
+                ", ".join(f"{value:.1f}" for value in found["delay_ms"].values()),
+                ", ".join(f"{lengths[key]:.2f}" for key in ("p50", "p95", "p100")) if lengths else "-",
+                f"{piece['p50']:.1f}" if piece else "-",
+                f"{found['piece_floor_ms']['p50']:.1f}" if piece else "-",
+                ", ".join(f"{found['outside_ms'][key]:.1f}" for key in ("p50", "p95")),
+                ", ".join(f"{ends}: {count}" for ends, count in found["unit_ends"].items()),
+            )
+        )
+    columns = (
+        "what ran at the arrival",
+        "arrivals",
+        "delay p50, p95, p99, longest (ms)",
+        "in lengths of it p50, p95, longest",
+        "its own ms p50",
+        "floor p50",
+        "delay outside pieces p50, p95 (ms)",
+        "units ended before the start",
+    )
+    title = (
+        f"{report['model']}, {report['requests']} requests while {report['adapters']} adapters learn without pause "
+        f"({report['learnt_meanwhile']['steps']} steps), {report['device']}"
+    )
+    return "\n".join([title, "", *markdown(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()

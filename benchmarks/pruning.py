@@ -1,26 +1,50 @@
-"""What pruning the K/V cache costs and brings: decode latency and teacher-forced quality against C_total (MACE 4.3).
+"""Decode latency and teacher-forced quality of a model whose K/V is pruned, against C_total (MACE 4.3, Figure 8b).
 
-Owns both measurements. Every token goes through the executor's decode path, pruned as requests are. Must not know where
-the pairs come from.
+    python -m benchmarks.pruning MODEL hh-harmless.jsonl.gz [--tokens 768,512,256,128,64] [--output FILE]
+
+Each budget is the number of old tokens that a KV head keeps on the mean of the heads: C_total over the KV heads. The
+pairs of the lines --first to --last are scored behind earlier dialogues of the file, so that contexts are --context
+tokens long; every token goes through the executor's decode path. Latencies are of random tokens.
 """
 
 from __future__ import annotations
 
+import benchmarks.support.prepared  # noqa: F401
+
+# isort: split
 import math
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.support.command import (
+    DEVICE,
+    FORMAT,
+    PAIRS,
+    finish,
+    markdown,
+    model_folder,
+    number,
+    numbers,
+    option,
+    parse,
+)
 from benchmarks.support.interleave import Spread
+from benchmarks.support.machine_limits import report_header
 from benchmarks.support.teacher_forcing import ForcedDecoding
 from edged.align.feedback.pair import TokenPair
+from edged.bench.replay import load_pairs
 from edged.engine.pruner import Pruner
 from edged.engine.sequence import Sequence as Running
 from edged.settings.load import CacheSettings, Settings
+from edged.tensors.cpu_threads import apart
+from edged.text.tokenizer import Tokenizer
 
 _WARM_TOKENS = 12
 """Tokens, beside one for each sequence of a batch, that are decoded before any counts: a sequence is observed in some
@@ -213,3 +237,90 @@ def measure_quality(
 
 def _name(budget: Budget) -> str:
     return "off" if budget is None else str(budget)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        option("model", "a model's directory", type=model_folder),
+        PAIRS,
+        FORMAT,
+        option("--first", "first line that is scored, from 0", 1400, least=0),
+        option("--last", "last line that is scored (default 1899; quick: the fourth)", type=number(int)),
+        option("--tokens", "budgets", [768, 512, 256, 128, 64], [128, 32], type=numbers),
+        option("--recent", "latest tokens, always kept", 128),
+        option("--context", "tokens (default: what the model has positions for)", type=number(int)),
+        option("--batch", "sequences that are decoded together", 16, 2),
+        option("--rounds", "of latencies, 16 iterations each", 10, 2),
+        option("--memory-mb", "K/V pages", 1024),
+        DEVICE,
+        quick="two budgets, few pairs and rounds",
+    )
+    if options.last is None:
+        options.last = options.first + 3 if options.quick else 1899
+    report = run(options)
+    finish(options, report, table(report))
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """Measure and summarise."""
+    header = report_header(options.device)
+    budgets: list[Budget] = [None, *options.tokens]
+    settings = settings_for(options.device, options.memory_mb, options.recent)
+    driver = apart(lambda: PrunedDecoding(options.model, settings))
+    context = options.context or driver.parts.max_context_tokens
+    lines, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), context)
+    pairs = [pair for pair in lines if options.first <= pair.pair_id - 1 <= options.last]
+    cases = long_cases(pairs, [pair for pair in lines if pair.pair_id - 1 < options.first], context)
+    report: dict[str, Any] = {
+        "model": options.model.name,
+        **header,
+        "arguments": arguments(options),
+        "context_tokens": context,
+        "recent_tokens": options.recent,
+        "kv_heads": driver.parts.model.shape.kv_heads,
+        "tbt": {},
+    }
+    for count in sorted({1, options.batch}):
+        timed = partial(measure_tbt, driver, budgets, context, count, options.rounds, 16)
+        report["tbt"][str(count)] = apart(timed)
+    report["quality"] = apart(lambda: measure_quality(driver, cases, budgets, options.batch))
+    return report
+
+
+def arguments(options: Namespace) -> dict[str, str | int]:
+    """What this run was given, files by their names: enough to type its command again."""
+    given = {name: value for name, value in vars(options).items() if name not in ("quick", "output", "json")}
+    given |= {"tokens": ",".join(map(str, options.tokens))}
+    return {
+        name: value.name if isinstance(value, Path) else value for name, value in given.items() if value is not None
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as a Markdown table."""
+    batches = list(report["tbt"])
+    columns = [column for n in batches for column in (f"TBT, {n} sequences (ms)", "pages")]
+    rows = []
+    for name, quality in report["quality"].items():
+        found = [report["tbt"][batch][name] for batch in batches]
+        cells = [cell for one in found for cell in (Spread.read(one["ms"]).text(), one["pages"])]
+        shown = (f"{quality['clpd_nats']:.2f}", f"{quality['win_rate']:.3f}", f"{quality['perplexity']:.2f}")
+        rows.append((name, *cells, *shown, f"{quality['greedy_agreement']:.3f}"))
+    lines = [
+        f"{report['model']}, contexts of {report['context_tokens']} tokens, of which the latest "
+        f"{report['recent_tokens']} are kept; {report['quality']['off']['pairs']:.0f} pairs; {report['device']}",
+        "",
+        *markdown(
+            ("old tokens kept per head", *columns, "CLPD (nats)", "win rate", "perplexity", "greedy agreement"), rows
+        ),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

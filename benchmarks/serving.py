@@ -1,28 +1,51 @@
-"""Serving speed: edged's engine beside transformers' continuous batching, its static-batch `generate`, and llama.cpp.
+"""Serving speed of edged's engine beside transformers and llama.cpp, in turns.
 
-Owns the sides and the job they all do: some requests that arrive at once, each with a prompt of random tokens and an
-answer of a fixed length, greedily decoded. Each side runs in a process of its own (see
-`benchmarks.support.interleave`).
+    python -m benchmarks.serving                           16 requests at once
+    python -m benchmarks.serving --requests 1 --adapter    a single stream, also with an adapter applied
+    python -m benchmarks.serving --requests 1 --float16    ... of weights that are numbers of 16 bits
+    python -m benchmarks.serving --size 3b                 Llama-3.2-3B's shape, on a GPU
+
+A random-weight Llama, of SmolLM2-135M's shape unless --size says another; prompts of 256 random tokens, which arrive at
+once, and answers of 64, greedily decoded. The peers: transformers' continuous batching and static-batch `generate`; and
+llama.cpp, for a single request and where `llama_cpp` and `gguf` can be imported (the extra [peers]). Prints ratios of
+output tokens/s (median and quartiles over the rounds), and how many times its floor each side took: what this machine
+must read and compute for the job, at the bandwidth and the rate that it reached when the benchmark began. Every round
+goes to --output. Rates are shown for a GPU only: on a CPU they say more about the machine than about the sides.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.support.interleave import Conversation
+from benchmarks.support.command import DEVICE, SIZE, finish, flag, markdown, option, parse, say
+from benchmarks.support.interleave import (
+    Conversation,
+    Spread,
+    open_sides,
+    paired_ratio,
+    progress,
+    sides_of,
+    take_turns,
+)
+from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill, report_header
+from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 
+ADAPTER_RANK = 16
 EDGED, ADAPTED = "edged", "edged with an adapter"
 CONTINUOUS, STATIC, LLAMA_CPP = "transformers continuous batching", "transformers generate", "llama.cpp"
 PEERS = (CONTINUOUS, STATIC, LLAMA_CPP)
@@ -61,7 +84,8 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
     """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
     from benchmarks.adapters import write_adapters
     from edged.engine.engine import Engine
-    from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+    from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+    from edged.engine.sampling.params import Sampling
     from edged.settings.load import Settings
 
     settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
@@ -192,17 +216,10 @@ _START: dict[str, Callable[[Job], Callable[[Prompts], Answers]]] = {
 }
 
 
-def side_arguments(name: str, job: Job) -> list[str]:
-    """Command-line arguments of this module that make a process the side `name`."""
-    return [name, json.dumps(asdict(job))]
-
-
-def main(arguments: list[str]) -> None:
-    """Be one side: each question `{"seed": N}` is a round."""
-    name, job = arguments[0], Job(**json.loads(arguments[1]))
-    work = _START[name](job)
-
-    conversation = Conversation()
+def be_side(name: str, told: str) -> None:
+    """Each question `{"seed": N}` is a round."""
+    job = Job(**json.loads(told))
+    work, conversation = _START[name](job), Conversation()
     while True:
         prompts = make_prompts(job, conversation.question()["seed"])
         started = time.perf_counter()
@@ -215,5 +232,148 @@ def main(arguments: list[str]) -> None:
         conversation.answer({"seconds": seconds, "output_tokens_per_s": rate, "ids": outputs})
 
 
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        SIZE,
+        option("--rounds", "measured rounds", 7, 2),
+        option("--requests", "requests at once", 16),
+        option("--prompt-tokens", "of each", 256, 64),
+        option("--output-tokens", "of each", 64, 8),
+        flag("--adapter", "measure edged with an adapter of rank 16 applied, too"),
+        option("--peer", "measure against this side alone", choices=PEERS),
+        flag("--float16", "a checkpoint in float16, which llama.cpp reads as F16"),
+        DEVICE,
+        quick="a 4 M parameter model and short answers",
+    )
+    dtype = device_dtype(options.device)
+    stored = "float16" if options.float16 else dtype
+    if options.float16 and options.device.startswith("cuda"):
+        dtype = stored
+    sides = [EDGED, *([ADAPTED] if options.adapter else []), *choose_peers(options.peer, options.requests)]
+    with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
+        job = Job(
+            model=str(write_random_llama(Path(folder) / "model", SHAPES[options.size], stored)),
+            adapters=str(Path(folder) / "adapters"),
+            gguf=str(Path(folder) / "model.gguf"),
+            gguf_half=options.float16,
+            device=options.device,
+            dtype=dtype,
+            vocab=SHAPES[options.size].vocab,
+            requests=options.requests,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.output_tokens,
+        )
+        if LLAMA_CPP in sides:
+            from benchmarks.support.gguf_file import write_gguf
+
+            write_gguf(Path(job.model), Path(job.gguf), job.gguf_half)
+        machine = measure_machine(torch.device(job.device), job.dtype)
+        report = {"model": options.size, "checkpoint": stored, **measure(job, options.rounds, sides)}
+        report |= floors(job, machine)
+    finish(options, report, table(report))
+
+
+def choose_peers(wanted: str | None, requests: int) -> list[str]:
+    """The peers that can do the job here; exits where the one that is wanted cannot."""
+    missing = [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]
+    why = f"{' and '.join(missing)} cannot be imported: pip install 'edged[peers]'" if missing else ""
+    if requests > 1:
+        why = "its Python binding answers one request at a time: give --requests 1"
+    if wanted == LLAMA_CPP and why:
+        sys.exit(f"no comparison with llama.cpp: {why}")
+    if why and wanted is None:
+        say(f"llama.cpp is left out: {why}")
+    return [peer for peer in PEERS if wanted in (None, peer) and not (peer == LLAMA_CPP and why)]
+
+
+def measure(job: Job, rounds: int, sides: list[str]) -> dict[str, Any]:
+    """One round to warm up, then `rounds` that count; greedy answers of all sides are compared with edged's."""
+    header = report_header(job.device)
+    peers = [name for name in sides if name in PEERS]
+    questions = [{"seed": seed} for seed in range(rounds + 1)]
+    with open_sides(sides_of("benchmarks.serving", sides, job)) as running:
+        found = take_turns(running, questions, progress(lambda answer: f"{answer['seconds']:.2f} s"))
+    answers = {name: rounds_of[1:] for name, rounds_of in found.items()}
+    rates = {name: [answer["output_tokens_per_s"] for answer in own] for name, own in answers.items()}
+    report = {
+        "job": {"requests": job.requests, "prompt_tokens": job.prompt_tokens, "output_tokens": job.output_tokens},
+        **header,
+        "dtype": job.dtype,
+        "rounds": rounds,
+        "seconds": {name: [answer["seconds"] for answer in own] for name, own in answers.items()},
+        "output_tokens_per_s": rates,
+        "ratios": {name: paired_ratio(rates[EDGED], rates[name]).as_json() for name in peers},
+        "equal_answers_share": {name: equal_share(answers[EDGED], answers[name]) for name in peers},
+    }
+    if ADAPTED in sides:
+        report["ratios_with_adapter"] = {
+            name: paired_ratio(rates[ADAPTED], rates[name]).as_json() for name in [EDGED, *peers]
+        }
+    if LLAMA_CPP in sides:
+        import llama_cpp
+
+        report["versions"]["llama-cpp-python"] = llama_cpp.__version__
+        report["llama_cpp_weights"] = "F16" if job.gguf_half else "F32"
+    return report
+
+
+def equal_share(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    """Share of the answers that are the same tokens."""
+    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a["ids"], b["ids"], strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def floors(job: Job, machine: Machine) -> dict[str, Any]:
+    """Seconds that one round must take: all prompts, then a decode of all requests for each further token."""
+
+    def seconds(adapters: int) -> float:
+        sizes = Sizes.of(Path(job.model), job.dtype, ADAPTER_RANK)
+        total = prefill(sizes, job.prompt_tokens, job.requests, adapters=adapters).floor_s(machine)
+        for token in range(1, job.output_tokens):
+            total += decode(sizes, job.requests, job.prompt_tokens + token, adapters).floor_s(machine)
+        return total
+
+    return {"machine": machine.as_json(), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The ratios as a Markdown table; rates only where they belong to a GPU."""
+    job, floor_s, seconds = report["job"], report["floor_s"], report["seconds"]
+
+    def named(name: str) -> str:
+        return f"{name}, {report['llama_cpp_weights']}" if name == LLAMA_CPP else name
+
+    def ratios(key: str) -> dict[str, str]:
+        return {name: Spread.read(ratio).text() for name, ratio in report.get(key, {}).items()}
+
+    equal = report["equal_answers_share"]
+    lines = [
+        f"{report['model']} random-weight Llama ({report['checkpoint']}), {job['requests']} requests, prompt "
+        f"{job['prompt_tokens']}, output {job['output_tokens']}, {report['dtype']}, {report['device']}, "
+        f"{report['rounds']} rounds",
+        "",
+        *markdown(
+            ("edged's output tokens/s over that of", "ratio (quartiles)", "equal greedy answers"),
+            [(named(name), ratio, f"{equal[name]:.0%}") for name, ratio in ratios("ratios").items()],
+        ),
+    ]
+    if with_adapter := ratios("ratios_with_adapter"):
+        rows = [(named(name), ratio) for name, ratio in with_adapter.items()]
+        lines += ["", *markdown(("with an adapter, over that of", "ratio (quartiles)"), rows)]
+    reached = f"{1e3 * floor_s[EDGED]:.0f} ms at {Machine(**report['machine']).text()}"
+    over = {name: median(took) / floor_s[ADAPTED if name == ADAPTED else EDGED] for name, took in seconds.items()}
+    rows = [(named(name), f"{times:.2f}") for name, times in over.items()]
+    lines += ["", *markdown(("side", f"seconds a round over its floor of {reached}"), rows)]
+    if not report["device"].startswith("CPU"):
+        rows = [(name, Spread.of(rates).text(0)) for name, rates in report["output_tokens_per_s"].items()]
+        lines += ["", *markdown(("side", "output tokens/s"), rows)]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,8 +1,4 @@
-"""The parts of a daemon, built from the settings and connected with each other.
-
-Owns composition, and which part takes over settings that change at run time. Must not know when parts start or stop,
-nor algorithms.
-"""
+"""The parts of a daemon, built from the settings and connected with each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The daemon: takes its addresses, has its parts built, runs them, and stops them in order.
-
-Owns that order, signals and the exit code. Must not know what the parts are made of (`edged.assembly`), nor algorithms.
-"""
+"""The daemon: takes its addresses, has its parts built, runs them, and stops them in order."""
 
 from __future__ import annotations
 

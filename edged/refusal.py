@@ -1,8 +1,6 @@
 """A start that is refused: said where somebody reads it, and tried again ever less often.
 
-Owns the form of that sentence and the waiting between two tries under systemd, of which versions before 254 know no
-back-off. Must not know what prevents a start, nor what clients are answered meanwhile. Imports nothing slow: settings
-that are wrong are refused before torch is imported.
+Imports nothing slow: settings that are wrong are refused before torch is imported.
 """
 
 from __future__ import annotations

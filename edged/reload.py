@@ -1,8 +1,4 @@
-"""Settings that change while the daemon runs: which they are, and how they reach the parts.
-
-Owns the list of them, their reading, and the account of what was applied and what needs a restart. Must not know what a
-setting does: the parts are handed in.
-"""
+"""Settings that change while the daemon runs: which they are, and how they reach the parts."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "folders", nargs=-1, required=True, metavar="FOLDER...", type=click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--output", "-o", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to fill.")
-@click.option("--pruning", type=_FILE, help="JSON of tools/bench_pruning.py, for Figure 8b.")
-@click.option("--scheduler", multiple=True, type=_FILE, help="JSON of tools/bench_scheduler.py, one per policy.")
+@click.option("--pruning", type=_FILE, help="JSON of python -m benchmarks.pruning, for Figure 8b.")
+@click.option("--scheduler", multiple=True, type=_FILE, help="JSON of python -m benchmarks.scheduler, one per policy.")
 def report(folders: tuple[Path, ...], output: Path, pruning: Path | None, scheduler: tuple[Path, ...]) -> None:
     """Draw the MACE paper's figures from the runs in FOLDERs, each number beside the paper's.
 

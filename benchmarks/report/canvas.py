@@ -1,4 +1,4 @@
-"""Draws panels as SVG files. Owns everything that is matplotlib's; it is imported when something is drawn."""
+"""Draws panels as SVG files."""
 
 from __future__ import annotations
 

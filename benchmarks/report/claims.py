@@ -1,6 +1,6 @@
 """What must come out: each claim beside what the runs say of it, met or not.
 
-Owns the arithmetic of the verdicts. A claim that holds at some loads alone is said to hold there, not in general.
+A claim that holds at some loads alone is said to hold there, not in general.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def below(limit: float) -> Callable[[float], bool]:
 
 
 def claims(setting: Setting, pruned: dict[str, Any] | None = None) -> list[Claim]:
-    """Everything that one machine's runs can say; `pruned` is what tools/bench_pruning.py wrote, if it ran."""
+    """Everything that one machine's runs can say; `pruned` is what python -m benchmarks.pruning wrote, if it ran."""
     return [
         _ratio(setting, "TTFT p50 of AdaInf's", TTFT, "adainf", 1.0 - paper.TTFT_BELOW_ADAINF.value, "at most 0.37x"),
         _ratio(setting, "TTFT p50 of Ekya's", TTFT, "ekya", 1.0, "below 1x"),

@@ -1,7 +1,4 @@
-"""Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1).
-
-Owns what is drawn of those benchmarks; `benchmarks.report.sources` has checked their JSON.
-"""
+"""Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1)."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def _mean_share(setting: Setting) -> float | None:
 
 
 def pruning(measured: dict[str, Any]) -> Figure | None:
-    """Figure 8b: time between tokens, and quality, against C_total, of tools/bench_pruning.py; None without it.
+    """Figure 8b: time between tokens, and quality, against C_total, of python -m benchmarks.pruning; None without it.
 
     It names budgets by the tokens that a KV head keeps on the mean of the heads, and "off" what is not pruned.
     """
@@ -75,7 +72,7 @@ def pruning(measured: dict[str, Any]) -> Figure | None:
 
 
 def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:
-    """Table 1, of tools/bench_scheduler.py --json for each policy; None without any."""
+    """Table 1, of python -m benchmarks.scheduler --json for each policy; None without any."""
     known = {one["policy"]: one for one in measured}
     rows = []
     for policy, one in known.items():
@@ -100,21 +97,21 @@ _TABLE_1 = (
 
 
 def scheduler_command(measured: Sequence[dict[str, Any]]) -> str:
-    """How tools/bench_scheduler.py came to these, as one types it; a line per policy where they are not all."""
+    """How python -m benchmarks.scheduler came to these, as one types it; a line per policy where they are not all."""
     names = list(dict.fromkeys(one["policy"] for one in measured))
     first = measured[0]
     options = {name: first.get(name) for name in ("tasks", "queued", "rounds")}
     given = " ".join(f"--{name} {value}" for name, value in options.items() if value)
     chosen = ["all"] if set(names) == set(ROWS) else names
     return "\n".join(
-        f"python tools/bench_scheduler.py --policy {name} {given} --json > scheduler-{name}.json" for name in chosen
+        f"python -m benchmarks.scheduler --policy {name} {given} --json > scheduler-{name}.json" for name in chosen
     )
 
 
 def pruning_command(measured: dict[str, Any]) -> str:
-    """How tools/bench_pruning.py came to this; without its arguments, which a file may lack, what is known of them."""
+    """The command that measured the pruning; where the file lacks its arguments, with those that are known."""
     known = {"model": measured["model"], "pairs": "PAIRS", **measured.get("arguments", {})}
-    words = ["python", "tools/bench_pruning.py", known.pop("model"), known.pop("pairs")]
+    words = ["python", "-m", "benchmarks.pruning", known.pop("model"), known.pop("pairs")]
     words += [text for name, value in known.items() for text in (f"--{name.replace('_', '-')}", f"{value}")]
     return shlex.join([*words, "--output", "pruning.json"])
 

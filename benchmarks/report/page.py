@@ -1,7 +1,4 @@
-"""The report's folder: every figure as SVG with its data beside it, and a page that puts it all in order.
-
-Owns the folder and the page's wording. Must not know how a figure is computed or drawn.
-"""
+"""The report's folder: every figure as SVG with its data beside it, and a page that puts it all in order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A figure before it is drawn: panels with their numbers, and rows that set ours beside the paper's.
-
-Owns this data and its JSON. Must not know matplotlib, nor where the numbers come from.
-"""
+"""A figure before it is drawn: panels with their numbers, and rows that set ours beside the paper's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the MACE paper reports, each with the section, figure or table that it comes from.
 
-Owns numbers of the paper's text alone. Nothing here is measured, and nothing else in the report is written by hand.
+Nothing here is measured, and nothing else in the report is written by hand.
 """
 
 from __future__ import annotations

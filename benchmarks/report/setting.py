@@ -1,7 +1,4 @@
-"""A comparison's folder as the report sees it: its runs, and the points at which figures are taken.
-
-Owns the choice of those points. Must not know how a figure looks.
-"""
+"""A comparison's folder as the report sees it: its runs, and the points at which figures are taken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""JSON files of two other benchmarks, checked before anything is drawn from them.
-
-Owns what tools/bench_pruning.py and tools/bench_scheduler.py must have written. Must not know figures.
-"""
+"""JSON files of two other benchmarks, checked before anything is drawn from them."""
 
 from __future__ import annotations
 
@@ -78,23 +75,23 @@ class _Scheduler(BaseModel):
 
 
 def read_pruning(path: Path) -> dict[str, Any]:
-    """What tools/bench_pruning.py wrote. Raises CompareError."""
+    """What python -m benchmarks.pruning wrote. Raises CompareError."""
     value = read_object(path)
-    _check(_Pruning, value, path, "tools/bench_pruning.py --output")
+    _check(_Pruning, value, path, "python -m benchmarks.pruning --output")
     return value
 
 
 def read_scheduler(path: Path) -> list[dict[str, Any]]:
-    """What tools/bench_scheduler.py --json printed: one policy, or a list of them. Raises CompareError."""
+    """What python -m benchmarks.scheduler --json printed: one policy, or a list of them. Raises CompareError."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CompareError(f'"{path}" cannot be read: {error}') from None
     found = value if isinstance(value, list) else [value]
     if not found:
-        raise CompareError(f'"{path}" tells of no policy: give what tools/bench_scheduler.py --json printed')
+        raise CompareError(f'"{path}" tells of no policy: give what python -m benchmarks.scheduler --json printed')
     for one in found:
-        _check(_Scheduler, one, path, "tools/bench_scheduler.py --json")
+        _check(_Scheduler, one, path, "python -m benchmarks.scheduler --json")
     return found
 
 

@@ -1,8 +1,4 @@
-"""The faults of a soak, and the order in which they are drawn.
-
-Owns what each does to the daemon or its surroundings, and what is announced to fail meanwhile. Must not know how
-answers are judged.
-"""
+"""The faults of a soak, and the order in which they are drawn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a process holds more at the end of its life than before, and whether that is a leak.
 
-Owns the statistics and the bounds. Must not know how samples are taken.
-
 A heap that keeps what was freed grows by steps: the largest step of fine-tuning, the longest prompt, a thousand
 connections at once. A leak grows all the time. Two rates tell them apart, and both must be too large: the median of the
 slopes between all pairs of samples (Theil 1950; Sen 1968), which hardly feels what few samples say, and the median of

@@ -1,9 +1,8 @@
 """The daemon of a soak: `edged serve` with settings from the environment, in which faults can be had for the asking.
 
-Owns how faults come into a running engine: hooks on the model's own modules, a policy that raises, a command that never
-returns. Must not know when a fault is due. It is asked through a datagram socket; arguments are its path and the token
-that marks a prompt whose activations are NaN. `benchmarks.support.child` starts it, so that its heap is `edged
-serve`'s.
+Faults come into a running engine by hooks on the model's own modules, a policy that raises, a command that never
+returns. They are asked for through a datagram socket, whose path is an argument, as is the token that marks a prompt
+whose activations are NaN. `benchmarks.support.child` starts it, so that its heap is `edged serve`'s.
 """
 
 from __future__ import annotations
@@ -93,9 +92,8 @@ class Injector:
         return output.masked_fill(marked[..., None], float("nan")) if three.any() else None
 
 
-def main() -> None:
-    """Serve."""
-    _, _, path, marker = sys.argv  # the second is the name that `benchmarks.support.child` goes by
+def be_side(_name: str, path: str, marker: str) -> None:
+    """Serve. `benchmarks.support.child` calls it, and goes by the name."""
     injector, build = Injector(int(marker)), Engine.build
 
     def build_armed(*arguments: Any) -> Engine:
@@ -113,7 +111,3 @@ def main() -> None:
 
     threading.Thread(target=listen, name="soak-orders", daemon=True).start()
     sys.exit(daemon.run_daemon(load_settings(), load_settings))
-
-
-if __name__ == "__main__":
-    main()

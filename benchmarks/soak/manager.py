@@ -1,7 +1,4 @@
-"""systemd's part of a soak: the notification socket, and when the daemon last fed its watchdog.
-
-Owns that socket. Must not know what is done about a daemon that starves it.
-"""
+"""systemd's part of a soak: the notification socket, and when the daemon last fed its watchdog."""
 
 from __future__ import annotations
 

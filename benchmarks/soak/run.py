@@ -1,7 +1,5 @@
 """A soak from its start to its result: load, faults by chance, and what the daemon holds over time.
 
-Owns the order of events and the judgement. Must not know how a fault is made.
-
 Faults that end the process come first, each once; up to a quarter of the time any may follow. Then one daemon lives to
 the end under those that it must live through, and what it holds is watched.
 """

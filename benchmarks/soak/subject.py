@@ -1,7 +1,4 @@
-"""The daemon under a soak: its process, its folder, its orders, and what it holds.
-
-Owns that process' life. Must not know which fault is due or what is asked of it.
-"""
+"""The daemon under a soak: its process, its folder, its orders, and what it holds."""
 
 from __future__ import annotations
 

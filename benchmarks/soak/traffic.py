@@ -1,7 +1,4 @@
-"""The load of a soak: requests and feedback that arrive by chance, and whether their answers are right.
-
-Owns what is sent and what counts as wrong. Must not know which fault is under way, but for what it `expects`.
-"""
+"""The load of a soak: requests and feedback that arrive by chance, and whether their answers are right."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
 """Counts the instructions of pieces of Python: a figure that load on the machine does not move.
 
-Owns the process under valgrind's callgrind and the conversation with it. Must not know what is counted.
-
-Imports run uninstrumented: counting is switched on (through vgdb, valgrind's own remote control) once the process is
-ready, and set to zero before each piece. Hash seeds are fixed and OpenMP has one thread. Hardware counters are not
-used: virtual machines often hide them, and a count of theirs cannot be compared with one of callgrind's.
+`python -m benchmarks.support.callgrind MODULE` is the counted process: it runs what MODULE's `pieces` returns. Imports
+run uninstrumented: counting is switched on (through vgdb, valgrind's own remote control) once the process is ready, and
+set to zero before each piece. Hash seeds are fixed and OpenMP has one thread. Hardware counters are not used: virtual
+machines often hide them, and a count of theirs cannot be compared with one of callgrind's.
 """
 
 from __future__ import annotations
 
 import gc
-import os
+import importlib
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+
+from benchmarks.support.checkout import environment
 
 _PROGRAMS = ("valgrind", "vgdb")
 _NOTHING = "nothing"
@@ -35,7 +36,7 @@ def missing_program() -> str | None:
 
 
 class Counter:
-    """`python -m MODULE` under callgrind; MODULE ends in `serve`. Raises CountFailed."""
+    """A module's pieces in a process under callgrind. Raises CountFailed."""
 
     def __init__(self, module: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="edged-count-")
@@ -49,13 +50,14 @@ class Counter:
                 f"--callgrind-out-file={self._folder.name}/out",
                 sys.executable,
                 "-m",
+                "benchmarks.support.callgrind",
                 module,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            env=environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1"),
         )
         try:
             self._expect(_READY)
@@ -130,3 +132,7 @@ def serve(pieces: Mapping[str, Callable[[], None]]) -> None:
         if name != _NOTHING:
             pieces[name]()
         print(name, flush=True)
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]).pieces())

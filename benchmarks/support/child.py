@@ -1,12 +1,12 @@
-"""A side's process: `python -m benchmarks.support.child MODULE NAME ARGUMENTS...` runs MODULE with the rest.
+"""A side's process: `python -m benchmarks.support.child MODULE NAME ARGUMENTS...` has MODULE be the side NAME.
 
-Owns what must happen before numpy and torch are imported: edged's own sides ("edged", "edged with ...") are prepared as
-`edged serve` is; the others run as their users run them.
+edged's own sides ("edged", "edged with ...") are prepared as `edged serve` is, before numpy and torch are imported; the
+others run as their users run them.
 """
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 
 from edged.runtime.process import prepare, restart_in_huge_pages
@@ -18,8 +18,7 @@ def main() -> None:
     if name.startswith("edged"):
         restart_in_huge_pages()
         prepare()
-    sys.argv = [module, *sys.argv[2:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    importlib.import_module(module).be_side(*sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A Llama's weights as a GGUF file, so that llama.cpp computes the very model that the others do.
 
-Owns the names and layouts there. Needs the optional package `gguf`. There is no tokenizer in the file: prompts are
-given as token ids.
+It needs the optional package `gguf`. There is no tokenizer in the file: prompts are given as token ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Several implementations of one job, measured in turns on one machine.
-
-Owns the child processes (one per side, so that memory and threads are its own), the order of turns and the statistics.
-Must not know what is measured.
-"""
+"""Several implementations of one job, measured in turns on one machine, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+from benchmarks.support.checkout import environment
+from benchmarks.support.command import say
+
 _ERROR_TAIL_CHARS = 2000
-_REPOSITORY = Path(__file__).parents[2]
 
 
 class SideFailed(RuntimeError):
@@ -45,6 +42,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
+    @classmethod
+    def read(cls, written: dict[str, float]) -> Spread:
+        """The spread that `as_json` wrote."""
+        return cls(written["median"], written["low"], written["high"], int(written["rounds"]))
+
     def as_json(self) -> dict[str, float]:
         """The spread with its number of rounds, as the reports have it."""
         return {"median": self.median, "low": self.low, "high": self.high, "rounds": self.count}
@@ -62,12 +64,12 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
 class Side:
     """One implementation in a process of its own, stopped (SIGSTOP) while another side has its turn.
 
-    The process runs MODULE with ARGUMENTS (`benchmarks.support.child`) and answers through a `Conversation`.
+    The process calls MODULE's `be_side` with ARGUMENTS (`benchmarks.support.child`), which answers through a
+    `Conversation`.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
         self.name = name
-        path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.support.child", module, *arguments],
@@ -75,7 +77,7 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            env=environment(TOKENIZERS_PARALLELISM="false"),
         )
 
     @property
@@ -119,6 +121,11 @@ class Side:
                 stream.close()
 
 
+def sides_of(module: str, names: Iterable[str], job: Any) -> list[tuple[str, str, list[str]]]:
+    """A module's sides for `open_sides`: `be_side` is called with a name and the job, a data class, as JSON."""
+    return [(name, module, [name, json.dumps(asdict(job))]) for name in names]
+
+
 @contextmanager
 def open_sides(sides: Sequence[tuple[str, str, Sequence[str]]]) -> Iterator[list[Side]]:
     """Start every (name, module, arguments) and end them all at last."""
@@ -126,10 +133,20 @@ def open_sides(sides: Sequence[tuple[str, str, Sequence[str]]]) -> Iterator[list
         yield [stack.enter_context(Side(*side)) for side in sides]
 
 
+OnAnswer = Callable[[int, str, dict[str, Any]], None]
+
+
+def progress(
+    shown: Callable[[dict[str, Any]], str], label: Callable[[int], str] = lambda number: f"round {number}"
+) -> OnAnswer:
+    """A line of progress for each answer, such as `round 2: edged 1.31 s`; the first question is there to warm up."""
+    return lambda number, name, answer: say(f"{label(number) if number else 'warm-up'}: {name} {shown(answer)}")
+
+
 def take_turns(
     sides: Sequence[Side],
     questions: Iterable[dict[str, Any]],
-    on_answer: Callable[[int, str, dict[str, Any]], None] = lambda _round, _name, _answer: None,
+    on_answer: OnAnswer = lambda _round, _name, _answer: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Ask every side every question, one side at a time; who starts rotates, so that no side always runs first."""
     answers: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}

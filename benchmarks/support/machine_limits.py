@@ -1,8 +1,7 @@
 """The least time that a piece of work can take on this machine: what it must read, and what it must compute.
 
-Owns the reading of the machine (bandwidth, rate of a large product) and the arithmetic of a Llama's work. Must not know
-how the engine does it. A floor leaves out what is small beside the matrices (norms, activations, optimizer state), so
-nothing that computes the same can be faster.
+A floor leaves out what is small beside the matrices (norms, activations, optimizer state), so nothing that computes the
+same can be faster.
 """
 
 from __future__ import annotations

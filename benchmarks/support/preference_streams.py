@@ -1,7 +1,4 @@
-"""Tastes over one stream of preference pairs: which answer each prefers, and how well that was learnt over time.
-
-Owns the relabelling and the arithmetic of a stream that is tested before it is trained on. Must not know who learns.
-"""
+"""Tastes over one stream of preference pairs: which answer each prefers, and how well that was learnt over time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Random-weight Llamas for measuring speed: what a forward costs does not depend on what the weights know.
-
-Owns their shapes and files. Must not know what is measured.
-"""
+"""Random-weight Llamas for measuring speed: what a forward costs does not depend on what the weights know."""
 
 from __future__ import annotations
 

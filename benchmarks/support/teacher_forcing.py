@@ -1,7 +1,4 @@
-"""Decoding along given tokens, through the executor and the pages that serve requests.
-
-Owns the driving of an engine's parts without its thread. Must not know what the logits are wanted for.
-"""
+"""Decoding along given tokens, through the executor and the pages that serve requests."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ import numpy as np
 import torch
 
 from edged.engine.build import EngineParts, build_parts
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.engine.sequence import SequenceStatus
 from edged.scheduler.task import Grant, Kind, Plan, Task

@@ -1,6 +1,6 @@
 """The guard's rule: when a version is taken back by itself, as its test of language and of held-out pairs came out.
 
-Language comes first: an adapter that breaks it tells nothing true of any pair. Must not know how a version is restored.
+Language comes first: an adapter that breaks it tells nothing true of any pair.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the learning loop leaves behind, on its way from the engine thread to the database.
-
-Owns which record goes into which table, and what a restart resumes with. Must not know tensors or scheduling.
-"""
+"""What the learning loop leaves behind, on its way from the engine thread to the database."""
 
 from __future__ import annotations
 

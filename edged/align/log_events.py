@@ -1,7 +1,4 @@
-"""What an operator is told of the learning loop's records.
-
-Owns which record is a line in the log, and how loud. Must not know where lines go.
-"""
+"""What an operator is told of the learning loop's records."""
 
 from __future__ import annotations
 

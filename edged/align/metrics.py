@@ -1,8 +1,5 @@
 """Alignment metrics as people read them: win rate, CLPD, reward accuracy and margin per adapter.
 
-Owns the definitions of the means, and the bounded view of the adapters that something happened to lately. Must not know
-how scores come about.
-
 CLPD is the mean of log p(chosen) - log p(rejected) in nats (MACE 3.1), win rate the share of pairs where it is
 positive. Both favour the shorter answer whatever was learned, so reward margin and accuracy against the reference
 model (TRL's names) stand beside them.

@@ -1,7 +1,4 @@
-"""What becomes of the pairs of a step or test that ended: trained, learnt, queued again, or quarantined.
-
-Owns those decisions and the records of them. Must not know steps' units, versions or files.
-"""
+"""What becomes of the pairs of a step or test that ended: trained, learnt, queued again, or quarantined."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Pairs by adapter: which wait, which are replayed or held out, which a next step takes; and who has work at all.
-
-Owns the choice of a step's pairs, and the counts over all adapters. Must not know optimizers or files, nor when steps
-run.
-"""
+"""Pairs by adapter: which wait, which are replayed or held out, which a next step takes; and who has work at all."""
 
 from __future__ import annotations
 

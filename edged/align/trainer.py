@@ -1,8 +1,6 @@
 """Steps and tests of all adapters: opened with the pairs that are next, closed with what became of each.
 
-Owns the life of a pair from submission to its outcome, and its record. Must not know when its steps run (the
-scheduler's matter), who has work (the roster's), nor which weights are gone back to (`Versions`' matter). Not
-thread-safe: the engine thread alone uses it.
+Not thread-safe: the engine thread alone uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The weights that an adapter answers with: publishing, going back, and the judgement that has a version taken back.
-
-Owns every change of a current version. Must not know pairs or steps, nor how a version reaches the packed batch.
-"""
+"""The weights that an adapter answers with: publishing, going back, and the judgement that has a version taken back."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from edged.align.adapters.adapter import AdapterError, AdapterState, Snapshot
+from edged.align.adapters.adapter import AdapterError, AdapterState, Snapshot, UnknownAdapter
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.feedback.pair import VersionPublished
@@ -23,10 +20,6 @@ _CALM_TESTS = 32
 """Tests passed in a row after which a reduced step size is doubled."""
 Weights = Mapping[str, torch.Tensor]
 """By PEFT's names."""
-
-
-class UnknownAdapter(KeyError):
-    """No adapter of that name."""
 
 
 class UnknownVersion(KeyError):

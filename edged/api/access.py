@@ -1,7 +1,4 @@
-"""Who calls, and what they may do: peers by their uid, TCP callers by their token, as `[access]` says.
-
-Owns callers and the refusals. Must not know routes nor what they do.
-"""
+"""Who calls, and what they may do: peers by their uid, TCP callers by their token, as `[access]` says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`/v1/adapters`: what was learned for each user, going back, taking out, forgetting.
-
-Owns these routes. Must not know how adapters are trained or kept.
-"""
+"""`/v1/adapters`: what was learned for each user, going back, taking out, forgetting."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
+from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS
-from edged.align.versions import UnknownAdapter, UnknownVersion
+from edged.align.versions import UnknownVersion
 from edged.api import query
 from edged.api.access import Caller, caller_of
 from edged.api.erasure import forget_user

@@ -1,7 +1,5 @@
 """In which order requests go to the engine when more come than it takes: round robin over tenants.
 
-Owns the requests that wait for that, and which one goes when too many do. Must not know HTTP or what a request asks.
-
 The engine orders what it has by deadlines, whoever asked. So it never gets more than it can soon begin, and a tenant
 who sends a thousand requests at once delays the others by one turn of each, not by a thousand.
 """

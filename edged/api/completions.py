@@ -1,7 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`.
-
-Owns the way from a request's body to the engine and back. Must not know how tokens are made.
-"""
+"""`POST /v1/chat/completions` and `POST /v1/completions`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
 from edged.api.requests import ChatRequest, CompletionRequest, parse_json, validate
 from edged.api.services import Services, services_of
-from edged.engine.request import Sampling
+from edged.engine.sampling.params import Sampling
 
 log = logging.getLogger("edged.api")
 

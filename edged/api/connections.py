@@ -1,6 +1,6 @@
 """Connections of slow clients: how long a header may take to come, and a full buffer to be read; and what is no HTTP.
 
-Owns those two clocks of every connection. Must not know routes or callers. The body's time is the application's matter.
+The body's time is the application's matter.
 """
 
 from __future__ import annotations

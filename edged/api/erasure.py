@@ -1,7 +1,4 @@
-"""Forgetting a user: rows, what the engine learned, files, and then the search that shows that nothing is left.
-
-Owns the order of the work, and its end after a crash. Must not know HTTP.
-"""
+"""Forgetting a user: rows, what the engine learned, files, and then the search that shows that nothing is left."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edged.align.versions import UnknownAdapter
+from edged.align.adapters.adapter import UnknownAdapter
 from edged.api.services import Services
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning

@@ -1,8 +1,4 @@
-"""What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status.
-
-Owns that shape, which exception becomes which status, and how an answer of many pieces ends when it has begun and
-cannot go on. Must not know routes.
-"""
+"""What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status."""
 
 from __future__ import annotations
 

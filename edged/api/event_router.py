@@ -1,7 +1,4 @@
-"""Where the engine's events find the request that waits for them.
-
-Owns the map from request ids to queues, on the event loop's thread. Must not know HTTP or what events mean.
-"""
+"""Where the engine's events find the request that waits for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Who watches the daemon, and what they are told: iterations, status, versions, scored pairs, outcomes.
 
-Owns the open streams, the one task that polls for all of them, and the bound on what waits for a slow one. Must not
-know HTTP. Everything runs on the event loop's thread, but for `Feed.tell`, which any thread may call.
+Everything runs on the event loop's thread, but for `Feed.tell`, which any thread may call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`GET /v1/events`: what the daemon does, as server-sent events.
-
-Owns the route and the shape of its bytes. Must not know where events come from.
-"""
+"""`GET /v1/events`: what the daemon does, as server-sent events."""
 
 from __future__ import annotations
 

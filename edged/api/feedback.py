@@ -1,7 +1,4 @@
-"""`POST /v1/feedback` and `GET /v1/feedback`.
-
-Owns taking preferences in, durably, and giving them out. Must not know how pairs follow from signals.
-"""
+"""`POST /v1/feedback` and `GET /v1/feedback`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart.
-
-Owns that way. Must not know HTTP or how pairs come about.
-"""
+"""Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One completion being generated: its engine requests, the text that grows from their tokens, its record in the store.
-
-Owns that life, from submission to the last token or the client's disappearance. Must not know JSON or HTTP.
-"""
+"""One completion being generated: its engine requests, the text that grows from their tokens, its record in the store."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ from edged.align.language import repetition
 from edged.api.errors import ApiError, unavailable
 from edged.api.limits import LimitReached
 from edged.api.services import Services
-from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion

@@ -1,8 +1,4 @@
-"""`POST /v1/adapters/{name}/import`: an adapter from elsewhere becomes a user's newest version.
-
-Owns the upload: a tar archive or a folder on this box, its bounds, and what is refused. Must not know what an adapter's
-files have to hold.
-"""
+"""`POST /v1/adapters/{name}/import`: an adapter from elsewhere becomes a user's newest version."""
 
 from __future__ import annotations
 

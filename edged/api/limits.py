@@ -1,7 +1,4 @@
-"""What one user may take in a minute, and at once: token buckets.
-
-Owns the counting, with the clock passed in. Must not know HTTP, or whose bucket a request falls into.
-"""
+"""What one user may take in a minute, and at once: token buckets."""
 
 from __future__ import annotations
 

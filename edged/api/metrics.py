@@ -1,6 +1,5 @@
 """`GET /metrics`: Prometheus' text, or OpenMetrics where it is asked for.
 
-Owns the route and the task that takes the engine's records in between scrapes. Must not know names or meanings.
 Everything is read on a worker's thread: the event loop only writes the answer.
 """
 

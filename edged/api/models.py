@@ -1,6 +1,6 @@
 """`GET /v1/models`, `GET /v1/models/{id}`, and what a model's name and its token ids mean.
 
-Owns the naming: `BASE` is the served model, `BASE:NAME` the same with that user's adapter.
+`BASE` is the served model, `BASE:NAME` the same with that user's adapter.
 """
 
 from __future__ import annotations

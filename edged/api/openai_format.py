@@ -1,7 +1,4 @@
-"""OpenAI's response objects as JSON-ready dicts.
-
-Owns their shapes. Must not know how answers come about.
-"""
+"""OpenAI's response objects as JSON-ready dicts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`GET /` and `GET /page/{file}`: the page for browsers.
 
-Owns how its files are sent: what the page may load, and what a browser may keep. They hold no data, and need no token.
-Must not know what is on the page.
+They hold no data, and need no token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who is at the other end of a connection: the kernel's word for it.
-
-Owns asking the kernel, and the names that a uid has in the user database. Must not know HTTP, roles or settings.
-"""
+"""Who is at the other end of a connection: the kernel's word for it."""
 
 from __future__ import annotations
 

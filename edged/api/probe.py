@@ -11,7 +11,8 @@ from edged.align.feedback.pair import Record, VersionTested
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, EngineStopping, Event, FinishEvent, Request, RequestRefused, Sampling
+from edged.engine.request import EngineBusy, EngineStopping, Event, FinishEvent, Request, RequestRefused
+from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
 from edged.store.adapters import set_version_answer

@@ -1,7 +1,6 @@
 """`GET` and `POST /v1/quarantine`, `POST /v1/quarantine/{pair}`: pairs that look poisoned, and what somebody decides.
 
-Owns these routes. Must not know why a pair looks poisoned. Who may call them is the application's matter; that a caller
-decides about no other user's pair is checked here.
+Who may call them is the application's matter; that a caller decides about no other user's pair is checked here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Each request's id, and the one line that the log has of it.
-
-Owns `X-Request-Id` and which requests an operator is told of. Must not know what requests do, nor see their bodies.
-"""
+"""Each request's id, and the one line that the log has of it."""
 
 from __future__ import annotations
 

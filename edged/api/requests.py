@@ -1,7 +1,5 @@
 """What clients may send: the JSON bodies, checked field by field.
 
-Owns the fields, their types and bounds, and what is refused rather than ignored. Must not know the engine's state.
-
 Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, ...); fields that would
 change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
 """

@@ -1,7 +1,4 @@
-"""What the routes work with, and in which phase of its life the daemon is.
-
-Owns nothing but the references: the daemon builds the parts.
-"""
+"""What the routes work with, and in which phase of its life the daemon is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`GET /v1/settings`, `POST /v1/reload`.
-
-Owns these routes. Must not know what settings do or which of them can change.
-"""
+"""`GET /v1/settings`, `POST /v1/reload`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Work that is done for one caller at a time, for it takes room on the disk.
 
-Owns the refusal. Must not know the work. Used on the event loop's thread.
+Used on the event loop's thread.
 """
 
 from __future__ import annotations

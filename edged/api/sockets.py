@@ -1,7 +1,4 @@
-"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it.
-
-Owns taking and giving back those addresses. Must not know HTTP.
-"""
+"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests that come while a start is refused: each is answered with 503, so that nobody waits for what does not come.
 
-Owns that answer and to whom it gives the reason. Must not know what prevents a start. Imports nothing slow.
+Imports nothing slow.
 """
 
 from __future__ import annotations

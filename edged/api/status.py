@@ -1,7 +1,4 @@
-"""`GET /v1/status`, `/healthz`, `/readyz`.
-
-Owns what the daemon says of itself. Must not know how the numbers are counted.
-"""
+"""`GET /v1/status`, `/healthz`, `/readyz`."""
 
 from __future__ import annotations
 

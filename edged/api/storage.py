@@ -1,7 +1,4 @@
-"""`/v1/store`: how large the database is, what it holds, keeping it in order now; `/v1/backup`: all of it as one tar.
-
-Owns these routes. Must not know what may be deleted, nor how a backup is laid out.
-"""
+"""`/v1/store`: how large the database is, what it holds, keeping it in order now; `/v1/backup`: all of it as one tar."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`GET /v1/trace?seconds=N`: what the engine did in the last N seconds, for ui.perfetto.dev.
-
-Owns the route and how the document is written without being in memory as a whole. Must not know tracks or slices.
-"""
+"""`GET /v1/trace?seconds=N`: what the engine did in the last N seconds, for ui.perfetto.dev."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed.
-
-Owns the order of the runs, their folder of raw reports and what happens when one fails. Must not know what a run
-measures: each is `edged bench replay` or `edged bench simulate` in a process of its own, or what `Workload.program`
-names, so that nothing leaks from one into the next, and its command is kept beside its report.
-"""
+"""Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed."""
 
 from __future__ import annotations
 

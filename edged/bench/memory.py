@@ -1,6 +1,6 @@
 """Whether a model fits a box: what the engine's own arithmetic says for a configuration, before anything is loaded.
 
-Owns the report. Must not know where the figures come from: `edged.engine.model.memory_model` computes them.
+`edged.engine.model.memory_model` computes them.
 """
 
 from __future__ import annotations

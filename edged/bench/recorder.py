@@ -1,7 +1,4 @@
-"""What an engine did during a replay, as its callbacks tell it, and the figures that follow.
-
-Owns the clock readings and the statistics. Must not know where the requests come from.
-"""
+"""What an engine did during a replay, as its callbacks tell it, and the figures that follow."""
 
 from __future__ import annotations
 

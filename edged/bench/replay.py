@@ -1,7 +1,4 @@
-"""Replays a recorded request load and real preference pairs against the engine, in process.
-
-Owns the schedule of a replay: measuring the machine, sending at the recorded moments, draining. Must not know HTTP.
-"""
+"""Replays a recorded request load and real preference pairs against the engine, in process."""
 
 from __future__ import annotations
 
@@ -34,7 +31,8 @@ from edged.bench.recorder import (
 from edged.bench.timeline import Timeline
 from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, load_figures, read_trace, scale_trace
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, Request, Sampling
+from edged.engine.request import EngineBusy, Request
+from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
 from edged.store.feedback import PairRow, Side
 from edged.text.tokenizer import Tokenizer

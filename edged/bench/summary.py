@@ -1,7 +1,4 @@
-"""Figures of a comparison's runs over their seeds: medians with their range, and ratios to a baseline's.
-
-Owns which figures are compared and how runs are grouped. Must not know how they were run or drawn.
-"""
+"""Figures of a comparison's runs over their seeds: medians with their range, and ratios to a baseline's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A device's load by the second: which share of each it worked, and what for.
-
-Owns the thread that looks and the arithmetic from sums to shares. Must not know what an engine is.
-"""
+"""A device's load by the second: which share of each it worked, and what for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Recorded request loads, and how they become a load that fits one machine.
-
-Owns the formats of public traces, the scaling of their times and lengths, and the prompts' tokens. Must not know the
-engine.
-"""
+"""Recorded request loads, and how they become a load that fits one machine."""
 
 from __future__ import annotations
 

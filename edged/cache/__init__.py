@@ -1,4 +1,4 @@
-"""The paged K/V cache's bookkeeping: pool, prefix trie, spill, prompts that wait, pruning. Must not know torch."""
+"""The paged K/V cache's bookkeeping: pool, prefix trie, spill, prompts that wait, pruning."""
 
 from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.cache.offload import Spill

@@ -1,8 +1,5 @@
 """Prompts that wait together and begin alike: who computes what they share, and who waits for it.
 
-Owns the index over the prompts that are not computed yet, and the waits between them. Must not know torch, models,
-policies, nor whether a prompt belongs to a request or to a simulation.
-
 MACE (section 4.3, appendix A) walks the tree of the active prompts depth first, so that each shared beginning is
 computed once. Here the tree is one of whole pages, kept as prompts come and go: a prompt waits for the one that shares
 most of it, and goes on as soon as that one has computed what they share. Whoever is waited for comes earlier in the

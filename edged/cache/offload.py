@@ -1,7 +1,4 @@
-"""Where the prefix trie puts pages that it must give up: the interface.
-
-Owns what the trie asks of it. Must not know torch, nor whether pages go to memory or to disk.
-"""
+"""Where the prefix trie puts pages that it must give up: the interface."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The page pool: which pages of K/V storage are free, and who else holds those that are not.
-
-Owns reference counts and the free list, nothing of what the pages hold. Must not know torch, models or policies.
-"""
+"""The page pool: which pages of K/V storage are free, and who else holds those that are not."""
 
 from __future__ import annotations
 

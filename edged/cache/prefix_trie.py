@@ -1,7 +1,5 @@
 """The prefix trie: finds the pages of a prompt's longest prefix that was computed before.
 
-Owns the index from tokens to pages and the order of eviction. Must not know torch, models or policies.
-
 One node stands for one full page, so that a lookup hashes each page of the prompt once. A key says which weights
 computed K/V, which depend on them, and for whom where tenants shall not see each other's; nothing is shared between two
 keys.

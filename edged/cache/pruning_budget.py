@@ -1,8 +1,4 @@
-"""Norm-based K/V pruning per head (MACE 4.3), as arithmetic: when, how many pages go, and what each head keeps.
-
-Owns the rule, the budgets and the memory pressure that starts it. Must not know torch, models, sequences or policies:
-the engine and the simulator ask it.
-"""
+"""Norm-based K/V pruning per head (MACE 4.3), as arithmetic: when, how many pages go, and what each head keeps."""
 
 from __future__ import annotations
 

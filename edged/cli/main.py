@@ -1,7 +1,6 @@
 """The command group of `edged`.
 
-Owns the list of commands, when each one's module is imported, and how failures are shown. Must not know what any
-command does, nor import more than click before a command runs: `edged status --help` has to appear at once.
+`edged status --help` has to appear at once.
 """
 
 from __future__ import annotations

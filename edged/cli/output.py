@@ -1,7 +1,4 @@
-"""How results are shown: JSON, number formats, a screen that refreshes.
-
-Owns the terminal's conventions (a pipe gets plain lines). Must not know what is shown. rich is imported when used.
-"""
+"""How results are shown: JSON, number formats, a screen that refreshes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A conversation with the daemon and the feedback on it: what `edged chat` and `edged ask` share.
-
-Owns the messages and which completion each answer came from. Must not know the terminal.
-"""
+"""A conversation with the daemon and the feedback on it: what `edged chat` and `edged ask` share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The settings of commands that work on a daemon's files without asking the daemon.
-
-Owns which file is read when the person names none, and where the installed daemon keeps its data and the models that it
-downloaded. Must not know what commands do with the settings, nor import huggingface_hub.
-"""
+"""The settings of commands that work on a daemon's files without asking the daemon."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`edged token`: bearer tokens for callers over TCP.
 
-Owns making them and showing which there are. Must not know how the daemon checks them. Needs no running daemon.
+Needs no running daemon.
 """
 
 from __future__ import annotations

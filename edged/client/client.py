@@ -1,7 +1,4 @@
-"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events, JSON lines. Standard library only.
-
-Owns connections and the translation of failures into sentences. Must not know click, rich or any command.
-"""
+"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events, JSON lines. Standard library only."""
 
 from __future__ import annotations
 

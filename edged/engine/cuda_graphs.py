@@ -1,8 +1,6 @@
 """Decode iterations as CUDA graphs: captured by batch size at start, replayed instead of launched kernel by kernel.
 
-Owns the fixed tensors that captures read and write, their filling, and the captures. Must not know requests or
-policies. A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one
-launch.
+A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one launch.
 
 A batch of n sequences runs in the next larger captured size. The rows beyond n are padding: they write to page 0,
 which nobody owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one

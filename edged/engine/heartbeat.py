@@ -1,7 +1,4 @@
-"""What the engine thread does when it has nothing to do, and when it last did something.
-
-Owns that thread's signs of life and the return of free memory. Must not know what the work is.
-"""
+"""What the engine thread does when it has nothing to do, and when it last did something."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The cost model's first prices: a profile that was measured here, or else a roofline from what the device says.
-
-Owns which device this is, how fast it should be, and the choice. Must not know what the prices are used for.
-"""
+"""The cost model's first prices: a profile that was measured here, or else a roofline from what the device says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs one plan: a packed forward over serving and fine-tune tokens, sampling, then fine-tune units.
-
-Owns the translation of grants into tensors and back, of a group's next tokens into segments, too. Must not know
-priorities, sockets or files.
-"""
+"""Runs one plan: a packed forward over serving and fine-tune tokens, sampling, then fine-tune units."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Norm-based K/V pruning of decoding sequences (MACE 4.3), carried out on pages.
-
-Owns which sequence is observed and pruned when, the choice of rows, and the compaction of pages. Must not know how
-budgets follow from norms (`edged.cache.pruning_budget`), nor the scheduler.
-"""
+"""Norm-based K/V pruning of decoding sequences (MACE 4.3), carried out on pages."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""What is asked of the engine and what it answers: requests, sampling parameters, events.
-
-Owns the data that crosses between the engine thread and its callers. Must not know HTTP, SQL or torch.
-"""
+"""What is asked of the engine and what it answers: requests, sampling parameters, events."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -23,30 +21,6 @@ class EngineStopping(EngineBusy):
 
 class RequestRefused(ValueError):
     """The request can never be served; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Defaults are OpenAI's; `top_k` 0 and `min_p` 0 switch those off.
-
-    `logprobs` is the number of alternatives to report beside the drawn token's log-probability (0-20),
-    None to report nothing. Log-probabilities are the model's own, before penalties and temperature.
-    """
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """All governors together: one reading in, one set of limits out, one log line for each step.
 
-Owns how their limits combine, the status of each, and the energy account. Must not know the engine: `use` and `limit`
-are functions.
+`use` and `limit` are functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Levels with hysteresis: down at once, up a level at a time.
 
-Owns that rule. Must not know what is governed. The clock is passed in.
+The clock is passed in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What governors see of the engine, and what they allow it.
-
-Owns these two records. Must not know how limits come about, nor how they are kept.
-"""
+"""What governors see of the engine, and what they allow it."""
 
 from __future__ import annotations
 

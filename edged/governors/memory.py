@@ -1,7 +1,6 @@
 """What is given up when a neighbour needs memory, in which order, and when it comes back.
 
-Owns that decision. Pure: readings, the engine's use and the clock go in, limits come out. Must not know how pages are
-given back.
+Pure: readings, the engine's use and the clock go in, limits come out.
 
 What K/V take and what is free add up to the same whoever of the two has it. So the pages that may take memory are those
 that do now, and as many more as leave the reserve free: that holds still when the engine itself takes or gives a page,

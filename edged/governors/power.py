@@ -1,7 +1,7 @@
 """How much fine-tuning heat and power allow.
 
-Owns that decision. Pure: readings, the clock and the time of day go in, a share of the time comes out. Serving is never
-held back: it is what the box is for, and the hardware slows it down by itself where it must.
+Pure: readings, the clock and the time of day go in, a share of the time comes out. Serving is never held back: it is
+what the box is for, and the hardware slows it down by itself where it must.
 """
 
 from __future__ import annotations

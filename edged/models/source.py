@@ -1,7 +1,4 @@
-"""The directory of the model that the settings name: one that is here, the embedded one, or one from the hub.
-
-Owns the search and the download. Must not know what is in the directory.
-"""
+"""The directory of the model that the settings name: one that is here, the embedded one, or one from the hub."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every metric that `GET /metrics` can show: name, type, labels, meaning. docs/metrics.md is checked against it.
-
-Owns the names and the one way to fill them with samples. Must not know where values come from.
-"""
+"""Every metric that `GET /metrics` can show: name, type, labels, meaning. docs/metrics.md is checked against it."""
 
 from __future__ import annotations
 

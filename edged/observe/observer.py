@@ -1,6 +1,6 @@
 """Takes an engine's records in, a second's worth at a time, so that histograms know every event since start.
 
-Owns the histograms and the place in each ring up to which records were seen. Must not run on the engine's thread.
+Must not run on the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The metrics of the present: what the status, the device monitor, the store and the learned adapters say now.
-
-Owns which of their figures is which metric, in base units. Must not know how they are counted.
-"""
+"""The metrics of the present: what the status, the device monitor, the store and the learned adapters say now."""
 
 from __future__ import annotations
 

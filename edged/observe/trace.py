@@ -1,7 +1,7 @@
 """Records of iterations as a trace in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-Owns tracks, slices and counters. Must not know HTTP or files. One process of the trace is the engine (iterations,
-decisions, forwards, units), one is the requests and one fine-tuning, with a track for every task.
+One process of the trace is the engine (iterations, decisions, forwards, units), one is the requests and one
+fine-tuning, with a track for every task.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 `ts` and `dur` are microseconds, of the monotonic clock.

@@ -1,7 +1,4 @@
-"""The page that shows and talks to the daemon in a browser: its files, and the chart library's.
-
-Owns which files there are and their types. Must not know HTTP routes; the page itself uses the public API alone.
-"""
+"""The page that shows and talks to the daemon in a browser: its files, and the chart library's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the engine adds to its forwards and units: between two iterations, and to the first one after a rest.
-
-Owns a running engine on parts that were measured without one. Must not know what a profile is.
-"""
+"""What the engine adds to its forwards and units: between two iterations, and to the first one after a rest."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.profiler.measure import Progress
 
 _REQUESTS, _TOKENS = 8, 48

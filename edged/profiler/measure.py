@@ -1,7 +1,6 @@
 """Measures a device for the cost model: packed forwards of many shapes, and the units of fine-tune steps.
 
-Owns the grid of what is measured and the clock readings. Drives the real executor, in process and without the engine's
-thread. Must not know what prices are made of them.
+Drives the real executor, in process and without the engine's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from edged.align.pair_queues import FineTuneStep
 from edged.engine.build import EngineParts
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.scheduler.cost.model import Load
 from edged.scheduler.cost.profile import ForwardTime, UnitTime

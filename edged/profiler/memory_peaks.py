@@ -1,6 +1,6 @@
 """What the largest pieces of work take of memory, measured beside what the memory model says.
 
-Owns which pieces these are. Drives the same prober as the times. Must not know the model's arithmetic.
+Drives the same prober as the times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How much memory a measured piece of work needed at its peak.
-
-Owns the reading of /proc and of CUDA's counters. Must not know what is measured.
-"""
+"""How much memory a measured piece of work needed at its peak."""
 
 from __future__ import annotations
 

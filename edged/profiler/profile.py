@@ -1,7 +1,4 @@
-"""Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them.
-
-Owns the order of that and the file's place. Must not know the command line.
-"""
+"""Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them."""
 
 from __future__ import annotations
 

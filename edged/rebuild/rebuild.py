@@ -1,7 +1,4 @@
-"""One rebuild: the base model, the stored pairs, TRL, the comparison, and the adapter's files.
-
-Owns the order of these steps. Must not know sockets.
-"""
+"""One rebuild: the base model, the stored pairs, TRL, the comparison, and the adapter's files."""
 
 from __future__ import annotations
 

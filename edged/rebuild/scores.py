@@ -1,8 +1,4 @@
-"""How two adapters of one PEFT model do on the same pairs and prompts.
-
-Owns the comparison's definitions: those of the alignment metrics (see `edged.align.metrics`), and greedy agreement.
-Must not know which adapter is which.
-"""
+"""How two adapters of one PEFT model do on the same pairs and prompts."""
 
 from __future__ import annotations
 

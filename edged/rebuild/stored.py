@@ -1,7 +1,4 @@
-"""What the data folder holds for a rebuild: one adapter's pairs in tokens, and its newest whole version.
-
-Owns reading them without being in a daemon's way. Must not know training.
-"""
+"""What the data folder holds for a rebuild: one adapter's pairs in tokens, and its newest whole version."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""TRL's DPOTrainer over stored pairs, as its documentation shows it, on the very tokens that were served.
-
-Owns its configuration. Must not know where pairs come from or what becomes of the adapter.
-"""
+"""TRL's DPOTrainer over stored pairs, as its documentation shows it, on the very tokens that were served."""
 
 from __future__ import annotations
 

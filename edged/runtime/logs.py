@@ -1,8 +1,4 @@
-"""What the daemon says: one line per event that an operator needs, JSON under systemd, plain on a terminal.
-
-Owns the lines' form, where they go, which of them are left out, and that no secret is among them. Must not know what
-the events are, and is never given a prompt or an answer.
-"""
+"""What the daemon says: one line per event that an operator needs, JSON under systemd, plain on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How this process uses memory and threads on the CPU, next to others that want both.
 
-Owns the settings of the C heap, the garbage collector, OpenMP and other packages' loggers, and what the heap says of
-itself. `prepare` must run before numpy and torch are imported, and imports neither: the first threads fix both.
+`prepare` must run before numpy and torch are imported, and imports neither: the first threads fix both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What systemd is told of the daemon's life, and what it has told the daemon: sd_notify(3), sd_watchdog_enabled(3).
 
-Owns those messages and their times. Must not know the engine: its sign of life is passed in. Without systemd nothing is
-sent.
+Without systemd nothing is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How many of a user's pairs an hour may be trained on: a token bucket that holds one hour's worth.
-
-Owns the count. Must not know pairs.
-"""
+"""How many of a user's pairs an hour may be trained on: a token bucket that holds one hour's worth."""
 
 from __future__ import annotations
 

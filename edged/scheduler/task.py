@@ -1,7 +1,4 @@
-"""What the scheduler packs: tasks, the grants of one iteration, and what came of them.
-
-Owns the data that passes between scheduler and engine. Must not know torch, models or sockets.
-"""
+"""What the scheduler packs: tasks, the grants of one iteration, and what came of them."""
 
 from __future__ import annotations
 

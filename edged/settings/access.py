@@ -1,7 +1,4 @@
-"""The settings `[access]` and `[limits]`: who may do what, for whom, and how much of it.
-
-Owns their names, defaults and bounds, and what names a user. Must not know who is calling.
-"""
+"""The settings `[access]` and `[limits]`: who may do what, for whom, and how much of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the daemon's Unix socket is: the one place that daemon and commands look it up.
 
-Owns its name, its longest path and the order of the folders. Must not import anything slow: every command does.
+Must not import anything slow: every command does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Typed settings of edged: a TOML file, the environment and flags, in rising order of precedence.
 
-Owns how values are read and what is said of wrong ones. What can be set is in `edged.settings.sections` and
-`edged.settings.access`, whose names everybody else imports from here. Must not know anything else of edged.
+What can be set is in `edged.settings.sections` and `edged.settings.access`, whose names everybody else imports from
+here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What can be set, section by section; `[access]` and `[limits]` are in `edged.settings.access`.
-
-Owns every setting's name, unit, default and bounds. Must not know where values come from, nor anything else of edged.
-"""
+"""What can be set, section by section; `[access]` and `[limits]` are in `edged.settings.access`."""
 
 from __future__ import annotations
 

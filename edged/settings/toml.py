@@ -1,6 +1,6 @@
 """The settings as TOML.
 
-Owns their text form. `edged.settings.load` owns the settings themselves.
+`edged.settings.load` owns the settings themselves.
 """
 
 from __future__ import annotations

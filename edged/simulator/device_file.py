@@ -1,6 +1,6 @@
 """Devices that are not here: what a file in configs/devices says of one, and how it is found.
 
-Owns the format of these files and of their errors. Must not know models: `edged.simulator.roofline` computes times.
+`edged.simulator.roofline` computes times.
 """
 
 from __future__ import annotations

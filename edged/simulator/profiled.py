@@ -1,7 +1,4 @@
-"""A device as its profile measured it: the times of a simulation from prices instead of a data sheet.
-
-Owns the reading of a profile for that. Must not know requests or the scheduler.
-"""
+"""A device as its profile measured it: the times of a simulation from prices instead of a data sheet."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """How long a device takes for a packed forward or a fine-tune unit, from its file and a model's shape (a roofline).
 
-Owns these times and the memory that pages get. Must not know requests or the scheduler. A part of the work takes the
-longer of its bytes at the device's bandwidth and its operations at its rate (Williams, Waterman and Patterson 2009);
-parts follow one another. On a GPU the CPU launches ahead: what counts is the longer of the device's time and the
-launches'.
+A part of the work takes the longer of its bytes at the device's bandwidth and its operations at its rate (Williams,
+Waterman and Patterson 2009); parts follow one another. On a GPU the CPU launches ahead: what counts is the longer of
+the device's time and the launches'.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Simulates a request load with preference learning on a device that is not here, in virtual time.
-
-Owns the course of a simulation: the load, the burst that a rate is taken from, the report, which reads like a replay's.
-Must not know how a device computes its times, nor how the engine spends them.
-"""
+"""Simulates a request load with preference learning on a device that is not here, in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +26,8 @@ from edged.bench.recorder import (
 from edged.bench.replay import LOAD_SHARE
 from edged.bench.timeline import EVERY_S, PARTS, Look, shares
 from edged.bench.traces import Arrival, RequestTrace, burst_of, load_figures, read_trace, scale_trace
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
 from edged.simulator.device_file import find_device, find_model_shape, read_device
 from edged.simulator.profiled import profiled

@@ -1,7 +1,4 @@
-"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does.
-
-Owns their rows, and forgetting an adapter with everything that came from its user. Must not know training.
-"""
+"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tar archives that are made while they are sent, so that they take neither room on the disk nor memory.
-
-Owns their layout. Must not know what is in them.
-"""
+"""Tar archives that are made while they are sent, so that they take neither room on the disk nor memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """A backup: one tar of the database, the adapters' newest whole versions, the profiles and the settings.
 
-Owns how the parts are copied while the daemon goes on, so that they agree, and the file's layout. Must not know what
-the tables mean, nor sockets.
-
 The adapters are taken before the database: what a version had learned is then in the database too, and what the
 database has beyond it is learned again after a restore, as after a crash. What the database does not name any more was
 forgotten meanwhile, and is left out. Versions are never changed in place, so that

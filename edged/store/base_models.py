@@ -1,8 +1,5 @@
 """The base model that the learning tables speak of, and the shelves where those of other base models wait.
 
-Owns the change from one base model to another, and its refusal. Must not know models: a base is the fingerprint of its
-weights.
-
 What was learned belongs to the base it was learned on: versions, scores, skipped steps, and how far each pair has come.
 The tables hold that of one base alone, so that no query can mix two; the pairs themselves belong to every base. A base
 that was never served is trained on the pairs of the one before only where that is asked for.

@@ -1,7 +1,4 @@
-"""The tables `completions` and `choices`: what was asked and what was answered.
-
-Owns their rows. Must not know what feedback means.
-"""
+"""The tables `completions` and `choices`: what was asked and what was answered."""
 
 from __future__ import annotations
 

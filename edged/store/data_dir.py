@@ -1,8 +1,4 @@
-"""Where the data folder is, what its parts are called, and what makes a file in it last.
-
-Owns those names, and removing folders, also of requests that were ended by force. Must not know what the parts hold,
-nor anything slow to import.
-"""
+"""Where the data folder is, what its parts are called, and what makes a file in it last."""
 
 from __future__ import annotations
 

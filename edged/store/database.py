@@ -1,7 +1,4 @@
-"""The SQLite file: opening, migrating, one writer thread with group commit, one read connection per thread.
-
-Owns connections, transactions and durability. Must not know what the tables mean.
-"""
+"""The SQLite file: opening, migrating, one writer thread with group commit, one read connection per thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Forgetting a user to the end: the tombstone, the deletion, and the search that shows that nothing is left.
 
-Owns what is searched for and where. Must not know the engine or HTTP.
-
 A row in `forgetting` stands from the deletion until everything is gone; a start that finds one finishes the work. What
 the user did after `started_at` is new and stays.
 """

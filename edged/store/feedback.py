@@ -1,7 +1,4 @@
-"""The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it.
-
-Owns their rows. Must not know how a signal becomes a pair.
-"""
+"""The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it."""
 
 from __future__ import annotations
 

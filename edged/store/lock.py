@@ -1,7 +1,4 @@
-"""One process per data folder.
-
-Owns `edged.lock`. Must not know SQLite.
-"""
+"""One process per data folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The database over months: retention, giving pages back, the write-ahead log, the query planner's statistics.
 
-Owns when each is done, and that nobody waits for it: what may go is looked for by a reader and deleted in writes of a
-few rows each, between those of everyone else. Must not know what feedback means.
-
 Two things hold whatever the settings say: what a signal or a pair refers to stays as long as these do, and so do pairs
 that wait for training, are held out, or are replayed. The newest rows of a table stay whatever their date says, since
 a box may have lived in 1970 until its clock was set.

@@ -1,7 +1,5 @@
 """The table `quarantine`: pairs that look poisoned, why, and what somebody decided about them.
 
-Owns its rows and the states of those pairs. Must not know why a pair looks poisoned.
-
 A pair without a decision has the state "quarantined"; a released one is queued like any other, and is trusted from
 then on; a dropped one is skipped for good, on every base model.
 """

@@ -1,8 +1,4 @@
-"""A backup read again: checked, and put into a data folder.
-
-Owns what is believed of a backup's file: nothing that its manifest's hashes, SQLite and the layout do not confirm.
-Must not know sockets.
-"""
+"""A backup read again: checked, and put into a data folder."""
 
 from __future__ import annotations
 

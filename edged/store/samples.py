@@ -1,7 +1,4 @@
-"""The table `iteration_samples`: a sample of what the engine's iterations did.
-
-Owns its rows. Must not know the engine, nor for how long they are kept.
-"""
+"""The table `iteration_samples`: a sample of what the engine's iterations did."""
 
 from __future__ import annotations
 

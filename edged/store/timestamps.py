@@ -1,7 +1,4 @@
-"""How the database writes moments: ISO-8601 text in UTC, so that text order is time order.
-
-Owns that one format. Must not know tables.
-"""
+"""How the database writes moments: ISO-8601 text in UTC, so that text order is time order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How much is kept of each user, and making room within one user's own.
-
-Owns the counting and which completions go first. Must not know who calls, nor what anything is kept for.
-"""
+"""How much is kept of each user, and making room within one user's own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The control group (version 2) that this process is in: how much memory it may still take, and how it waits for it.
-
-Owns the files below /sys/fs/cgroup. Must not know the box's own memory.
-"""
+"""The control group (version 2) that this process is in: how much memory it may still take, and how it waits for it."""
 
 from __future__ import annotations
 

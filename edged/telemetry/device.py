@@ -1,8 +1,4 @@
-"""What the box is doing, read once a second on a thread of its own.
-
-Owns the sampler: which sources there are, what became of them, the latest reading and who hears of it. Must not know
-the engine; the compute device's name is passed in.
-"""
+"""What the box is doing, read once a second on a thread of its own."""
 
 from __future__ import annotations
 

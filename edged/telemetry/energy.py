@@ -1,7 +1,4 @@
-"""Energy by what it was spent on: power over the device's busy seconds of each kind.
-
-Owns these sums. Must not know where power or seconds are read.
-"""
+"""Energy by what it was spent on: power over the device's busy seconds of each kind."""
 
 from __future__ import annotations
 

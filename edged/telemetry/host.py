@@ -1,7 +1,4 @@
-"""What every Linux box tells: processor, memory, pressure, sensors, this process.
-
-Owns psutil and the files below /proc and /sys. Must not know GPUs.
-"""
+"""What every Linux box tells: processor, memory, pressure, sensors, this process."""
 
 from __future__ import annotations
 

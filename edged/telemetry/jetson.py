@@ -1,7 +1,4 @@
-"""A Jetson through jetson-stats: its service reads the hardware as root, this is a client of its socket.
-
-Owns the import of jtop and the shapes of its answers. Must not know psutil's part: memory, processor, this process.
-"""
+"""A Jetson through jetson-stats: its service reads the hardware as root, this is a client of its socket."""
 
 from __future__ import annotations
 

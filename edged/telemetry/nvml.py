@@ -1,7 +1,4 @@
-"""A desktop GPU through NVML.
-
-Owns pynvml. Must not know torch: which GPU is meant is told by the device's name and CUDA_VISIBLE_DEVICES.
-"""
+"""A desktop GPU through NVML."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One reading of the box: what every source knows of it at one moment.
-
-Owns the names and units. Must not know where a value comes from.
-"""
+"""One reading of the box: what every source knows of it at one moment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a source of readings is.
-
-Owns the interface. Must not know what is read.
-"""
+"""What a source of readings is."""
 
 from __future__ import annotations
 

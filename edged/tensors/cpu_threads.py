@@ -1,7 +1,7 @@
 """How many CPU threads an operation is shared between, as far as other programs leave cores free.
 
-Owns that number. Must not know what is computed. Threads that meet after every operation are as slow as the one that
-waits for a core: with a busy neighbour fewer threads are faster, and leave the neighbour more.
+Threads that meet after every operation are as slow as the one that waits for a core: with a busy neighbour fewer
+threads are faster, and leave the neighbour more.
 """
 
 from __future__ import annotations

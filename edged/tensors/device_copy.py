@@ -1,7 +1,4 @@
-"""Index tables on their way to the device.
-
-Owns the transfer: one copy for many tables, which the host does not wait for. Must not know what the tables mean.
-"""
+"""Index tables on their way to the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Named tensors as they are at one moment, brought to the host later, by whoever has the time.
 
-Owns the copy. Must not know what the tensors are of. The thread that changes the tensors only has the device copy them,
-in one operation; on CUDA neither that thread nor what it launches waits for their way to the host.
+The thread that changes the tensors only has the device copy them, in one operation; on CUDA neither that thread nor
+what it launches waits for their way to the host.
 """
 
 from __future__ import annotations

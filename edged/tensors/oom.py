@@ -1,7 +1,4 @@
-"""Want of memory: which errors mean it, how large fine-tune steps may be after it, and what is not tried again.
-
-Owns these answers. Must not know what the memory went to, nor when a step runs.
-"""
+"""Want of memory: which errors mean it, how large fine-tune steps may be after it, and what is not tried again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What in a model's directory could run code while it is loaded, and the sentence that refuses it.
 
-Owns the check before anything of a directory is opened by transformers. Must not know tensors.
-
 Two things can: Python files of the model's own, which `auto_map` in its JSON names (they run only where the operator
 set `model.trust_remote_code`), and pickled weights, which are never read.
 """

@@ -1,7 +1,4 @@
-"""Text and tokens: the model's tokenizer, incremental detokenization, stop strings.
-
-Owns every conversion between text and token ids. Must not know requests, HTTP or torch.
-"""
+"""Text and tokens: the model's tokenizer, incremental detokenization, stop strings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Dialogues of the demo assistant, the questions its users ask, and judges of an answer's style.
 
-Owns how turns, styles and system prompts are composed from `topics`. Every answer has a style along three axes
+Turns, styles and system prompts are composed from `topics`. Every answer has a style along three axes
 (formal or casual, short or long, metric or imperial) that is drawn independently of the question, so a model trained on
-these dialogues mixes the styles evenly until preferences shift it. Standard library only; must not know the model.
+these dialogues mixes the styles evenly until preferences shift it. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from examples.demo_model.topics import TOPICS, talk
-from examples.demo_model.topics.topic import Facts, Topic, fill
+from examples.demo_model.topics import BY_NAME, TOPICS, Facts, Topic, fill
 
+_THANKS, _NAME, _NO_NAME, _ASK_NAME = (BY_NAME[name] for name in ("thanks", "name", "no_name", "ask_name"))
 SHORT_WORDS = 24
 """An answer of at most this many words counts as short."""
 _LONG_WORDS = 32
@@ -181,17 +181,17 @@ def _dialogue(fresh: bool, rng: random.Random) -> Dialogue:
             elif kind < 0.5 and topic.follow_ups:
                 facts = _other_facts(topic, facts, rng)
                 question = _ask(topic.follow_ups, facts, rng)
-            elif kind < 0.6 and topic is not talk.THANKS:
-                topic, facts = talk.THANKS, {}
+            elif kind < 0.6 and topic is not _THANKS:
+                topic, facts = _THANKS, {}
                 question = _ask(topic.questions, facts, rng)
             elif kind < 0.8 and name:
-                topic, facts = talk.ASK_NAME, {"name": name}
+                topic, facts = _ASK_NAME, {"name": name}
                 question = _ask(topic.questions, facts, rng)
             else:
                 topic, facts, question = _open(TOPICS, False, rng)
-        if topic is talk.NO_NAME and name:
-            topic, facts = talk.ASK_NAME, {"name": name}
-        if topic is talk.NAME:
+        if topic is _NO_NAME and name:
+            topic, facts = _ASK_NAME, {"name": name}
+        if topic is _NAME:
             name = str(facts["name"])
         turns.append(Turn(question, _answer(topic, facts, style, rng), style, topic.has_units))
     return Dialogue(system, tuple(turns))

@@ -1,7 +1,4 @@
-"""A daemon of our own in a temporary folder, for the quickstart.
-
-Owns the process and its folder from start to removal. Must not know what is asked of it.
-"""
+"""A daemon of our own in a temporary folder, for the quickstart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Who talks to the daemon in the quickstart: two users with opposite tastes, and applications that just ask.
 
-Owns tastes and traffic. Must not know the screen. Each person runs in a thread with a connection of its own.
+Each person runs in a thread with a connection of its own.
 """
 
 from __future__ import annotations

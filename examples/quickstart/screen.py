@@ -1,7 +1,4 @@
-"""What the quickstart shows: the live screen, plain lines where there is no terminal, and the closing page.
-
-Owns the layout. Must not talk to the daemon.
-"""
+"""What the quickstart shows: the live screen, plain lines where there is no terminal, and the closing page."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from benchmarks.soak.growth import LARGEST_MIB_PER_MINUTE, Held, Said, growth
 from benchmarks.soak.inject import Injector
 from benchmarks.soak.manager import WATCHDOG_S, Manager
 from benchmarks.soak.run import first_each_then_any, held_by_nobody, held_over_time, in_rounds, table
+from benchmarks.soak.subject import Subject
 from edged.engine.stats.iterations import KEPT
 from edged.runtime.systemd import notify
 from edged.store import Store, StoreError, utc_now
@@ -172,3 +173,13 @@ def test_acknowledged_pairs_that_are_missing_are_in_the_table() -> None:
     result |= {"acknowledged": 40, "pages": pages, "problems": []}
     assert "| acknowledged pairs | 40, all there |" in table({**result, "missing": 0})
     assert "| acknowledged pairs | 40, 2 missing |" in table({**result, "missing": 2})
+
+
+@pytest.mark.slow
+def test_the_daemon_of_a_soak_serves_and_stops(tmp_path: Path) -> None:
+    subject = Subject(tmp_path)
+    try:
+        subject.wait_until_ready()
+        assert subject.stop() == 0
+    finally:
+        subject.remove()

@@ -14,7 +14,8 @@ import numpy as np
 
 from edged.align.feedback.pair import Record, TokenPair
 from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings, load_settings
 from tests.models import save_tiny
 

@@ -18,7 +18,7 @@ from edged.engine.attention.selection import Backends
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.served_model import ServedModel
-from edged.engine.request import Sampling
+from edged.engine.sampling.params import Sampling
 from edged.engine.sampling.penalties import TokenCounts, is_penalized
 from edged.engine.sampling.sampler import SamplingRow, sample
 from edged.settings.load import AlignSettings

@@ -13,8 +13,8 @@ import pytest
 import torch
 from peft import PeftModel
 
+from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.pair import PairRetired, PairScored, VersionPublished, VersionSaved
-from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.request import EngineBusy, RequestRefused

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.pair import (
     PairRetired,
     PairScored,
@@ -21,7 +22,6 @@ from edged.align.feedback.pair import (
     VersionSaved,
     VersionTested,
 )
-from edged.align.versions import UnknownAdapter
 from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
 from edged.scheduler.task import Plan

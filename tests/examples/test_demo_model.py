@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import subprocess
@@ -81,6 +82,15 @@ def test_dialogues_and_prompts_follow_from_their_seed() -> None:
 
     assert first(3) == first(3)
     assert first(3) != first(4)
+
+
+def test_the_dialogues_are_those_that_the_model_was_trained_on() -> None:
+    written = [dialogue.messages() for dialogue in itertools.islice(dialogues(11), 3000)]
+    asked = list(itertools.islice(prompts(21, fresh=True, with_units=True), 3000))
+    text = json.dumps([written, asked], ensure_ascii=False)
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "1cf470ea45c7947dafcfc15b33a81cd6e2ae73cdc14cbc4db0dc49e0029f0257"
+    )
 
 
 def test_fresh_questions_are_not_among_those_the_model_was_trained_on() -> None:

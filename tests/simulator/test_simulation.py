@@ -18,7 +18,8 @@ from edged.bench.replay import ReplayPlan, replay
 from edged.bench.traces import read_trace
 from edged.cli.main import cli
 from edged.engine.model.loading import ModelRefused
-from edged.engine.request import Request, Sampling
+from edged.engine.request import Request
+from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit

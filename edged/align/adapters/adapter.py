@@ -1,7 +1,5 @@
 """One user's LoRA adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
 
-Owns initial values, the optimizer step and the files. Must not know when a step is due or who is served.
-
 On disk: `<root>/<adapter>/v000012/` with `adapter_config.json` and `adapter_model.safetensors` (PEFT's own, loadable by
 PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with checksums, written last).
 """
@@ -29,6 +27,10 @@ from edged.tensors.host_copy import HostCopies
 _PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
 _DRAFT = ".draft"
+
+
+class UnknownAdapter(KeyError):
+    """No adapter of that name."""
 
 
 class AdapterError(ValueError):

@@ -1,7 +1,7 @@
 """The adapters' states in memory, most recently used last, and their way to disk and back.
 
-Owns which states are resident and which versions are written. Must not know pairs, steps or slots. The engine thread
-alone uses it, but for `load`, which any thread may call: reading an adapter must not stall an iteration.
+The engine thread alone uses it, but for `load`, which any thread may call: reading an adapter must not stall an
+iteration.
 """
 
 from __future__ import annotations

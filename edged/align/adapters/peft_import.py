@@ -1,7 +1,6 @@
 """Adapters that come from elsewhere: PEFT's format in safetensors, checked against the served model before it is used.
 
-Owns what is accepted. Must not know versions or who is served. No pickle is ever opened: a file that is not safetensors
-is refused by its name, before anything of it is read as data.
+No pickle is ever opened: a file that is not safetensors is refused by its name, before anything of it is read as data.
 """
 
 from __future__ import annotations

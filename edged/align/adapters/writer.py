@@ -1,6 +1,5 @@
 """Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learnt.
 
-Owns that thread, when a version is due, and the end of a forgotten adapter's files. Must not know what a version is of.
 Used by the engine thread alone.
 """
 
@@ -11,10 +10,9 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from edged.align.adapters.adapter import CopiedVersion
+from edged.align.adapters.adapter import CopiedVersion, UnknownAdapter
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.feedback.pair import Record, VersionSaved
-from edged.align.versions import UnknownAdapter
 from edged.settings.load import StoreSettings
 from edged.store import StoreError
 from edged.tensors.cpu_threads import one_beside

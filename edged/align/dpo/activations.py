@@ -1,7 +1,4 @@
-"""What each decoder layer was given in a fine-tune forward: all that is kept of it besides the K/V pages.
-
-Owns the kept tensors. Must not know losses, pages or the model's internals: a layer's call is recorded as it came.
-"""
+"""What each decoder layer was given in a fine-tune forward: all that is kept of it besides the K/V pages."""
 
 from __future__ import annotations
 

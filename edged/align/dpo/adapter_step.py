@@ -1,8 +1,4 @@
-"""One adapter's part in a step: its pairs, their losses and outcomes, its gradient, and its optimizer step.
-
-Owns what must not mix when adapters are stepped together: whatever becomes of one member leaves the others as they
-were. Must not know the order of the work, nor who else is in the step.
-"""
+"""One adapter's part in a step: its pairs, their losses and outcomes, its gradient, and its optimizer step."""
 
 from __future__ import annotations
 

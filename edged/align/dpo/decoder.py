@@ -1,7 +1,4 @@
-"""What fine-tune units need of the served model: single layers with autograd, K/V by page, and the head.
-
-Owns the interface alone; the engine implements it. Must not know losses or the order of units.
-"""
+"""What fine-tune units need of the served model: single layers with autograd, K/V by page, and the head."""
 
 from __future__ import annotations
 

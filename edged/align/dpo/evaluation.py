@@ -1,7 +1,4 @@
-"""The test of a version: neutral text, and pairs that are never trained on, under the adapter and under the base.
-
-Owns the order of its work: packed forwards, then head windows. Must not know what the scores lead to.
-"""
+"""The test of a version: neutral text, and pairs that are never trained on, under the adapter and under the base."""
 
 from __future__ import annotations
 

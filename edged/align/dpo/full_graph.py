@@ -1,8 +1,7 @@
 """The policy's forward of a group with its autograd graph kept, layer by layer, and the way back through it.
 
-Owns the kept graph. It computes what the packed forward and `RecomputeBackward` compute, with every layer run once
-instead of twice, for the memory of all layers' activations. Must not know losses or pages: nothing of it is in the
-cache.
+It computes what the packed forward and `RecomputeBackward` compute, with every layer run once instead of twice, for the
+memory of all layers' activations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The preference losses: from four sums of log-probabilities to a loss and its two derivatives.
-
-Owns the equations, on the host and in floats. Must not know tensors or models.
-"""
+"""The preference losses: from four sums of log-probabilities to a loss and its two derivatives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pairs whose forwards are computed together: their streams, what is kept of them, and the scored predictions.
-
-Owns the forward's progress and the cut into head windows. Must not know losses, gradients or pages' owners.
-"""
+"""Pairs whose forwards are computed together: their streams, what is kept of them, and the scored predictions."""
 
 from __future__ import annotations
 

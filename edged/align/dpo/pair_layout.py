@@ -1,7 +1,5 @@
 """How a preference pair lies in a row: the prompt once, then both answers as two branches.
 
-Owns the arithmetic of that layout. Must not know tensors' devices, pages or models.
-
 The flat order is [prompt | chosen | rejected]. A token of the chosen branch sees everything before it; a token of the
 rejected branch sees the prompt and its own branch, so the chosen rows are hidden from it.
 """

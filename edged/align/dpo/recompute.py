@@ -1,9 +1,4 @@
-"""The backward pass of a group, in units of one layer times one window (FlexLLM Algorithm 2).
-
-Owns the gradients that pass between units: the upstream at the present layer's output, and one layer's accumulators of
-the K/V that later windows attended to; also which rows see whose LoRA matrices, and where the gradients go. Must not
-know losses: it starts from the gradient at the last layer's output.
-"""
+"""The backward pass of a group, in units of one layer times one window (FlexLLM Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""One exact DPO step, cut into pieces that can be packed and preempted.
-
-Owns the order of the work: the forward (packed with serving and without autograd, or in units that keep their graph),
-head windows, losses, the backward units, the optimizer.
-Must not know who decides when a piece runs, whose pages it uses, or what becomes of a member
-(`edged.align.dpo.adapter_step`).
-"""
+"""One exact DPO step, cut into pieces that can be packed and preempted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Which of one adapter's new pairs look poisoned: by their loss, by what was said before, by the step's gradient.
 
-Owns the rules and what they remember of the latest pairs. Must not know queues, files or what becomes of a pair.
-
 Losses and norms are judged by the adapter's own latest ones, robustly: deviations are multiples of 1.4826 * MAD (the
 median absolute deviation, scaled to a normal distribution's standard deviation; Rousseeuw & Croux 1993) above the
 median. The loss is one-sided and bounded for pairs that agree with what was learned (it goes to 0), so that honest

@@ -1,7 +1,4 @@
-"""Preference pairs as the trainer sees them, and the records it leaves behind.
-
-Owns the data that passes between the learning loop, the engine and the store. Must not know sockets or scheduling.
-"""
+"""Preference pairs as the trainer sees them, and the records it leaves behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Files of preference pairs: HH-RLHF, TRL's preference JSONL, and edged's own export.
 
-Owns their shapes. Must not know the database, tokens, or anything slow to import: the command line uses it.
-
 A pair is a dict: `chosen` and `rejected` (the answers' texts) and either `messages` (the conversation before the
 answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare tokens); edged's own format may add
 `user` and `weight`. With a user, that is a body of `POST /v1/feedback`.

@@ -1,7 +1,4 @@
-"""A stored pair in tokens: the prompt's, the answer's, then EOS once where it was not cut, as serving produced them.
-
-Owns the choice between stored and fresh tokens, and how an over-long pair is cut. Must not know SQL or training.
-"""
+"""A stored pair in tokens: the prompt's, the answer's, then EOS once where it was not cut, as serving produced them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Signals to preference pairs: what a user did with an answer, and which answer was better than which.
 
-Owns the rules by which ratings and choices become pairs: the ratings' signs and weights, and whether a next message
-takes back the question before it. These rules err towards saying no: a missed correction costs one pair, an invented
-one teaches the wrong thing. Must not know HTTP, tokens or training. Everything here runs
-inside `Store.write`.
+These rules err towards saying no: a missed correction costs one pair, an invented one teaches the wrong thing.
+Everything here runs inside `Store.write`.
 
 | signal | rating | pairs | setting of its weight |
 | --- | --- | --- | --- |

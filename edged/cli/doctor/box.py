@@ -1,7 +1,4 @@
-"""Checks of the box: power mode, jtop, swap, the clock.
-
-Owns what each should be like on a Jetson and elsewhere. Must not know edged's files.
-"""
+"""Checks of the box: power mode, jtop, swap, the clock."""
 
 from __future__ import annotations
 

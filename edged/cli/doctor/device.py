@@ -1,6 +1,6 @@
 """Checks of the device: the GPU, its driver, whether this torch can use it, and whether the model fits.
 
-Owns what is made of the probe's answers. Must not import torch.
+Must not import torch.
 """
 
 from __future__ import annotations

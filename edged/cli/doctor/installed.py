@@ -1,7 +1,4 @@
-"""The installed service: its unit files, and the account that it runs as.
-
-Owns where units are, and taking that account's place for a look. Must not know what is looked at.
-"""
+"""The installed service: its unit files, and the account that it runs as."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks of the model's files, and of the prices that were measured with it.
 
-Owns what a directory of save_pretrained must have. No weight is read; must not import torch.
+No weight is read; must not import torch.
 """
 
 from __future__ import annotations

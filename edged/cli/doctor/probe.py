@@ -1,7 +1,7 @@
 """What only torch and transformers can tell, asked in a process of its own that may be slow or fail.
 
-Owns that process: `python -P -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on
-torch and the device, then one on memory. Must not be imported for more than `Probe` before it runs.
+`python -P -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on torch and the
+device, then one on memory. Must not be imported for more than `Probe` before it runs.
 """
 
 from __future__ import annotations

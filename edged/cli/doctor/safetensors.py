@@ -1,7 +1,6 @@
 """What a safetensors file says of itself, and whether it is all there.
 
-Owns the reading of headers; no tensor is read, and torch is not needed. The format:
-https://github.com/huggingface/safetensors#format.
+The format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks of the service: systemd's units, and the daemon that should answer.
-
-Owns what units should say and do. Must not know how the daemon works.
-"""
+"""Checks of the service: systemd's units, and the daemon that should answer."""
 
 from __future__ import annotations
 

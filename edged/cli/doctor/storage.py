@@ -1,6 +1,6 @@
 """Checks of what edged keeps and where: disk, folders, database, learned adapters.
 
-Owns how each is looked at without changing it. Must not import torch.
+Must not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Decode attention by the compiled kernels: each context is read once, where it lies.
-
-Owns the call. Must not know segments' owners or the model.
-"""
+"""Decode attention by the compiled kernels: each context is read once, where it lies."""
 
 from __future__ import annotations
 

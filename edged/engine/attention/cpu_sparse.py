@@ -1,7 +1,5 @@
 """Decode attention on the CPU that reads each context's K/V where it lies: no copy, no padding.
 
-Owns the mapping of paged attention to two of torch's sparse products. Must not know segments' owners or the model.
-
 Each query head of each sequence is a row of a sparse matrix whose columns are the K/V rows that it sees. The scores are
 the product of queries and keys sampled at that pattern; the output is the sum of the value rows weighted by the scores'
 softmax, an embedding bag. Both read a row once per query head, from cache after the first head of a group.

@@ -1,8 +1,4 @@
-"""The packed batch: the new tokens of many sequences in one row, and the tables that attention needs.
-
-Owns the segment table. Must not know requests, policies or the model: it is built from segments and read by
-`edged.engine.attention.paged`; runs of adapters are `edged.engine.lora.segments`'.
-"""
+"""The packed batch: the new tokens of many sequences in one row, and the tables that attention needs."""
 
 from __future__ import annotations
 

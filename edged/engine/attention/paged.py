@@ -1,8 +1,4 @@
-"""Attention over the paged cache, registered with transformers so that unmodified models use it.
-
-Owns what a packed token attends to: the current pass decides, `paged_attention` only dispatches to it. Must not know
-requests, adapters or policies.
-"""
+"""Attention over the paged cache, registered with transformers so that unmodified models use it."""
 
 from __future__ import annotations
 

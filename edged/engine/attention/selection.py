@@ -1,7 +1,4 @@
-"""Which implementations of attention and LoRA an engine uses: what is asked for and can be, picked once, at start.
-
-Owns the choice and the trials that a kernel passes before anybody waits for it. Must not know requests or policies.
-"""
+"""Which implementations of attention and LoRA an engine uses: what is asked for and can be, picked once, at start."""
 
 from __future__ import annotations
 

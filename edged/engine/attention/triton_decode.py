@@ -1,7 +1,5 @@
 """Decode attention on a GPU that reads K/V pages where they lie: a Triton kernel over pages, and one to join its parts.
 
-Owns the kernels and when they can be used. Must not know segments' owners or the model.
-
 A program handles one sequence, one KV head with all query heads of its group, and one part of the context (split-K, as
 in Flash-Decoding: long contexts keep the whole device busy however few the sequences). It keeps the running maximum and
 sum of the online softmax (Milakov and Gimelshein 2018); the second kernel brings the parts to one maximum and adds.

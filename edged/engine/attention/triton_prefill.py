@@ -1,7 +1,5 @@
 """Attention of prompt chunks and fine-tune pieces on a GPU that reads K/V pages where they lie: one Triton kernel.
 
-Owns the kernel and when it can be used. Must not know segments' owners or the model.
-
 A program handles one KV head of one tile of `batch.PrefillTiles`: some consecutive query tokens of one segment, each
 with all query heads of the group, so that a loaded key serves them all. It keeps the running maximum and sum of the
 online softmax (Milakov and Gimelshein 2018). Keys are counted as the tile sees them, without the rows hidden from it:

@@ -1,7 +1,4 @@
-"""What decoding shows of a sequence's heads and rows: how large the heads' outputs are, which rows they look at.
-
-Owns these observations. Must not know when they are made, nor what follows from them (`edged.engine.pruner`).
-"""
+"""What decoding shows of a sequence's heads and rows: how large the heads' outputs are, which rows they look at."""
 
 from __future__ import annotations
 

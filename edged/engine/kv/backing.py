@@ -1,7 +1,5 @@
 """What K/V tensors lie in: memory of which parts can be returned to the system while the tensor stays where it is.
 
-Owns address space and what is behind it. Must not know pages, layers or heads: it is told ranges of bytes.
-
 An anonymous mapping on the CPU: what is given back reads as zeros, and comes back by itself when it is written. On an
 integrated GPU, whose memory is the box's, pieces that are mapped one by one (`edged.engine.kv.cuda_vmm`). Elsewhere
 torch's own memory: what a discrete GPU gave back would be no neighbour's.

@@ -1,6 +1,5 @@
 """CUDA memory in pieces behind one range of addresses: pieces go back to the system while kernels keep their pointers.
 
-Owns the driver's virtual memory calls (CUDA Driver API, 6.14). Must not know pages: it is told ranges of bytes.
 Captured graphs stay valid, for no address changes; who gives a piece back sees to it that nothing reads it.
 """
 

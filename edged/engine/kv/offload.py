@@ -1,8 +1,5 @@
 """Where evicted prefix pages are kept: pinned host memory, or a file.
 
-Owns the copies and their way between the K/V tensors and there. Must not know which pages are worth keeping: that is
-`edged.cache.prefix_trie`'s.
-
 On CUDA copies run on a stream of their own, between what was launched before and what is launched after `join`; the
 engine thread waits for none of them.
 """

@@ -1,7 +1,5 @@
 """Where the K/V rows of pruned sequences lie: which block is whose, by layer and KV head.
 
-Owns the layout of compacted pages. Must not know how it was decided what is kept, nor policies.
-
 A pruned sequence's first `slabs` pages hold, in each layer, the kept rows of its KV heads, one head after the other in
 whole blocks of a page's rows: of these pages' `slabs * kv_heads` blocks, in order, head h owns `counts[layer, h]`
 behind those of the heads before it. The pages that follow are laid out as ever, a block for each head. So the usual

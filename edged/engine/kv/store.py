@@ -1,7 +1,6 @@
 """K/V storage: one tensor for keys and one for values, addressed by page, layer and KV head.
 
-Owns the layout; what it lies in is `edged.engine.kv.backing`'s. Which page belongs to whom is
-`edged.cache.page_pool`'s; what is attended is `edged.engine.attention.paged`'s.
+Which page belongs to whom is `edged.cache.page_pool`'s; what is attended is `edged.engine.attention.paged`'s.
 
 A page index names a slab: in each layer `kv_heads` blocks of `page_size` rows of `head_dim`, so that one index stands
 for all layers and heads of `page_size` tokens. Layers lie one after the other: an index of rows or blocks is made once

@@ -1,7 +1,4 @@
-"""The low-rank updates of a packed batch's rows by the compiled kernels, all adapters in one call.
-
-Owns a wrapped linear's structure for them. Must not know which rows see which adapter.
-"""
+"""The low-rank updates of a packed batch's rows by the compiled kernels, all adapters in one call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LoRA in the packed batch: every target linear is wrapped once and holds slots for several adapters.
 
-Owns which weights a packed token sees. What the weights are, and their files, is `edged.align.adapters.adapter`'s.
+What the weights are, and their files, is `edged.align.adapters.adapter`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Low-rank updates of a packed batch: which rows see which slot at present, and what multiplies them.
-
-Owns what all wrapped linears of a model share. Must not know which linears there are.
-"""
+"""Low-rank updates of a packed batch: which rows see which slot at present, and what multiplies them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which adapter version sits in which LoRA slot.
-
-Owns residency: who holds a slot, what may be replaced, and what a publish does. Must not know where weights come from.
-"""
+"""Which adapter version sits in which LoRA slot."""
 
 from __future__ import annotations
 

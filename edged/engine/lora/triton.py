@@ -1,7 +1,5 @@
 """LoRA updates of a packed batch of many adapters on a GPU: two Triton kernels over tiles of rows.
 
-Owns the kernels, the table of tiles, and when they can be used. Must not know who the adapters belong to.
-
 The first kernel shrinks a tile's rows to the rank, x A^T, in parts of the input features where there are few tiles; the
 second adds the parts in a fixed order, expands them, (x A^T) B^T, and adds that to the tile's own rows of the output.
 Every row lies in one tile and every sum has one order: results do not depend on which program ends first.

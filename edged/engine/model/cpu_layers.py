@@ -1,8 +1,6 @@
 """Decoder layers of the commonest kind by the compiled kernels, for few rows.
 
-Owns a layer's structure for the kernels, the two calls around attention, and the trial that says which layers may be
-computed so: what a layer is is not read from its class. Its parts are found by name, and both ways must agree on the
-same rows. Must not know what is attended.
+Its parts are found by name, and both ways must agree on the same rows.
 """
 
 from __future__ import annotations

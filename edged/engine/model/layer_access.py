@@ -1,8 +1,4 @@
-"""The served model as the fine-tune units see it: single layers, K/V by page, and the head.
-
-Owns the bridge between `edged.align.dpo.decoder.Decoder` and the model with its pages. Must not know losses
-or schedules.
-"""
+"""The served model as the fine-tune units see it: single layers, K/V by page, and the head."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""From a checkpoint's directory to a transformers model on its device, tensor by tensor.
-
-Owns what is refused before any weight is read, and how much memory loading takes: transformers maps safetensors files
-and brings each tensor to its dtype and device by itself, so that beside the weights one tensor (a few, with threads) is
-in memory at a time, and mapped file pages, which the system may drop. Must not know pages, slots or requests.
-"""
+"""From a checkpoint's directory to a transformers model on its device, tensor by tensor."""
 
 from __future__ import annotations
 

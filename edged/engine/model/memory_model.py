@@ -1,7 +1,6 @@
 """What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone.
 
-Owns that arithmetic; no weight is read. The page pool takes what it leaves, and `edged bench memory` prints it. Must
-not know how much memory there is.
+The page pool takes what it leaves, and `edged bench memory` prints it.
 """
 
 from __future__ import annotations

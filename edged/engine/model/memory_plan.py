@@ -1,7 +1,4 @@
-"""How many K/V pages and adapters fit: the arithmetic of free memory at start.
-
-Owns the budget rule. Must not know who uses the pages.
-"""
+"""How many K/V pages and adapters fit: the arithmetic of free memory at start."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Frozen fp32 linears on the CPU, with a second copy of the weight in oneDNN's packed layout.
 
-Owns that layout's use. Must not know LoRA or batches. On the packed layout products are up to twice as fast as torch's
-own, for the price of the weights' memory again; few rows are multiplied by the compiled kernels, where there are any,
-for the price of half of it more if the weights are numbers of 16 bits.
-Linears that are given the same input are one product: every product is a meeting of all threads.
+On the packed layout products are up to twice as fast as torch's own, for the price of the weights' memory again; few
+rows are multiplied by the compiled kernels, where there are any, for the price of half of it more if the weights are
+numbers of 16 bits. Linears that are given the same input are one product: every product is a meeting of all threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Quantized bases: what a checkpoint needs, what `model.quantize` makes of a plain one, and what its linears hold.
 
-Owns everything that is said about a quantization method, and gradients through the linears whose kernels have none.
-Must not know LoRA, pages or the decoder's structure. The methods themselves are transformers' and their packages'; none
-is imported before a model asks for it.
+The methods themselves are transformers' and their packages'; none is imported before a model asks for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The served model: an unmodified transformers decoder, checked at start, with the handles that the engine needs.
-
-Owns loading, the check that the model can be served, and running one decoder layer or the head alone. Must not know
-requests, pages' owners or policies.
-"""
+"""The served model: an unmodified transformers decoder, checked at start, with the handles that the engine needs."""
 
 from __future__ import annotations
 

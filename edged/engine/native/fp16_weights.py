@@ -1,8 +1,8 @@
 """Weights that need 16 bits each, without the other 16.
 
-Owns which weights these are and the order in which the kernels read them. Must not know linears or models. Checkpoints
-are mostly in bfloat16 or float16, and the CPU computes in float32, of which such numbers need half the bits. A step of
-few rows takes as long as reading the weights: from a copy of these bits it reads half, and gets the same sums.
+Checkpoints are mostly in bfloat16 or float16, and the CPU computes in float32, of which such numbers need half the
+bits. A step of few rows takes as long as reading the weights: from a copy of these bits it reads half, and gets the
+same sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The compiled kernels: found, loaded, and their structures.
-
-Owns the interface to the C sources. Must not know models or batches.
-"""
+"""The compiled kernels: found, loaded, and their structures."""
 
 from __future__ import annotations
 

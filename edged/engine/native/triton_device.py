@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device. Must not know what they compute."""
+"""Whether Triton's kernels can run on a device."""
 
 from __future__ import annotations
 

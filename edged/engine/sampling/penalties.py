@@ -1,8 +1,4 @@
-"""What lowers or raises single tokens' scores: bias, forbidden tokens, and penalties on those that occurred.
-
-Owns the counts that penalties need and their arithmetic, one transfer for all rows. Must not know how a token is
-drawn from the scores.
-"""
+"""What lowers or raises single tokens' scores: bias, forbidden tokens, and penalties on those that occurred."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from edged.engine.request import Sampling
+from edged.engine.sampling.params import Sampling
 
 
 def is_penalized(sampling: Sampling) -> bool:

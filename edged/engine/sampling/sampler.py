@@ -1,7 +1,6 @@
 """Drawing the next token of every sampled row at once, each with its own parameters.
 
-Owns the meaning of the sampling parameters. A drawn token depends on its own row, seed and step alone, never on what
-else shares the batch. Must not know requests' lives or text.
+A drawn token depends on its own row, seed and step alone, never on what else shares the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from edged.engine.request import Sampling
+from edged.engine.sampling.params import Sampling
 from edged.engine.sampling.penalties import Changes, TokenCounts, is_penalized
 from edged.engine.sampling.truncation import keep_nucleus, kth_best
 from edged.tensors.device_copy import upload

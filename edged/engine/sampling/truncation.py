@@ -1,8 +1,7 @@
 """The most likely tokens alone: top-k and top-p without sorting a vocabulary.
 
-Owns which tokens stay. Must not know requests, nor how a token is drawn from those that stay. The host waits for
-nothing here, and a row's result does not depend on the rows beside it. On the CPU top-p is a compiled kernel, where
-there is one; torch's way gives the same to the last bit.
+The host waits for nothing here, and a row's result does not depend on the rows beside it. On the CPU top-p is a
+compiled kernel, where there is one; torch's way gives the same to the last bit.
 """
 
 from __future__ import annotations

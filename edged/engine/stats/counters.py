@@ -1,7 +1,6 @@
 """What the engine counted: totals, rates of the last seconds, percentiles of the latest events.
 
-Owns the counters, and how a packed forward's time is divided among its members. Written by the engine thread, read by
-any: deques and integers are replaced, never iterated in place.
+Written by the engine thread, read by any: deques and integers are replaced, never iterated in place.
 """
 
 from __future__ import annotations

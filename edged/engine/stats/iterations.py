@@ -1,6 +1,6 @@
 """What the latest iterations did, one record each: for the status, for a trace, for whoever watches.
 
-Owns the ring of records. Written by the engine thread, read by any: records are never changed.
+Written by the engine thread, read by any: records are never changed.
 """
 
 from __future__ import annotations

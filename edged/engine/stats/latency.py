@@ -1,6 +1,6 @@
 """How long people waited for tokens, and whether these came in time: a record each, for percentiles and histograms.
 
-Owns the ring of records. Written by the engine thread alone, which pays three assignments; read by any.
+Written by the engine thread alone, which pays three assignments; read by any.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast the device is now: against its prices, and against what is usual.
 
-Owns both factors. A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few
-iterations tell it of all kinds of work. Must not know what ran, nor how prices are fitted.
+A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few iterations tell it of
+all kinds of work.
 """
 
 from __future__ import annotations

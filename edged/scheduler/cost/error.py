@@ -1,7 +1,4 @@
-"""How far predictions of iterations were off, by the kind of work.
-
-Owns these means. Must not know how predictions are made.
-"""
+"""How far predictions of iterations were off, by the kind of work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The cost model: how long a candidate bin will take, learned from the iterations that ran.
 
-Owns the features of a bin, their prices in seconds and the error of its own predictions. Must not know torch, policies
-or clocks: it is told what ran and how long it took. All times are seconds.
+All times are seconds.
 """
 
 from __future__ import annotations

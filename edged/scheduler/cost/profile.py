@@ -1,6 +1,6 @@
 """A device's profile: what forwards and units took, the prices that follow, and of which model on which device.
 
-Owns the file's data, its name, and the fit of prices. Must not know how anything is measured. All times are seconds.
+All times are seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Non-negative prices of features, from measurements: all at once, or one after the other as they come.
 
-Owns both fits. Must not know what the features are, nor torch or clocks. All times are seconds.
+All times are seconds.
 """
 
 from __future__ import annotations

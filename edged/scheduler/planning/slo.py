@@ -1,8 +1,4 @@
-"""When a request's next token is due: TTFT and TBT targets by service class; how fast prompts must go to meet them.
-
-Owns that arithmetic over priced latencies, and how much time the prompts leave for other work. Must not know queues or
-policies.
-"""
+"""When a request's next token is due: TTFT and TBT targets by service class; how fast prompts must go to meet them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
         ElementTree.parse(drawing)
         assert json.loads((output / f"{key}-tiny.json").read_text())["panels"]
     assert "| pairs learnt |" in page
-    assert "python tools/bench_scheduler.py --policy mace --tasks 64 --json > scheduler-mace.json" in page
+    assert "python -m benchmarks.scheduler --policy mace --tasks 64 --json > scheduler-mace.json" in page
     command = "python -m benchmarks.report.arrivals compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh"
     assert page.count(command) == 1, "all figures of a folder are of one comparison"
     assert "Not measured by these runs: TTFT p50 of AdaInf's; TTFT p50 of Ekya's; " in page
@@ -142,7 +142,7 @@ def test_a_pruning_file_of_another_benchmark_is_an_error(tmp_path: Path, compare
     arguments = [str(compared), "--output", str(tmp_path / "report"), "--pruning", str(file)]
     result = CliRunner().invoke(report_command, arguments)
     assert result.exit_code == 1
-    assert "is not what tools/bench_pruning.py" in result.stderr
+    assert "is not what python -m benchmarks.pruning" in result.stderr
 
 
 def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path) -> None:
@@ -369,10 +369,10 @@ def test_each_policy_stands_beside_its_own_number_of_the_paper_or_none() -> None
 def test_other_benchmarks_stand_with_the_command_that_was_typed() -> None:
     every = [{"policy": name, "tasks": 64, "queued": 4096, "rounds": 400} for name in ROWS]
     given = "--tasks 64 --queued 4096 --rounds 400 --json"
-    assert scheduler_command(every) == f"python tools/bench_scheduler.py --policy all {given} > scheduler-all.json"
-    assert scheduler_command(every[:2]).splitlines()[1].startswith("python tools/bench_scheduler.py --policy fcfs ")
+    assert scheduler_command(every) == f"python -m benchmarks.scheduler --policy all {given} > scheduler-all.json"
+    assert scheduler_command(every[:2]).splitlines()[1].startswith("python -m benchmarks.scheduler --policy fcfs ")
     typed = {"model": "m", "pairs": "p.jsonl", "last": 1425, "memory_mb": 64}
-    tool = "python tools/bench_pruning.py m"
+    tool = "python -m benchmarks.pruning m"
     command = f"{tool} p.jsonl --last 1425 --memory-mb 64 --output pruning.json"
     assert pruning_command({"model": "m", "arguments": typed}) == command
     assert pruning_command({"model": "m"}) == f"{tool} PAIRS --output pruning.json"

@@ -7,15 +7,11 @@ import sys
 from benchmarks.support.interleave import Conversation
 
 
-def main() -> None:
+def be_side(name: str) -> None:
     conversation = Conversation()
     print("a library's progress bar", flush=True)
     while True:
         question = conversation.question()
         if question.get("fail"):
             sys.exit("the disk is full")
-        conversation.answer({"name": sys.argv[1], **question})
-
-
-if __name__ == "__main__":
-    main()
+        conversation.answer({"name": name, **question})

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from edged.engine.native.library import kernels, why_no_kernels
-from edged.engine.request import Sampling
+from edged.engine.sampling.params import Sampling
 from edged.engine.sampling.penalties import Changes, TokenCounts
 from edged.engine.sampling.sampler import NOT_A_TOKEN, SamplingRow, sample, uniform
 from edged.engine.sampling.truncation import keep_nucleus, keep_nucleus_by_torch, kth_best

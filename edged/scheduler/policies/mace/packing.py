@@ -1,8 +1,4 @@
-"""Best-fit packing: MACE's Algorithm 1 as a pure function.
-
-Owns the choice of a bin for each task that asks for memory. Must not know queues, clocks or the cost model: it is given
-what each task needs, in the order of priority.
-"""
+"""Best-fit packing: MACE's Algorithm 1 as a pure function."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""MACE's priorities (section 4.1), derived from one setting: how long serving may starve fine-tuning.
-
-Owns the numbers pi, delta and gamma. Must not know queues or bins.
-"""
+"""MACE's priorities (section 4.1), derived from one setting: how long serving may starve fine-tuning."""
 
 from __future__ import annotations
 

@@ -5,23 +5,25 @@
 
 Only ratios are compared: both sides of each were measured in one run on one machine. `--save` makes this run the one
 that later runs are compared with (docs/results/bench.json). At last instructions are counted and compared with
-docs/results/instructions.json, which `tools/bench_instructions.py --save` writes. With `--check` the exit status is 1
-where a ratio or a count moved, up or down.
+docs/results/instructions.json, which `python -m benchmarks.instructions --save` writes. With `--check` the exit status
+is 1 where a ratio or a count moved, up or down.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.support.checkout import ROOT, environment
+from benchmarks.support.command import existing_file, flag, keep, make_parser, option, resolve, say
+
 COMMITTED = ROOT / "docs" / "results" / "bench.json"
 OUTSIDE_AT_BATCH = 8
 
@@ -31,16 +33,14 @@ Ratios = dict[str, dict[str, float]]
 
 def main() -> None:
     """Run all, print the table, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--pairs", type=Path, help="preference pairs for the DPO steps; without them these are left out"
+    given = (
+        option("--pairs", "preference pairs for the DPO steps; without them these are left out", type=existing_file),
+        option("--trace", "a Mooncake trace; without it shared prefixes are left out", type=existing_file),
+        flag("--save", f"write {COMMITTED.relative_to(ROOT)}"),
+        flag("--check", "exit with 1 where a ratio or a count moved"),
     )
-    parser.add_argument("--trace", type=Path, help="a Mooncake trace; without it shared prefixes are left out")
-    parser.add_argument("--quick", action="store_true", help="small models: does everything run?")
-    parser.add_argument("--save", action="store_true", help=f"write {COMMITTED.relative_to(ROOT)}")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a ratio or a count moved")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
+    parser = make_parser(__doc__, *given, quick="small models", program="tools/bench")
+    options = resolve(parser, *given)
     if options.save and (options.quick or not options.pairs or not options.trace):
         parser.error("--save needs a full run with --pairs and --trace: later runs are compared with it")
     if options.check and options.quick:
@@ -53,8 +53,10 @@ def main() -> None:
         if not options.json:
             show(found, committed)
         counts = count_instructions(output, sys.stderr if options.json else sys.stdout)
+    told = {"ratios": judged, "instructions": counts}
     if options.json:
-        print(json.dumps({"ratios": judged, "instructions": counts}))
+        print(json.dumps(told))
+    keep(options, told)
     if options.save:
         report = {
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -66,44 +68,48 @@ def main() -> None:
         sys.exit(f"tools/bench: moved since the committed results: {', '.join(names)}")
 
 
-def measure(options: argparse.Namespace, output: Path) -> Ratios:
+def measure(options: Namespace, output: Path) -> Ratios:
     """Every benchmark's ratios, one after the other; each report goes through `output`."""
     found: Ratios = {}
     quick = ["--quick"] if options.quick else []
-    found |= iteration(run("bench_iteration.py", output, *quick, "--batch", str(OUTSIDE_AT_BATCH)))
-    found |= serving(run("bench_serving.py", output, *(quick or ["--rounds", "3"])))
+    found |= iteration(run("iteration", output, *quick, "--batch", str(OUTSIDE_AT_BATCH)))
+    found |= serving(run("serving", output, *(quick or ["--rounds", "3"])))
     if options.pairs:
         steps = quick or ["--steps", "3"]
-        found |= dpo(run("bench_dpo.py", output, str(options.pairs), "--peer", "TRL", *steps))
+        found |= dpo(run("dpo", output, str(options.pairs), "--peer", "TRL", *steps))
         arrivals = quick or ["--requests", "40", "--gap-s", "0.3"]
-        found |= preemption(run("bench_preemption.py", output, str(options.pairs), *arrivals))
+        found |= preemption(run("preemption", output, str(options.pairs), *arrivals))
     if options.trace:
         requests = quick or ["--requests", "24", "--rounds", "1"]
-        found |= prefix(run("bench_prefix.py", output, str(options.trace), "--workload", "conversations", *requests))
-    return found | adapters(run("bench_adapters.py", output, *(quick or ["--rounds", "3"])))
+        found |= prefix(run("prefix", output, str(options.trace), "--workload", "conversations", *requests))
+    return found | adapters(run("adapters", output, *(quick or ["--rounds", "3"])))
 
 
-def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
-    """One benchmark's report; its progress goes to stderr."""
-    print(f"== {script} {' '.join(arguments)}", file=sys.stderr, flush=True)
-    command = [sys.executable, str(ROOT / "tools" / script), *arguments, "--output", str(output)]
+def run(name: str, output: Path, *arguments: str) -> dict[str, Any]:
+    """One benchmark's report; its progress and its table go to stderr."""
+    say(f"== {name} {' '.join(arguments)}")
     began = time.monotonic()
-    if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise SystemExit(f"tools/bench: {script} failed; its last lines are above")
-    print(f"== {script} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    if call(name, output, *arguments, table=sys.stderr):
+        raise SystemExit(f"tools/bench: {name} failed; its last lines are above")
+    say(f"== {name} took {time.monotonic() - began:.0f} s")
     report: dict[str, Any] = json.loads(output.read_text())
     return report
 
 
 def count_instructions(output: Path, table: TextIO) -> dict[str, Any] | None:
-    """What tools/bench_instructions.py reports, its table to `table`; None, and a line why, where it cannot count."""
+    """What benchmarks.instructions reports, its table to `table`; None, and a line why, where it cannot count."""
     table.flush()
-    command = [sys.executable, str(ROOT / "tools" / "bench_instructions.py"), "--output", str(output)]
-    if subprocess.run(command, stdout=table).returncode:
-        print("tools/bench: instructions were not counted; the line above says why", file=sys.stderr)
+    if call("instructions", output, table=table):
+        say("tools/bench: instructions were not counted; the line above says why")
         return None
     report: dict[str, Any] = json.loads(output.read_text())
     return report
+
+
+def call(name: str, output: Path, *arguments: str, table: TextIO) -> int:
+    """The exit code of a benchmark in a process of its own."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--output", str(output)]
+    return subprocess.run(command, stdout=table, env=environment()).returncode
 
 
 def moved(judged: dict[str, dict[str, Any]], counts: dict[str, Any] | None) -> list[str]:

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What the daemon costs while nobody asks, and how fast it answers a trivial request while many ask.
 
-    python tools/bench_daemon.py [--starts 5] [--idle 30] [--clients 16] [--json]
+    python -m benchmarks.daemon [--starts 5] [--idle 30] [--clients 16] [--json]
 
 Every start is a daemon of its own with the demo model and an empty data folder; it answers one chat, rests for a
 moment, and is then watched for `--idle` seconds. The share is of one core. At last, `--clients` stream answers without
@@ -10,17 +9,16 @@ pause from another process while `/healthz` is asked every 20 ms: its latency is
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
-import checkout  # noqa: F401
+from benchmarks.support.command import finish, option, parse
 from benchmarks.support.interleave import Spread
 from edged.client.client import Address, Client
 from examples.quickstart.daemon import TemporaryDaemon
@@ -31,23 +29,21 @@ QUESTION = {"messages": [{"role": "user", "content": "How do I cook rice?"}], "m
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=5, help="daemons to start, one after the other (default 5)")
-    parser.add_argument("--idle", type=float, default=30.0, help="seconds that each is watched (default 30)")
-    parser.add_argument("--clients", type=int, default=16, help="streams at once under load (default 16)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
+    options = parse(
+        __doc__,
+        option("--starts", "daemons to start, one after the other", 5),
+        option("--idle", "seconds that each is watched", 30.0),
+        option("--clients", "streams at once under load", 16),
+    )
     found = [watch(options.idle) for _ in range(options.starts)]
     columns = {key: Spread.of([reading[key] for reading in found]) for key in found[0]}
     loaded = lag(options.clients, options.idle)
-    if options.json:
-        spreads = {key: spread.as_json() for key, spread in columns.items()}
-        print(json.dumps({**spreads, "under_load": loaded}))
-        return
-    print(f"median (quartiles) of {options.starts} starts")
-    for key, spread in columns.items():
-        print(f"{key}: {spread.text()}")
-    print(f"/healthz under {options.clients} streams: " + ", ".join(f"{k} {v:.1f} ms" for k, v in loaded.items()))
+    lines = [f"median (quartiles) of {options.starts} starts"]
+    lines += [f"{key}: {spread.text()}" for key, spread in columns.items()]
+    under = ", ".join(f"{name} {ms:.1f} ms" for name, ms in loaded.items())
+    lines.append(f"/healthz under {options.clients} streams: {under}")
+    report: dict[str, Any] = {key: spread.as_json() for key, spread in columns.items()}
+    finish(options, {**report, "under_load": loaded}, "\n".join(lines))
 
 
 def watch(idle_s: float) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""What of a trace's prompts had been seen before, and how much faster that can make the trace at most.
-
-Owns that arithmetic and the choice of requests. Must not know the engine.
-"""
+"""What of a trace's prompts had been seen before, and how much faster that can make the trace at most."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +11,25 @@ from typing import Any
 
 import pytest
 
+import benchmarks.all as bench_all
 from benchmarks.dpo import SIDES
+from benchmarks.instructions import moved, table
 from benchmarks.support.callgrind import Counter, missing_program
+from benchmarks.support.checkout import ROOT, environment
 from edged.scheduler.policies.registry import ROWS
 from tests.models import save_tiny
 
-REPOSITORY = Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 
 
-def run_tool(name: str, *arguments: str, report: Path) -> dict[str, Any]:
-    command = [sys.executable, str(REPOSITORY / "tools" / name), *arguments, "--quick", "--output", str(report)]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
+def run(name: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks.NAME`."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=timeout)
+
+
+def report_of(name: str, *arguments: str, report: Path) -> dict[str, Any]:
+    done = run(name, *arguments, "--quick", "--output", str(report), timeout=280)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(report.read_text())
     return found
@@ -31,9 +37,7 @@ def run_tool(name: str, *arguments: str, report: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_serving_is_compared_on_equal_greedy_answers(tmp_path: Path) -> None:
-    report = run_tool(
-        "bench_serving.py", "--size", "4m", "--rounds", "1", "--requests", "4", report=tmp_path / "out.json"
-    )
+    report = report_of("serving", "--size", "4m", "--rounds", "1", "--requests", "4", report=tmp_path / "out.json")
     assert report["model"] == "4m"
     assert report["equal_answers_share"] == {"transformers continuous batching": 1.0, "transformers generate": 1.0}
     assert all(ratio["median"] > 0 for ratio in report["ratios"].values())
@@ -47,7 +51,7 @@ def test_a_single_stream_is_compared_with_llama_cpp_and_with_an_adapter(
     pytest.importorskip("gguf", reason="gguf is not installed: it comes with the extra [peers]")
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: it is in the extra [peers]")
     arguments = ("--rounds", "1", "--requests", "1", "--adapter", "--peer", "llama.cpp", *options)
-    report = run_tool("bench_serving.py", *arguments, report=tmp_path / "report.json")
+    report = report_of("serving", *arguments, report=tmp_path / "report.json")
     assert report["checkpoint"] == checkpoint
     # llama.cpp rounds what it multiplies by weights in F16, so its answers may leave ours at some token.
     assert report["equal_answers_share"]["llama.cpp"] == 1.0 or checkpoint == "float16"
@@ -58,7 +62,7 @@ def test_a_single_stream_is_compared_with_llama_cpp_and_with_an_adapter(
 @pytest.mark.slow
 def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "trace.jsonl")
-    report = run_tool("bench_prefix.py", str(trace), "--turns", "3", report=tmp_path / "report.json")
+    report = report_of("prefix", str(trace), "--turns", "3", report=tmp_path / "report.json")
     window, talks = report["workloads"]["window"], report["workloads"]["conversations"]
     # Three turns of two, three and four blocks: the last two find one and two blocks besides the one that all share.
     assert talks["bound"]["hit_share"] == pytest.approx((0 + 2 + 3) / (2 + 3 + 4), abs=0.1)
@@ -73,7 +77,7 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> None:
-    report = run_tool("bench_iteration.py", "--size", "4m", "--device", "cpu", report=tmp_path / "report.json")
+    report = report_of("iteration", "--size", "4m", "--device", "cpu", report=tmp_path / "report.json")
     assert set(report["decodes"]) == {"1", "8", "32"}
     for mixes in report["decodes"].values():
         assert {"greedy", "temperature", "top_p", "penalties"} <= set(mixes)
@@ -82,16 +86,14 @@ def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> No
             assert 0 < found["floor_ms"] < found["iteration_ms"]["median"]
     assert set(report["shares"]) == {"decode, batch 1", "decode, batch 8", "decode, batch 32", "prompt of 2048"}
     assert all(share["of_copy_bandwidth"] > 0 < share["of_matmul_rate"] for share in report["shares"].values())
-    one = run_tool(
-        "bench_iteration.py", "--size", "4m", "--device", "cpu", "--batch", "8", report=tmp_path / "one.json"
-    )
+    one = report_of("iteration", "--size", "4m", "--device", "cpu", "--batch", "8", report=tmp_path / "one.json")
     assert set(one["decodes"]) == {"8"}
 
 
 @pytest.mark.slow
 def test_a_trace_is_analysed_without_measuring(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "trace.jsonl")
-    report = run_tool("bench_prefix.py", str(trace), "--analyse", report=tmp_path / "report.json")
+    report = report_of("prefix", str(trace), "--analyse", report=tmp_path / "report.json")
     assert report["bounds"]["the whole trace"]["requests"] == 60
     assert "conversations of 3 and more: all" in report["bounds"]
     assert "conversations of 4 and more: all" not in report["bounds"]
@@ -112,7 +114,7 @@ def mooncake(path: Path) -> Path:
 @pytest.mark.slow
 def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 400)
-    report = run_tool("bench_preemption.py", str(pairs), "--requests", "5", report=tmp_path / "report.json")
+    report = report_of("preemption", str(pairs), "--requests", "5", report=tmp_path / "report.json")
     assert report["all"]["arrivals"] == 5
     assert sum(found["arrivals"] for found in report["by_kind"].values()) == 5
     assert report["all"]["delay_ms"]["p100"] > 0
@@ -121,10 +123,8 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
 
 
 def test_every_policys_decisions_are_timed() -> None:
-    command = [sys.executable, str(REPOSITORY / "tools" / "bench_scheduler.py"), "--policy", "all", "--json"]
-    command += ["--rounds", "2", "--tasks", "8", "--queued", "200"]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    arguments = ("--policy", "all", "--json", "--rounds", "2", "--tasks", "8", "--queued", "200")
+    done = run("scheduler", *arguments)
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)
     assert [cost["policy"] for cost in costs] == list(ROWS)
@@ -144,10 +144,9 @@ def test_instructions_are_counted_and_do_not_depend_on_the_moment(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", sorted(path.name for path in (REPOSITORY / "tools").glob("bench_*.py")))
-def test_every_tool_tells_its_options(tool: str) -> None:
-    command = [sys.executable, str(REPOSITORY / "tools" / tool), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_tells_its_options(name: str) -> None:
+    done = run(name, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
@@ -155,7 +154,7 @@ def test_every_tool_tells_its_options(tool: str) -> None:
 @pytest.mark.slow
 def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 20)
-    report = run_tool("bench_dpo.py", str(pairs), "--size", "4m", "--steps", "1", report=tmp_path / "report.json")
+    report = report_of("dpo", str(pairs), "--size", "4m", "--steps", "1", report=tmp_path / "report.json")
     assert report["model"] == "4m"
     ours, *theirs = (report["losses"][name] for name in SIDES)
     for losses in theirs:
@@ -187,7 +186,7 @@ def test_what_a_person_gets_is_measured_beside_the_base(tmp_path: Path) -> None:
         "--set",
         "",
     )
-    report = run_tool("bench_language.py", *arguments, report=tmp_path / "report.json")
+    report = report_of("language", *arguments, report=tmp_path / "report.json")
     hard, _, gentle, _ = sorted(report["runs"], key=lambda run: (run["set"] == "", -run["pairs"]))
     assert hard["pairs"] == 16
     assert hard["kl_nats"] > 10 * gentle["kl_nats"] > 0
@@ -200,7 +199,7 @@ def test_alignment_is_compared_by_taste_policy_and_moment(tmp_path: Path) -> Non
     model, pairs = save_tiny(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl.gz", 60)
     arguments = (str(pairs), "--first-line", "21", "--model", str(model), "--rate", "4", "--pairs-most", "12")
     arguments += ("--policies", "mace,ekya", "--tastes", "concise", "--device", "cpu")
-    report = run_tool("bench_alignment.py", *arguments, report=tmp_path / "report.json")
+    report = report_of("alignment", *arguments, report=tmp_path / "report.json")
     found = report["tastes"]["concise"]
     assert found["pairs"] == 12
     assert len(found["loop"][0]["before_training"]["reward_accuracy"]) == 4
@@ -216,7 +215,7 @@ def test_alignment_is_compared_by_taste_policy_and_moment(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_many_adapters_share_a_batch_and_come_from_disk(tmp_path: Path) -> None:
     arguments = ("--rounds", "1", "--registered", "12", "--active", "4")
-    report = run_tool("bench_adapters.py", *arguments, report=tmp_path / "report.json")
+    report = report_of("adapters", *arguments, report=tmp_path / "report.json")
     assert set(report["batch"]["over_one_adapter"]) == {"0", "1", "16"}
     assert set(report["batch"]["floor_ms"]) == {"0", "1", "16"}
     assert report["crowd"]["registered"] == 12
@@ -229,7 +228,7 @@ def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 30)
     arguments = (str(model), str(pairs), "--first", "25", "--recent", "32")
-    report = run_tool("bench_pruning.py", *arguments, report=tmp_path / "report.json")
+    report = report_of("pruning", *arguments, report=tmp_path / "report.json")
     assert set(report["tbt"]["1"]) == set(report["quality"]) == {"off", "128", "32"}
     pages = [report["tbt"]["2"][name]["pages"] for name in ("off", "128", "32")]
     assert pages == sorted(pages, reverse=True)
@@ -240,15 +239,7 @@ def test_pruned_decoding_is_measured_beside_unpruned(tmp_path: Path) -> None:
     assert report["quality"]["32"]["greedy_agreement"] < 1.0
 
 
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
-
-
-@pytest.mark.usefixtures("tools")
 def test_counts_that_moved_are_told_and_so_are_other_versions() -> None:
-    from bench_instructions import moved, table
-
     before = {"versions": {"python": "3.11"}, "instructions_per_call": {"plan": 1000, "pack": 1000}}
     now = {"versions": {"python": "3.12"}, "instructions_per_call": {"plan": 1015, "pack": 1030, "other": 5}}
     assert moved(now, before) == {"pack": pytest.approx(1.03)}
@@ -256,23 +247,17 @@ def test_counts_that_moved_are_told_and_so_are_other_versions() -> None:
     assert "python 3.11 -> 3.12" in table(now, before)
 
 
-@pytest.mark.usefixtures("tools")
 def test_ratios_that_left_their_range_are_told() -> None:
-    from bench_all import verdict
-
     before = {"median": 1.4, "low": 1.3, "high": 1.5}
-    assert verdict({"median": 1.45, "low": 1.35, "high": 1.6}, before) == "same"
-    assert verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
-    assert verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
-    assert verdict(before, None) == "new"
+    assert bench_all.verdict({"median": 1.45, "low": 1.35, "high": 1.6}, before) == "same"
+    assert bench_all.verdict({"median": 1.2, "low": 1.1, "high": 1.25}, before) == "lower"
+    assert bench_all.verdict({"median": 1.7, "low": 1.6, "high": 1.8}, before) == "higher"
+    assert bench_all.verdict(before, None) == "new"
 
 
-@pytest.mark.usefixtures("tools")
 def test_a_check_names_the_ratios_and_counts_that_moved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import bench_all
-
     (tmp_path / "bench.json").write_text(json.dumps({"ratios": {"a": spread(1.0), "b": spread(2.0)}}))
     monkeypatch.setattr(bench_all, "ROOT", tmp_path)
     monkeypatch.setattr(bench_all, "COMMITTED", tmp_path / "bench.json")
@@ -299,13 +284,9 @@ def test_a_check_names_the_ratios_and_counts_that_moved(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("tools")
 def test_counts_come_back_with_what_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import bench_all
-
     if missing := missing_program():
         pytest.skip(f"{missing} is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     counts = bench_all.count_instructions(tmp_path / "report.json", sys.__stderr__)
     assert counts is not None
     assert counts["instructions_per_call"]["plan, mixed"] > 100_000
@@ -322,7 +303,7 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
     head = "\n\nHuman: hi\n\nAssistant:"
     lines = [json.dumps({"chosen": f"{head} good day {n}", "rejected": f"{head} yo {n}"}) for n in range(20)]
     pairs.write_text("\n".join(lines) + "\n")
-    report = run_tool("bench_simulation.py", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
+    report = report_of("simulation", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
     for sides in report.values():
         assert len(sides["measured"]) == 3
         for measured, simulated in zip(sides["measured"], sides["simulated"], strict=True):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.prefix_bounds import bound, conversation_of, scaled, unbounded_hits, whole_conversations
 from benchmarks.support.machine_limits import Machine, Sizes
+from benchmarks.support.prefix_bounds import bound, conversation_of, scaled, unbounded_hits, whole_conversations
 from edged.bench.traces import TraceRow, scale_rows
 
 SIZES = Sizes(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256, itemsize=4)

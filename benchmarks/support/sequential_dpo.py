@@ -1,16 +1,14 @@
 """Plain DPO as a script would write it: a model by transformers, LoRA by peft, autograd, one pair after the other.
 
-Owns the reference that the engine's alignment is compared with: a loop that tests each pair before it trains on it, and
-the scoring of pairs under an adapter's files. It is a side of `benchmarks.support.interleave`, in a process of its own.
-Must not know the engine.
+The engine's alignment is compared with it: a loop that tests each pair before it trains on it, and the scoring of pairs
+under an adapter's files. It is a side of `benchmarks.support.interleave`, in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.report.arrivals import answer_logp, answer_logps
-from benchmarks.support.interleave import Conversation, Side
+from benchmarks.support.interleave import Conversation, Side, sides_of
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
@@ -101,7 +99,7 @@ def recipe_of(model: str, align: AlignSettings, device: str = "cpu") -> Recipe:
 
 def side_of(recipe: Recipe) -> tuple[str, str, list[str]]:
     """Name, module and arguments of the side's process."""
-    return "reference loop", __name__, [json.dumps(asdict(recipe))]
+    return sides_of(__name__, ["reference loop"], recipe)[0]
 
 
 def _plain(pairs: Sequence[TokenPair]) -> list[list[tuple[int, ...]]]:
@@ -200,14 +198,9 @@ def _row(policy: Logps, reference: Logps) -> list[float]:
     return [float(value.detach()) for value in (*policy, *reference)]
 
 
-def main(arguments: list[str]) -> None:
-    """Be the side."""
-    loop, converse = _Loop(Recipe(**json.loads(arguments[0]))), Conversation()
+def be_side(_name: str, told: str) -> None:
+    """Each question names what to do, one of `Reference`'s methods."""
+    loop, conversation = _Loop(Recipe(**json.loads(told))), Conversation()
     while True:
-        question = converse.question()
-        do = getattr(loop, question.pop("do"))
-        converse.answer({"logps": do(**question)})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        question = conversation.question()
+        conversation.answer({"logps": getattr(loop, question.pop("do"))(**question)})

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
 
-    python tools/bench_simulation.py TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs mace]
-                                     [--rounds 3] [--profile FILE] [--quick] [--output FILE]
+    python -m benchmarks.simulation TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs,mace]
+                                    [--rounds 3] [--profile FILE] [--quick] [--output FILE]
 
 Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace
 while learning the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the
@@ -12,26 +11,23 @@ leaves out. Printed: medians over the rounds with the smallest and the largest, 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edged.runtime.process import prepare
-
-prepare()
-
-from edged.bench.replay import load_pairs  # noqa: E402
-from edged.settings.load import Settings, load_settings  # noqa: E402
-from edged.simulator.simulation import SimulationPlan, simulate  # noqa: E402
-from edged.text.tokenizer import Tokenizer  # noqa: E402
+from benchmarks.support.command import FORMAT, MODEL, PAIRS, SEED, existing_file, finish, names, option, parse, say
+from edged.bench.replay import load_pairs
+from edged.scheduler.policies.registry import ROWS
+from edged.settings.load import Settings, load_settings
+from edged.simulator.simulation import SimulationPlan, simulate
+from edged.text.tokenizer import Tokenizer
 
 FIGURES = (
     ("output tokens/s", ("throughput", "output_tokens_per_s")),
@@ -52,50 +48,44 @@ FIGURES = (
 
 def main() -> None:
     """Measure, simulate, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", help="as for edged bench replay")
-    parser.add_argument("pairs", type=Path, help="preference pairs: a (gzipped) JSONL file")
-    parser.add_argument("--format", choices=["hh", "trl", "edged"], default="hh", help="of the pairs (default hh)")
-    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
-    parser.add_argument("--policies", nargs="+", default=["fcfs", "mace"], help="default: fcfs mace")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
-    parser.add_argument("--retrain-rate", type=float, default=0.5, help="pairs per request (default 0.5)")
-    parser.add_argument("--seconds", type=float, default=None, help="of the load (default 60; quick: 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="of a profile, replays and simulations (default 3)")
-    parser.add_argument("--quick", action="store_true", help="a quick profile and a short load: a smoke test")
-    parser.add_argument("--seed", type=int, default=0, help="of the load (default 0)")
-    parser.add_argument("--profile", type=Path, help="this machine's (default: every round begins by measuring one)")
-    parser.add_argument("--output", type=Path, help="write a JSON report here")
-    options = parser.parse_args()
-    options.seconds = options.seconds or (3.0 if options.quick else 60.0)
+    options = parse(
+        __doc__,
+        option("trace", "as for edged bench replay"),
+        PAIRS,
+        FORMAT,
+        MODEL,
+        option("--policies", "by comma", ["fcfs", "mace"], type=names(ROWS)),
+        option("--rate", "requests per second", 4.0),
+        option("--retrain-rate", "pairs per request", 0.5, least=0),
+        option("--seconds", "of the load", 60.0, 3.0),
+        option("--rounds", "of a profile, replays and simulations", 3),
+        SEED,
+        option("--profile", "this machine's (default: every round begins by measuring one)", type=existing_file),
+        quick="a quick profile and a short load",
+    )
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         report: dict[str, dict[str, list[dict[str, Any]]]] = {
             policy: {"measured": [], "simulated": []} for policy in options.policies
         }
         for number in range(options.rounds):
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            say(f"round {number + 1} of {options.rounds}")
             profile, config = begin_round(options, Path(folder))
             for policy, sides in report.items():
                 sides["measured"].append(replayed(options, config, policy))
                 sides["simulated"].append(simulated(options, profile, config, policy, sides["measured"][-1]))
-    for policy, sides in report.items():
-        print(f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}{'(spread)':>14}")
-        for line in table(**sides):
-            print(line)
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    finish(options, report, "\n".join(line for policy, sides in report.items() for line in table(policy, **sides)))
 
 
 def edged(arguments: Sequence[str]) -> str:
     """What a command of `edged` printed; its progress goes to stderr."""
     command = [sys.executable, "-m", "edged.cli", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"edged {' '.join(arguments)} failed with {done.returncode}")
     return done.stdout
 
 
-def begin_round(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
     """A round's profile, which is measured if none was given, and the settings that name it."""
     profile = options.profile
     if profile is None:
@@ -107,7 +97,7 @@ def begin_round(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     return profile, config
 
 
-def replayed(options: argparse.Namespace, config: Path, policy: str) -> dict[str, Any]:
+def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
     """A replay's report."""
     load = ["--trace", options.trace, "--rate", f"{options.rate}", "--retrain-rate", f"{options.retrain_rate}"]
     run = ["--seconds", f"{options.seconds}", "--seed", f"{options.seed}", "--policy", policy, "--config", str(config)]
@@ -116,9 +106,7 @@ def replayed(options: argparse.Namespace, config: Path, policy: str) -> dict[str
     return report
 
 
-def simulated(
-    options: argparse.Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]
-) -> dict[str, Any]:
+def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
     """The report of a simulation of what was `measured`, with its longest context."""
     settings = load_settings(config, overrides={"scheduler.policy": policy})
     plan = SimulationPlan(
@@ -140,15 +128,16 @@ def simulated(
     return report
 
 
-def lengths(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
+def lengths(options: Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
     """Tokens of the file's pairs."""
     pairs, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), settings.align.max_pair_tokens)
     for pair in pairs:
         yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
 
 
-def table(measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]) -> Iterator[str]:
     """One line for each figure: medians over the rounds, and of the rounds' own ratios."""
+    yield f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}{'(spread)':>14}"
     for name, path in FIGURES:
         rounds = [(figure(a, path), figure(b, path)) for a, b in zip(measured, simulated, strict=True)]
         values = [value for value, _ in rounds if value is not None]

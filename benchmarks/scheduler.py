@@ -1,0 +1,227 @@
+"""How long one scheduling decision takes with 64 live tasks: median and spread, for the mixes that a box sees.
+
+    python -m benchmarks.scheduler [--tasks 64] [--queued 4096] [--rounds 2000] [--policy mace|all] [--json]
+
+Each round plans one iteration and completes it, as the engine does, in virtual time; `Scheduler.plan` is the decision,
+`Scheduler.complete` (bookkeeping and calibration) and `Scheduler.foresee` (the next plan, made while the device is
+busy) are told beside it. With all policies each has one row, as in MACE's Table 1.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.support.command import finish, option, parse
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
+from edged.settings.load import SchedulerSettings
+
+MIXES = {
+    "decodes": (1.0, 0.0, 0.0),
+    "mixed": (0.75, 0.19, 0.06),
+    "prompts": (0.25, 0.72, 0.03),
+    "fine-tuning": (0.5, 0.25, 0.25),
+}
+"""Shares of decodes, waiting prompts and fine-tune tasks."""
+PAGE_SIZE = 16
+ITERATION_S = 0.03
+UNITS = tuple([Unit("head", 256)] * 4 + [Unit("layer", 256)] * 120 + [Unit("step", 0)])
+
+
+class Mix:
+    """A scheduler that is kept at the same mix of live tasks, and `queued` prompts more, while iterations pass."""
+
+    def __init__(
+        self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int, queued: int = 0
+    ) -> None:
+        cost = CostModel.guess(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28)
+        self.scheduler = Scheduler(SchedulerSettings(policy=policy), cost)
+        self.resources = Resources(free_pages, 8192, PAGE_SIZE, 1024, 128)
+        self.now = 0.0
+        self._random = random.Random(0)
+        self._next_id = 0
+        self._shares = shares
+        self._tasks, self._queued = tasks, queued
+        self.refill()
+
+    def plan(self) -> Plan:
+        """One decision."""
+        return self.scheduler.plan(self.now, self.resources)
+
+    def foresee(self, plan: Plan) -> None:
+        """Make the plan after `plan` ahead, as while an iteration runs."""
+        self.scheduler.foresee(plan, self.now, self.resources)
+
+    def run(self, plan: Plan) -> IterationResult:
+        """The plan's outcomes: prompts end after their last chunk, decodes go on, steps are taken up again."""
+        for task in plan.preempt:
+            tokens = task.context + task.tokens
+            self.scheduler.restart(task, tokens, self.now)
+        outcomes = []
+        for grant in plan.grants:
+            task = grant.task
+            pages = -(-max(0, task.context + grant.tokens - task.capacity) // PAGE_SIZE)
+            task.held_pages += pages
+            task.capacity += pages * PAGE_SIZE
+            outcomes.append(TaskOutcome(task, grant.tokens, grant.units, self._next(grant)))
+        units = [(unit, 0.001) for grant in plan.grants for unit in grant.task.units[: grant.units]]
+        self.now += ITERATION_S
+        return IterationResult(outcomes, ITERATION_S, units)
+
+    def complete(self, result: IterationResult) -> None:
+        """Tell the scheduler what came of a plan."""
+        self.scheduler.complete(result, self.now)
+
+    def _next(self, grant: Grant) -> Kind | None:
+        task = grant.task
+        if task.kind is Kind.PREFILL:
+            return None if grant.tokens == task.tokens else Kind.PREFILL
+        if task.kind is Kind.FINETUNE:
+            done = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units)
+            return None if done else Kind.FINETUNE
+        return Kind.DECODE
+
+    def refill(self) -> None:
+        """Bring the mix back to its shares with new tasks."""
+        decodes, prompts, tuning = (round(share * self._tasks) for share in self._shares)
+        live = self.scheduler.counts()
+        for _ in range(decodes - live[Kind.DECODE]):
+            context = self._random.randint(50, 2000)
+            pages = -(-(context + 1) // PAGE_SIZE)
+            self._add(Kind.DECODE, 1, context=context, held_pages=pages, capacity=pages * PAGE_SIZE)
+        for _ in range(prompts + self._queued - live[Kind.PREFILL]):
+            self._add(Kind.PREFILL, self._random.randint(50, 2000))
+        for _ in range(tuning - live[Kind.FINETUNE]):
+            self._add(Kind.FINETUNE, self._random.randint(200, 1500), units=UNITS, loss=0.69)
+
+    def _add(self, kind: Kind, tokens: int, **fields: Any) -> None:
+        self._next_id += 1
+        self.scheduler.add(Task(self._next_id, kind, self.now, tokens=tokens, **fields), self.now)
+
+
+def all_mixes(policy: str, tasks: int, queued: int = 0) -> dict[str, Mix]:
+    """Every mix by name; two more are short of memory, and one has `queued` prompts more, if there are to be any."""
+    mixes = {name: Mix(policy, tasks, shares, 4096) for name, shares in MIXES.items()}
+    mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40)
+    mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1)
+    if queued:
+        mixes["queued"] = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
+    return mixes
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+_WARM_ROUNDS = 20
+
+
+def timed_round(mix: Mix) -> tuple[float, float, float]:
+    """Seconds of one plan, of its completion and of the plan made ahead."""
+    started = time.perf_counter()
+    plan = mix.plan()
+    planned = time.perf_counter()
+    mix.foresee(plan)
+    foreseen = time.perf_counter()
+    result = mix.run(plan)
+    resumed = time.perf_counter()
+    mix.complete(result)
+    completed = time.perf_counter()
+    mix.refill()
+    return planned - started, completed - resumed, foreseen - planned
+
+
+def measure(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a decision by mix; the mixes take turns, so that the machine's moods meet all of them."""
+    mixes = all_mixes(policy, tasks, queued)
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in mixes}
+    for index in range(rounds + _WARM_ROUNDS):
+        for name, mix in mixes.items():
+            measured = timed_round(mix)
+            if index >= _WARM_ROUNDS:
+                times[name].append(measured)
+    rows = {}
+    for name, samples in times.items():
+        plans, completions, ahead = ([seconds * 1e3 for seconds in column] for column in zip(*samples, strict=True))
+        rows[name] = {
+            "plan_ms_p50": statistics.median(plans),
+            "plan_ms_p95": statistics.quantiles(plans, n=20)[-1],
+            "complete_ms_p50": statistics.median(completions),
+            "foresee_ms_p50": statistics.median(ahead),
+        }
+    return rows
+
+
+def memory_mb(policy: str, tasks: int, queued: int) -> float:
+    """Peak MB that a scheduler with its tasks and a hundred iterations allocates."""
+    gc.collect()  # what earlier schedulers left is not collected in the middle of this one
+    tracemalloc.start()
+    mix = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
+    for _ in range(100):
+        timed_round(mix)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1e6
+
+
+def overhead(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, Any]:
+    """What one policy costs."""
+    return {
+        "policy": policy,
+        "tasks": tasks,
+        "queued": queued,
+        "rounds": rounds,
+        "memory_mb": memory_mb(policy, tasks, 0),
+        "memory_queued_mb": memory_mb(policy, tasks, queued),
+        "mixes": measure(policy, tasks, rounds, queued),
+    }
+
+
+def one_policy(cost: dict[str, Any]) -> str:
+    """Its costs, mix by mix."""
+    lines = [
+        f"{cost['policy']}, {cost['tasks']} live tasks, peak {cost['memory_mb']:.2f} MB, "
+        f"{cost['memory_queued_mb']:.2f} MB with {cost['queued']:,} queued",
+        f"{'mix':<14}{'decision p50':>14}{'p95':>10}{'completion p50':>18}{'ahead p50':>12}   (ms)",
+    ]
+    for name, row in cost["mixes"].items():
+        plan, ahead = f"{row['plan_ms_p50']:>14.4f}{row['plan_ms_p95']:>10.4f}", f"{row['foresee_ms_p50']:>12.4f}"
+        lines.append(f"{name:<14}{plan}{row['complete_ms_p50']:>18.4f}{ahead}")
+    return "\n".join(lines)
+
+
+def all_policies(costs: Sequence[dict[str, Any]]) -> str:
+    """A row for each policy."""
+    lines = [f"{'policy':<16}{'decision p50':>14}{'queued p50':>12}{'memory':>10}{'queued':>10}   (ms, MB)"]
+    for cost in costs:
+        mixed, queued = (cost["mixes"][name]["plan_ms_p50"] for name in ("mixed", "queued"))
+        memory = f"{cost['memory_mb']:>10.2f}{cost['memory_queued_mb']:>10.2f}"
+        lines.append(f"{cost['policy']:<16}{mixed:>14.4f}{queued:>12.4f}{memory}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse(
+        __doc__,
+        option("--tasks", "live tasks", 64),
+        option("--queued", "prompts that wait besides, in one more mix", 4096),
+        option("--rounds", "decisions per mix", 2000, least=2),
+        option("--policy", "or all of them", "mace", choices=[*ROWS, "all"]),
+    )
+    chosen = list(ROWS) if options.policy == "all" else [options.policy]
+    costs = [overhead(name, options.tasks, options.rounds, options.queued) for name in chosen]
+    if options.policy == "all":
+        finish(options, costs, all_policies(costs))
+    else:
+        finish(options, costs[0], one_policy(costs[0]))
+
+
+if __name__ == "__main__":
+    main()
