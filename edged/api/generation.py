@@ -1,4 +1,4 @@
-"""One completion being generated: its engine requests, the text that grows from their tokens, its record in the store."""
+"""One completion being generated: its engine requests, the text that grows from their tokens, its record."""
 
 from __future__ import annotations
 

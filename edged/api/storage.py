@@ -1,4 +1,4 @@
-"""`/v1/store`: how large the database is, what it holds, keeping it in order now; `/v1/backup`: all of it as one tar."""
+"""`/v1/store`: how large the database is, what it holds, maintenance now; `/v1/backup`: all of it as one tar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events, JSON lines. Standard library only."""
+"""A small HTTP client for the daemon: Unix socket or TCP, JSON, server-sent events; standard library only."""
 
 from __future__ import annotations
 
