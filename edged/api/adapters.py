@@ -84,7 +84,7 @@ async def rollback(request: web.Request) -> RolledBack:
 async def mend(request: web.Request) -> Examined:
     """Have the version that is served tested; where its language is broken, the newest that passes takes its place."""
     services, name = services_of(request), _name(request)
-    version = services.engine.adapters().get(name)
+    version = services.engine.version(name)
     if version is None:
         raise _unknown(name)
     services.engine.examine(name)
@@ -96,7 +96,7 @@ async def export(request: web.Request) -> web.StreamResponse:
     services, name = services_of(request), _name(request)
     versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
     saved = next((item for item in versions if item["on_disk"] and item["path"]), None)
-    if saved is None and not versions and name not in services.engine.adapters():
+    if saved is None and not versions and services.engine.version(name) is None:
         raise _unknown(name)
     if saved is None:
         raise _not_saved_yet(name)
@@ -132,7 +132,7 @@ async def forget(request: web.Request) -> Forgotten:
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
     """The version that is served now: the store hears of a new one a moment later."""
-    version = services.engine.adapters().get(summary["adapter"])
+    version = services.engine.version(summary["adapter"])
     return summary if version is None else {**summary, "version": version}
 
 

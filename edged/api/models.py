@@ -60,7 +60,7 @@ async def get_model(request: web.Request) -> Model:
     name = request.match_info["id"]
     _, adapter = split_model(services, name)
     caller_of(request).demand_user(adapter)
-    if adapter is not None and adapter not in services.engine.adapters():
+    if adapter is not None and services.engine.version(adapter) is None:
         raise _unknown(services, name)
     return _model(services, name)
 

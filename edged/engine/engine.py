@@ -34,6 +34,7 @@ class Engine:
         self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
         self.parts, self._commands, self._loop = parts, parts.commands, parts.loop
         self._sequences, self._finetuning, self._limits = parts.sequences, parts.finetuning, parts.limits
+        self._trainer = parts.trainer
         self._requests_waiting = 0
         """Requests among the commands."""
         self._counting = threading.Lock()
@@ -126,20 +127,15 @@ class Engine:
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        return self._once_saved(adapter, lambda: self._finetuning.rollback(adapter, version))
+        return self._once_saved(adapter, lambda: self._trainer.rollback(adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        return self._once_saved(adapter, lambda: self._finetuning.import_adapter(adapter, weights, reason))
+        return self._once_saved(adapter, lambda: self._trainer.import_adapter(adapter, weights, reason))
 
     def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
         """The number of what is published, when it is on disk."""
-
-        def run() -> tuple[int, Future[None]]:
-            version = publish()
-            return version, self._finetuning.saved(adapter, version)
-
-        return self._ask_at_length(run)
+        return self._ask_at_length(lambda: self._finetuning.publish(adapter, publish))
 
     def _ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
         """What a command has to say when what it began, and returns besides, has ended; or what either raises."""
@@ -159,13 +155,13 @@ class Engine:
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
-        return self._commands.ask(lambda: self._finetuning.introduce(adapter))
+        return self._commands.ask(lambda: self._trainer.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
         OSError where files stay, which are never read again then.
 
-        Nobody waits for the disk, and what the adapter learns from now on is new.
+        No caller waits for the disk, and what the adapter learns from now on is new.
         """
 
         def run() -> tuple[None, Future[None]]:
@@ -192,17 +188,17 @@ class Engine:
 
     def test_with(self, neutral: list[TokenPair]) -> None:
         """Test every version with this neutral text, too: see `edged.align.language`."""
-        self._commands.post(lambda: self._finetuning.test_with(neutral))
+        self._commands.post(lambda: setattr(self._trainer.pair_queues, "neutral", neutral))
 
     def examine(self, adapter: str) -> None:
         """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
         with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._finetuning.examine(adapter))
+            self._commands.post(lambda: self._trainer.examine(adapter))
 
     def calm(self, adapter: str) -> None:
-        """Somebody decided about all of an adapter's quarantined pairs: a burst's alarm ends."""
+        """All of an adapter's quarantined pairs were decided about: a burst's alarm ends."""
         with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._finetuning.calm(adapter))
+            self._commands.post(lambda: self._trainer.pair_queues.calm(adapter))
 
     def pause_finetuning(self, paused: bool) -> None:
         """Stop opening fine-tune steps (those under way end), or go on."""
@@ -234,17 +230,21 @@ class Engine:
     @property
     def adapter_files(self) -> AdapterFiles:
         """Where the adapters' versions are."""
-        return self.parts.trainer.adapter_cache.files
+        return self._trainer.adapter_cache.files
 
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""
-        return self._finetuning.versions
+        return self._trainer.versions()
+
+    def version(self, adapter: str) -> int | None:
+        """An adapter's current version, 0 before it has learned; None of an unknown one."""
+        return self._trainer.adapter_cache.versions.get(adapter)
 
     def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
         """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
 
         def copy() -> tuple[int, dict[str, torch.Tensor]]:
-            state = self.parts.trainer.adapter_cache.peek(adapter)
+            state = self._trainer.adapter_cache.peek(adapter)
             return (state.version, state.tensors()) if state is not None else (0, {})
 
         return self._commands.ask(copy)

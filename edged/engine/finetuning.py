@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from itertools import islice
 from typing import Any
-
-import torch
 
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
@@ -39,7 +38,7 @@ _MOST_TRIED = 256
 
 
 class FinetuneJobs:
-    """Used by the engine thread alone, but for `versions` and `report`."""
+    """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, but for `report`."""
 
     def __init__(
         self,
@@ -78,11 +77,6 @@ class FinetuneJobs:
         self.resumes_s = math.inf
         """After want of memory: when steps are opened again."""
 
-    @property
-    def versions(self) -> dict[str, int]:
-        """Current version by adapter; callable from any thread."""
-        return self._trainer.versions()
-
     # -- pairs -------------------------------------------------------------------------------------------------------
 
     def submit(self, pairs: list[TokenPair]) -> None:
@@ -97,18 +91,6 @@ class FinetuneJobs:
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
             self._trainer.pair_queues.recall(adapter, past)
-
-    def test_with(self, neutral: list[TokenPair]) -> None:
-        """Test versions with this neutral text, too."""
-        self._trainer.pair_queues.neutral = neutral
-
-    def examine(self, adapter: str) -> None:
-        """See `Trainer.examine`."""
-        self._trainer.examine(adapter)
-
-    def calm(self, adapter: str) -> None:
-        """See `PairQueues.calm`."""
-        self._trainer.pair_queues.calm(adapter)
 
     # -- when steps are opened ---------------------------------------------------------------------------------------
 
@@ -177,23 +159,11 @@ class FinetuneJobs:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def introduce(self, adapter: str) -> None:
-        """See `Trainer.introduce`."""
-        self._trainer.introduce(adapter)
-
-    def saved(self, adapter: str, version: int) -> Future[None]:
-        """See `AdapterWriter.saved`."""
-        return self._writer.saved(adapter, version)
-
-    def rollback(self, adapter: str, version: int) -> int:
-        """Publish an earlier version again. Raises UnknownAdapter, UnknownVersion."""
+    def publish(self, adapter: str, publish: Callable[[], int]) -> tuple[int, Future[None]]:
+        """Have a version published that no step made; its number, and a future that ends when it is on disk."""
         self.abandon(adapter)
-        return self._trainer.rollback(adapter, version)
-
-    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> int:
-        """See `Trainer.import_adapter`."""
-        self.abandon(adapter)
-        return self._trainer.import_adapter(adapter, weights, reason)
+        version = publish()
+        return version, self._writer.saved(adapter, version)
 
     def _withdraw_suspect(self, adapter: str, version: int) -> None:
         if self._trainer.suspect(adapter, version):
@@ -309,7 +279,7 @@ class FinetuneJobs:
 
     # -- begin and end -----------------------------------------------------------------------------------------------
 
-    def _open(self, adapter: str, now: float, spare: int = 0) -> bool:
+    def _open(self, adapter: str, now: float, spare: int) -> bool:
         """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
 
         It leaves `spare` idle slots to requests, those others at least half of all: each is held until the step ends.
@@ -372,11 +342,11 @@ class FinetuneJobs:
         free = free_bytes(model.device)[0] + unused_bytes(model.device)
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
 
-    def close_finished(self, now: float, suspects: Collection[tuple[str, int]] = ()) -> None:
+    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and bring the others' tasks up to date.
 
-        `suspects` are (adapter, version) of answers that were not finite; where the version is the cause, an earlier
-        one is served.
+        `suspects` are (adapter, version) of answers that were not finite, and leave it here; where the version is the
+        cause, an earlier one is served.
         """
         for task_id in list(self._tasks):
             task, job = self._tasks[task_id], self.jobs[task_id]
@@ -391,8 +361,8 @@ class FinetuneJobs:
             else:
                 self._sync(task)
                 self._scheduler.update(task)
-        for adapter, version in suspects:
-            self._withdraw_suspect(adapter, version)
+        while suspects:
+            self._withdraw_suspect(*suspects.popleft())
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
 

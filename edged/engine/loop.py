@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -37,6 +38,10 @@ class Runner(Protocol):
 
     def begin_thread(self) -> None:
         """Have the calling thread run plans from now on."""
+        ...
+
+    def begin_iteration(self, now: float) -> None:
+        """A plan is about to be made: follow what other programs leave of the device."""
         ...
 
     def run(
@@ -94,7 +99,7 @@ class Finetuning(Protocol):
         """The outcomes of the fine-tune grants."""
         ...
 
-    def close_finished(self, now: float, suspects: Collection[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
         """Take finished steps in; see `FinetuneJobs.close_finished`."""
         ...
 
@@ -146,6 +151,7 @@ class EngineLoop:
         self._commands.run_pending()
         self._ahead = None if self._limits.apply() else self._ahead
         now = self._clock()
+        self._runner.begin_iteration(now)
         self._finetuning.open_due_steps(now, self._sequences.waiting_for_slot)
         self._sequences.prepare(now)
         plan, started = self._plan(), self._clock()
@@ -228,7 +234,7 @@ class EngineLoop:
         result = IterationResult(outcomes, output.forward_s, output.units)
         self._record(plan, result, started, now)
         self._scheduler.complete(result, now)
-        self._finetuning.close_finished(now, self._sequences.take_suspects())
+        self._finetuning.close_finished(now, self._sequences.suspects)
 
     def _record(self, plan: Plan, result: IterationResult, started: float, now: float) -> None:
         stats = self._stats

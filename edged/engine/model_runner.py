@@ -139,10 +139,15 @@ class ModelRunner:
 
     def begin_thread(self) -> None:
         """Have the calling thread compute: with the model's device, or with the cores that other programs leave."""
-        if self.overlaps:
+        if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
         if self._threads is not None:
             self._threads.begin()
+
+    def begin_iteration(self, now: float) -> None:
+        """Compute with the cores that other programs leave now."""
+        if self._threads is not None:
+            self._threads.follow(now)
 
     def check_device(self) -> None:
         """Raise the error of a device that does nothing more."""
@@ -150,7 +155,7 @@ class ModelRunner:
 
     def return_memory(self) -> None:
         """Give memory that tensors left behind back to the system."""
-        if self.overlaps:
+        if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_memory()
 
@@ -166,8 +171,6 @@ class ModelRunner:
 
         `while_waiting` is called when the forward is queued on the device and before its tokens are waited for.
         """
-        if self._threads is not None:
-            self._threads.follow(time.monotonic())
         work = RunnerOutput()
         if self.pruner is not None:
             self.pruner.begin_iteration()

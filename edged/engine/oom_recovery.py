@@ -59,8 +59,6 @@ class OomRecovery:
         self._most_sequences: float = math.inf
         self._strikes = 0
         self._went_well = 0
-        self.events = 0
-        """Iterations that ran out of memory."""
         self.pause_s = 0.0
         """How long to rest before the next iteration."""
 
@@ -85,7 +83,6 @@ class OomRecovery:
 
     def relieve(self, plan: Plan, error: Exception, now: float) -> None:
         """An iteration ran out of memory before anything came of it: free some, and have less tried."""
-        self.events += 1
         self._went_well = 0
         # Its frames hold what the iteration had computed.
         traceback.clear_frames(error.__traceback__)

@@ -16,7 +16,7 @@ from edged.scheduler.scheduler import Scheduler
 
 
 class PrefixWait:
-    """Between the requests that come and the scheduler. Without a prefix trie nobody waits."""
+    """Holds requests back for a prefix on their way to the scheduler; without a prefix trie none is."""
 
     def __init__(
         self,
@@ -34,18 +34,13 @@ class PrefixWait:
         trie = pages.trie
         self._pending = InflightPrefixes(pages.page_size, trie.covered) if trie is not None else None
 
-    @property
-    def waiting(self) -> int:
-        """Sequences that are held back."""
-        return sum(map(_held, self._by_task.values()))
-
     def enter(self, sequence: Sequence) -> None:
         """Schedule a sequence, now or when the one that it shares most with has computed that."""
         if self._pending is None:
             self._schedule(sequence)
             return
         task, prompt = sequence.task, sequence.request.prompt_ids
-        leader = self._pending.enter(task.task_id, self._key(sequence), prompt, self._scheduler.policy.order(task))
+        leader = self._pending.enter(task.task_id, self._key(sequence), prompt, self._scheduler.order(task))
         if leader is None:
             self._schedule(sequence)
             return
@@ -62,7 +57,7 @@ class PrefixWait:
                 task.task_id,
                 self._key(sequence),
                 tuple(sequence.tokens),
-                self._scheduler.policy.order(task),
+                self._scheduler.order(task),
                 waits=False,
             )
 

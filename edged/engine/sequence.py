@@ -45,7 +45,12 @@ class SequenceStatus(Enum):
 
 
 _NEXT = {
-    SequenceStatus.ARRIVED: {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING},
+    SequenceStatus.ARRIVED: {
+        SequenceStatus.WAITING_ADAPTER,
+        SequenceStatus.WAITING_PREFIX,
+        SequenceStatus.WAITING,
+        SequenceStatus.FINISHED,
+    },
     SequenceStatus.WAITING_ADAPTER: {
         SequenceStatus.WAITING_ADAPTER,
         SequenceStatus.WAITING_PREFIX,
@@ -145,7 +150,7 @@ class Sequence:
         self.pages += pages
         self.table[first : first + len(pages)] = pages
 
-    def move(self, moved: Mapping[int, int]) -> None:
+    def move_pages(self, moved: Mapping[int, int]) -> None:
         """Pages that the pool has moved: what was in the keys is in the values."""
         self.pages = [moved.get(page, page) for page in self.pages]
         self.table[: len(self.pages)] = self.pages

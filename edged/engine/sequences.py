@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
 from edged.settings.load import ServingSettings
 
 log = logging.getLogger("edged.engine")
-_ADMITTED = (SequenceStatus.PREFILL, SequenceStatus.DECODE)
 
 
 class AdapterVersions(Protocol):
@@ -69,7 +68,7 @@ class AdapterSlots(Protocol):
 
 
 class SequenceTable:
-    """Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`, which only read integers."""
+    """The open requests' sequences. Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`."""
 
     def __init__(
         self,
@@ -93,20 +92,26 @@ class SequenceTable:
         self.by_task: dict[int, Sequence] = {}
         """Sequences of open requests by their tasks' ids."""
         self._by_request: dict[str, Sequence] = {}
-        self._count = Counter[SequenceStatus]()
+        self._by_status: dict[SequenceStatus, dict[int, Sequence]] = {status: {} for status in SequenceStatus}
+        self.admitted = 0
+        """Requests that hold pages."""
         self._prefix_wait = PrefixWait(
             pages, scheduler, adapters.version, self.by_task, self.move, self._schedule, stats.totals
         )
         self._events: list[Event] = []
-        self._suspects: list[tuple[str, int]] = []
+        self.suspects: deque[tuple[str, int]] = deque()
+        """(adapter, version) of answers that were not finite, for who takes them back to remove."""
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Change a sequence's status, which must be a legal step of its life."""
         assert sequence.status.may_become(status), f"a sequence in {sequence.status} cannot become {status}"
-        self._count[sequence.status] -= 1
-        self._count[status] += 1
+        task_id, held = sequence.task.task_id, sequence.admitted
+        self._by_status[sequence.status].pop(task_id, None)
         sequence.status = status
+        if status is not SequenceStatus.FINISHED:
+            self._by_status[status][task_id] = sequence
+        self.admitted += sequence.admitted - held
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,6 @@ class SequenceTable:
         # Known before it is scheduled: who waits for whom depends on who is due first.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
-        self._count[sequence.status] += 1
         self._stats.totals.requests += 1
         self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
         self._enter(sequence)
@@ -147,8 +151,8 @@ class SequenceTable:
 
     def on_fetched(self, adapter: str, error: str, now: float) -> None:
         """An adapter's state was read from disk, or could not be (`error`): its sequences go on, or end."""
-        for sequence in [each for each in self.by_task.values() if each.request.adapter == adapter]:
-            if sequence.status is not SequenceStatus.WAITING_ADAPTER:
+        for sequence in list(self._by_status[SequenceStatus.WAITING_ADAPTER].values()):
+            if sequence.request.adapter != adapter:
                 continue
             if error:
                 self._end(sequence, "error", now, error, retire=False)
@@ -158,7 +162,7 @@ class SequenceTable:
     @property
     def waiting_for_slot(self) -> bool:
         """Whether a request waits for a LoRA slot: fine-tuning leaves it the next one."""
-        return bool(self._count[SequenceStatus.WAITING_SLOT] or self._count[SequenceStatus.SLOT_OFFERED])
+        return bool(self._by_status[SequenceStatus.WAITING_SLOT] or self._by_status[SequenceStatus.SLOT_OFFERED])
 
     @property
     def adapters(self) -> set[str]:
@@ -182,19 +186,16 @@ class SequenceTable:
 
     def prepare(self, now: float) -> None:
         """Between two iterations: offer LoRA slots to sequences that found none, and make room in the cache."""
-        if self._count[SequenceStatus.WAITING_SLOT]:
+        if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots()
-        if self._pruner is not None and self._count[SequenceStatus.DECODE]:
+        if self._pruner is not None and self._by_status[SequenceStatus.DECODE]:
             self._prune(self._pruner, now)
-
-    def _without_slot(self) -> list[Sequence]:
-        return [each for each in self.by_task.values() if each.status is SequenceStatus.WAITING_SLOT]
 
     def _offer_slots(self) -> None:
         """Have those planned again that may find a slot now, in the order of the policy."""
         slots, idle = self._slots, self._slots.idle
-        order = self._scheduler.policy.order
-        for sequence in sorted(self._without_slot(), key=lambda sequence: order(sequence.task)):
+        without = self._by_status[SequenceStatus.WAITING_SLOT].values()
+        for sequence in sorted(without, key=lambda sequence: self._scheduler.order(sequence.task)):
             adapter, task = sequence.request.adapter or "", sequence.task
             version = self._adapters.version(adapter)
             takes = bool(version) and not slots.held(adapter, version)
@@ -207,10 +208,11 @@ class SequenceTable:
     def _yields(self, newcomer: Sequence, now: float) -> bool:
         """Whether a newcomer would keep a slot from becoming idle for a sequence that comes before it and has waited
         for twice its target."""
-        if not self._count[SequenceStatus.WAITING_SLOT] or self._slots.idle:
+        without = self._by_status[SequenceStatus.WAITING_SLOT]
+        if not without or self._slots.idle:
             return False
-        order, own = self._scheduler.policy.order, newcomer.task
-        waiting = (sequence.task for sequence in self._without_slot())
+        order, own = self._scheduler.order, newcomer.task
+        waiting = (sequence.task for sequence in without.values())
         return any(now > 2 * task.deadline_s - task.arrival_s and order(task) < order(own) for task in waiting)
 
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
@@ -242,16 +244,15 @@ class SequenceTable:
         task.capacity = task.held_pages * self._pages.page_size + task.pruned
 
     def _prune(self, pruner: Pruner, now: float) -> None:
-        totals = self._stats.totals
         for sequence in pruner.due(self.by_task.values()):
             try:
                 pruner.prune(sequence)
                 self._count_pages(sequence)
-                totals.prunings, totals.pruned_pages = pruner.prunings, pruner.pages_returned
             except Exception:
                 log.exception("a sequence could not be pruned: it is computed again")
                 pruner.failed()
                 self.preempt(sequence.task.task_id, now)
+        self._stats.totals.prunings, self._stats.totals.pruned_pages = pruner.prunings, pruner.pages_returned
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 
@@ -289,7 +290,7 @@ class SequenceTable:
         if self._pages.trie is not None:
             self._pages.trie.expire(sequence.trie_key)
         if sequence.version and sequence.request.adapter is not None:
-            self._suspects.append((sequence.request.adapter, sequence.version))
+            self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 
@@ -320,9 +321,9 @@ class SequenceTable:
             self._free(sequence)
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
-        self._prefix_wait.leave(sequence)
         self._stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
+        self._prefix_wait.leave(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         if self._pruner is not None:
@@ -407,12 +408,7 @@ class SequenceTable:
     @property
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
-        return len(self._by_request) - self.admitted
-
-    @property
-    def admitted(self) -> int:
-        """Requests that hold pages."""
-        return sum(self._count[status] for status in _ADMITTED)
+        return max(0, len(self._by_request) - self.admitted)
 
     @property
     def free_pages(self) -> int:
@@ -426,7 +422,7 @@ class SequenceTable:
     def move_pages(self, moved: Mapping[int, int]) -> None:
         """Follow pages that the pool has moved from the keys to the values."""
         for sequence in self.by_task.values():
-            sequence.move(moved)
+            sequence.move_pages(moved)
 
     @property
     def busy(self) -> bool:
@@ -437,14 +433,9 @@ class SequenceTable:
         """Requests by stage."""
         return {
             "waiting": self.waiting,
-            "prefill": self._count[SequenceStatus.PREFILL],
-            "decode": self._count[SequenceStatus.DECODE],
+            "prefill": len(self._by_status[SequenceStatus.PREFILL]),
+            "decode": len(self._by_status[SequenceStatus.DECODE]),
         }
-
-    def take_suspects(self) -> list[tuple[str, int]]:
-        """(adapter, version) of answers since the last call that were not finite."""
-        suspects, self._suspects = self._suspects, []
-        return suspects
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
@@ -22,6 +23,7 @@ from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, 
 from edged.settings.load import SchedulerSettings
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -49,9 +51,14 @@ class Scheduler:
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy stays with its state, and is asked again after it
         failed."""
-        self.degraded = ""
+        degraded, self.degraded = self.degraded, ""
         self._tell(Part.configure, settings, self.cost)
         self.targets = SloTargets(settings, self.cost)
+        if degraded and not self.degraded:
+            try:
+                self._queues.refile(self.policy.flow_order)
+            except Exception as error:
+                self._degrade(error)
 
     def add(self, task: Task, now: float) -> None:
         """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
@@ -66,7 +73,7 @@ class Scheduler:
             self._tell(Part.arrived, task, now)
         # A request that was held back comes with the moment of its arrival.
         self._now = max(self._now, now)
-        self._queues.file(task)
+        self._file(task)
 
     def remove(self, task_id: int) -> Task | None:
         """Forget a cancelled task and return it; None if no such task is live."""
@@ -80,20 +87,20 @@ class Scheduler:
     def park(self, task: Task) -> None:
         """Take a live task out of the queues until it is added again or removed: it has not left meanwhile."""
         self._require(task)
-        self._queues.take(task)
+        self._take(task)
         self._parked[task.task_id] = task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
         """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
         self._require(task)
         self._now = now
-        self._queues.take(task)
+        self._take(task)
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
         task.tokens = tokens
         task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
         task.underway = False
-        self._queues.file(task)
+        self._file(task)
 
     def update(self, task: Task) -> None:
         """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
@@ -102,7 +109,7 @@ class Scheduler:
         removed, not updated: fine-tuning is owed work for as long as it has tasks.
         """
         self._require(task)
-        self._queues.file(task, started=self._queues.take(task))
+        self._file(task, started=self._take(task))
 
     def plan(self, now: float, resources: Resources, foresight: LookaheadPlan | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
@@ -131,13 +138,22 @@ class Scheduler:
         return LookaheadPlan(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
 
     def _decide(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The policy's plan; first come, first served from the moment that the policy fails."""
+        return self._ask(lambda policy: policy.plan(queues, now, resources))
+
+    def order(self, task: Task) -> tuple[float, ...]:
+        """A prompt's place among all at this moment; the least goes first."""
+        return self._ask(lambda policy: policy.order(task))
+
+    # -- a policy that fails -----------------------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[Policy], T]) -> T:
+        """The policy's answer; that of first come, first served from the moment that the policy fails."""
         if not self.degraded:
             try:
-                return self.policy.plan(queues, now, resources)
+                return question(self.policy)
             except Exception as error:
                 self._degrade(error)
-        return self._plain.plan(queues, now, resources)
+        return question(self._plain)
 
     def _tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
         try:
@@ -145,7 +161,25 @@ class Scheduler:
         except Exception as error:
             self._degrade(error)
 
+    def _file(self, task: Task, started: bool = False) -> None:
+        self._guarded(lambda: self._queues.file(task, started))
+
+    def _take(self, task: Task) -> bool:
+        return self._guarded(lambda: self._queues.take(task))
+
+    def _guarded(self, change: Callable[[], T]) -> T:
+        """Change the queues; where the policy's order fails, in the order of arrival."""
+        try:
+            return change()
+        except Exception as error:
+            if self.degraded:
+                raise
+            self._degrade(error)
+            return change()
+
     def _degrade(self, error: Exception) -> None:
+        if self.degraded:
+            return
         name = self.policy.name
         message = f"the policy {name} failed: requests are served first come, first served"
         logs.event(log, logging.ERROR, "policy_failed", message, exc_info=True, policy=name)
@@ -153,6 +187,7 @@ class Scheduler:
             f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
             "come, first served, and fine-tuning waits, until edged is reloaded or started again"
         )
+        self._queues.refile(self._plain.flow_order)
 
     def complete(self, result: IterationResult, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
@@ -202,28 +237,29 @@ class Scheduler:
         adapters.discard(0)
         context = sum([grant.task.context - grant.task.pruned for grant in decodes])
         alone_s = self.cost.priced_s(Load(decodes=len(decodes), context=context, adapters=len(adapters)))
-        for task, due_s in zip(tasks, self.policy.due.due_s(tasks, alone_s, now), strict=True):
+        dues_s = self._ask(lambda policy: policy.due.due_s(tasks, alone_s, now))
+        for task, due_s in zip(tasks, dues_s, strict=True):
             task.deadline_s = due_s
 
     def _advance(self, task: Task, outcome: TaskOutcome) -> bool:
         """Move a sequence to its next state; True if it became a decode."""
-        queues, kind = self._queues, outcome.next_kind
+        kind = outcome.next_kind
         if kind is Kind.DECODE:
             if task.tokens:
                 raise ValueError(f"task {task.task_id} cannot decode: {task.tokens} tokens of its prompt are left")
-            queues.take(task)
+            self._take(task)
             task.kind, task.tokens = Kind.DECODE, 1
-            queues.file(task)
+            self._file(task)
             return True
         if kind is None:
             self._retire(task)
         elif outcome.tokens:
-            queues.take(task)
-            queues.file(task, started=True)
+            self._take(task)
+            self._file(task, started=True)
         return False
 
     def _retire(self, task: Task) -> None:
-        self._queues.take(task)
+        self._take(task)
         self._tell(Part.left, task, self._now)
 
     def _require(self, task: Task) -> None:

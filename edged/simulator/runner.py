@@ -123,6 +123,9 @@ class SimulatedRunner:
     def begin_thread(self) -> None:
         """There is no device to bind."""
 
+    def begin_iteration(self, now: float) -> None:
+        """No other program uses the device."""
+
     def close(self) -> None:
         """There is nothing to end."""
 

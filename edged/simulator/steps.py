@@ -6,7 +6,8 @@ Every pair is taken to have a loss that is worth a step, and none is held out fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from edged.align.dpo.micro_batch import Work as UnitWork
@@ -262,7 +263,7 @@ class SimulatedFinetuning:
     def close(self) -> None:
         """Nothing is to be saved."""
 
-    def close_finished(self, now: float, suspects: Collection[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
         """Publish what finished steps learned; bring the others' tasks up to date."""
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:

@@ -14,6 +14,7 @@ import pytest
 
 from edged.align.feedback.pair import VersionSaved
 from edged.engine.engine import Engine
+from edged.engine.sequence import SequenceStatus
 from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.engine.test_engine import generated
 from tests.models import tiny_model
@@ -63,6 +64,11 @@ def test_tenants_neither_wait_for_each_other_nor_find_what_another_computed(tmp_
     assert client.ids("a1") == client.ids("b1") == client.ids("a2") == client.ids("c1")
 
 
+def held_back(engine: Engine) -> int:
+    """How many sequences wait for a prefix."""
+    return sum(each.status is SequenceStatus.WAITING_PREFIX for each in engine._sequences.by_task.values())
+
+
 def test_requests_that_wait_together_compute_their_common_prefix_once(tmp_path: Path) -> None:
     common = random_ids(25 * PAGE, 1)
     prompts = [common + random_ids(5 + i, 10 + i) for i in range(12)]
@@ -88,7 +94,7 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
             engine,
             "long",
             4 * PAGE,
-            lambda sequence: engine._commands.post(lambda: held.append(engine._sequences._prefix_wait.waiting)),
+            lambda sequence: engine._commands.post(lambda: held.append(held_back(engine))),
         )
         with held_still(engine):
             engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -105,7 +111,7 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
 
         def come() -> None:
             engine._sequences.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
-            held.append(engine._sequences._prefix_wait.waiting)
+            held.append(held_back(engine))
 
         at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._commands.post(come))
         engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -141,7 +147,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
 
         def end_now(sequence: Any) -> None:
             ends[how](sequence)
-            held.append(serving._prefix_wait.waiting)
+            held.append(held_back(engine))
 
         def end(sequence: Any) -> None:
             # After the iteration, as the engine itself would.
@@ -154,7 +160,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
         client.wait(lambda: len(client.finished) == len(prompts))
         status = engine.status()
         assert held == [2], "the next leader goes on at once, the others wait for it"
-        assert serving._prefix_wait.waiting == 0
+        assert held_back(engine) == 0
     assert client.finished["r0"].reason == {"cancelled": "cancelled", "failed": "error", "preempted": "length"}[how]
     # At most twice: the next leader may have begun beside one that starts again.
     assert status["totals"]["prompt_tokens"] < 2 * len(common) + 4 * 20
@@ -192,7 +198,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine._commands._commands.appendleft(lambda: engine._finetuning.rollback("ann", 1))
+            engine._commands._commands.appendleft(lambda: engine._trainer.rollback("ann", 1))
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):

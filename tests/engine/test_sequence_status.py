@@ -14,8 +14,8 @@ from tests.engine.harness import random_ids, random_pairs, request, running_engi
 ENDS = {status for status in SequenceStatus if status.may_become(SequenceStatus.FINISHED)}
 
 
-def test_a_sequence_may_end_from_everywhere_but_its_arrival_and_its_end() -> None:
-    assert set(SequenceStatus) - ENDS == {SequenceStatus.ARRIVED, SequenceStatus.FINISHED}
+def test_a_sequence_may_end_from_everywhere_but_its_end() -> None:
+    assert set(SequenceStatus) - ENDS == {SequenceStatus.FINISHED}
     assert not any(SequenceStatus.FINISHED.may_become(status) for status in SequenceStatus)
 
 

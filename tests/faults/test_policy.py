@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from edged.cache import InflightPrefixes
 from edged.scheduler.policies.base import Policy
 from edged.scheduler.policies.mace.policy import MACE, MaceSpare
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome
 from edged.settings.load import SchedulerSettings
-from tests.engine.harness import random_ids, random_pairs, running_engine, wait_idle
+from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 from tests.faults.test_memory import answers
 from tests.scheduler.test_scheduler import scheduler_of
 
@@ -52,6 +53,58 @@ def test_a_part_that_fails_at_what_happens_is_the_policys_failure() -> None:
     scheduler.complete(IterationResult([TaskOutcome(task, 20, 0, Kind.DECODE)], 0.1), 0.1)
     assert "the policy mace failed (ZeroDivisionError: no work)" in scheduler.degraded
     assert [grant.task for grant in scheduler.plan(0.2, RESOURCES).grants] == [task]
+
+
+def test_an_order_that_fails_leaves_every_prompt_where_it_was_and_comes_back_with_a_reload(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = scheduler_of(policy="mace")
+    tasks = [Task(i, Kind.PREFILL, arrival_s=float(i), tokens=400 if i == 2 else 20) for i in range(5)]
+    for task in tasks[2:4]:
+        scheduler.add(task, task.arrival_s)
+    assert [grant.tokens for grant in scheduler.plan(3.0, RESOURCES).grants if grant.task is tasks[2]] == [236]
+    scheduler.complete(IterationResult([TaskOutcome(tasks[2], 236, 0, Kind.PREFILL)], 0.1), 3.1)
+    order = scheduler.policy.flow_order
+
+    def fail(_task: Task) -> tuple[float, int]:
+        raise KeyError("a counter that was never made")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(order, "key", fail)
+        for task in (tasks[0], tasks[1], tasks[4]):
+            scheduler.add(task, 4.0)
+        assert "the policy mace failed (KeyError: 'a counter that was never made')" in scheduler.degraded
+        assert [record.levelname for record in caplog.records] == ["ERROR"], "it is told once"
+        scheduler.remove(4)
+        plan = scheduler.plan(5.0, RESOURCES)
+        assert {grant.task.task_id: grant.tokens for grant in plan.grants} == {0: 20, 1: 20, 2: 164, 3: 20}
+        scheduler.configure(SchedulerSettings())
+        assert scheduler.degraded, "it fails still"
+    scheduler.configure(SchedulerSettings())
+    assert not scheduler.degraded
+    assert {grant.task.task_id for grant in scheduler.plan(6.0, RESOURCES).grants} == {0, 1, 2, 3}
+
+
+def test_a_request_that_cannot_be_queued_ends_with_the_reason_and_the_next_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_ids(60, 1)
+    with running_engine(tmp_path) as (engine, client):
+        with monkeypatch.context() as failing:
+
+            def fail(*_: object) -> None:
+                raise ValueError("the clock stands still")
+
+            failing.setattr(InflightPrefixes, "enter", fail)
+            engine.submit(request("odd", prompt))
+            client.wait(lambda: "odd" in client.finished)
+        assert client.finished["odd"].reason == "error"
+        assert "the clock stands still" in client.finished["odd"].error
+        for name in ("one", "two"):
+            engine.submit(request(name, prompt))
+        client.wait(lambda: len(client.finished) == 3)
+        assert client.ids("one") == client.ids("two") != []
+        assert engine.status()["queue"] == {"waiting": 0, "prefill": 0, "decode": 0, "finetune": 0}
 
 
 def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

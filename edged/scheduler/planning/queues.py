@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
@@ -67,7 +68,6 @@ class TaskQueues:
 
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
-        self.tasks[task.task_id] = task
         if task.kind is Kind.DECODE:
             insort(self.decodes, Grant(task, 1), key=_decode_arrival)
         elif task.kind is Kind.FINETUNE:
@@ -77,6 +77,15 @@ class TaskQueues:
         else:
             self.filings += 1
             insort(self.flows.setdefault(self.order.flow(task), []), task, key=self.order.key)
+        self.tasks[task.task_id] = task
+
+    def refile(self, order: TaskOrder) -> None:
+        """File all prompts anew, in another order."""
+        flows: dict[Hashable, list[Task]] = {}
+        for task in chain.from_iterable(self.flows.values()):
+            insort(flows.setdefault(order.flow(task), []), task, key=order.key)
+        self.order, self.started, self.flows = order, sorted(self.started, key=order.key), flows
+        self.filings += 1
 
     def active(self) -> Iterator[Task]:
         """All tasks but the waiting prompts."""
@@ -86,18 +95,18 @@ class TaskQueues:
 
     def take(self, task: Task) -> bool:
         """Take a task out of its queue, before its kind changes; True if it was a started prefill."""
-        del self.tasks[task.task_id]
+        started = task.kind is Kind.PREFILL and task in self.started
         if task.kind is Kind.DECODE:
             at = next(index for index, grant in enumerate(self.decodes) if grant.task is task)
             del self.decodes[at]
         elif task.kind is Kind.FINETUNE:
             self.finetunes.remove(task)
-        elif task in self.started:
+        elif started:
             self.started.remove(task)
-            return True
         else:
             self.take_waiting(task)
-        return False
+        del self.tasks[task.task_id]
+        return started
 
     def take_waiting(self, task: Task) -> None:
         """Take a waiting prompt out of its flow."""
