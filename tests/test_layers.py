@@ -18,7 +18,7 @@ ROOMY = ("edged/api", "edged/cli", "tests/api", "tests/cli")
 def table() -> list[tuple[int, str, bool]]:
     """Row, packages and whether they need torch, as the document's table has them."""
     text = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.+?) \| (yes|no) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (yes|no) \|", text, re.MULTILINE)
     return [(int(row), packages, torch == "yes") for row, packages, torch in rows]
 
 
