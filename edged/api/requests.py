@@ -132,7 +132,7 @@ class _Generation(_Body):
     min_tokens: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=_MOST_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None

@@ -67,6 +67,7 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str
         ("top_k", -2, "top_k"),
         ("min_p", 2, "min_p"),
         ("repetition_penalty", 0, "repetition_penalty"),
+        ("repetition_penalty", 1e-45, "repetition_penalty"),
         ("presence_penalty", 2.5, "presence_penalty"),
         ("frequency_penalty", -9, "frequency_penalty"),
         ("n", 0, "n"),

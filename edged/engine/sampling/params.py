@@ -11,6 +11,7 @@ class Sampling:
 
     `logprobs` is the number of alternatives to report beside the drawn token's log-probability (0-20),
     None to report nothing. Log-probabilities are the model's own, before penalties and temperature.
+    `repetition_penalty` is 0.01 to 100, so that float32 scores stay finite.
     """
 
     max_tokens: int = 16

@@ -59,6 +59,11 @@ class Changes:
         self._added: list[int] = []
         self._amounts: list[float] = []
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._added or self._seen)
+
     def add(self, row: int, amounts: Mapping[int, float]) -> None:
         """Add to the scores of some tokens of a row."""
         self._added += [row * self._vocab + token for token in amounts]

@@ -118,8 +118,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
     tables = changes.tables()
     # One transfer: the forward runs on the device meanwhile, and the host waits for neither.
     moved = upload([*tables, *draws.tables()], scores.device)
-    changes.apply(scores, moved[: len(tables)])
     tokens, broken = choose_greedy(scores)
+    if changes.any:
+        # Only the model's own scores tell whether it is broken: what is asked for may leave no token to draw.
+        changes.apply(scores, moved[: len(tables)])
+        tokens = scores.argmax(-1)
     if draws.any:
         draws.run(scores, moved[len(tables) :], tokens)
     return SampledRows(tokens, broken, rows, raw, beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -135,6 +136,53 @@ def test_scores_that_are_not_numbers_give_no_token() -> None:
     tokens = sample(scores, rows).read().tokens
     assert tokens[1] == NOT_A_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
+
+
+def test_what_is_asked_for_never_makes_the_model_look_broken() -> None:
+    counts = counted(range(0, 20), [3] * 100_000 + [4])
+    scores = logits() * 500
+    scores[0, 49] = float("-inf")
+    extremes = itertools.product(
+        (0.0, 1e-9, 2.0),
+        (1e-45, 0.01, 1.0, 100.0),
+        (-2.0, 2.0),
+        (-2.0, 2.0),
+        ({}, {3: 100.0, 30: -100.0}),
+        (0, 1),
+        (0.0, 1.0),
+    )
+    rows = []
+    for temperature, repetition, presence, frequency, bias, top_k, share in extremes:
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=share,
+            min_p=1 - share,
+            top_k=top_k,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            logit_bias=bias,
+            min_tokens=9,
+        )
+        rows += [SamplingRow(sampling, 1, len(rows), counts, forbidden) for forbidden in ((), (3, 4), range(VOCAB))]
+    tokens = sample(scores.repeat(len(rows), 1), rows).read().tokens
+    assert all(0 <= token < VOCAB for token in tokens)
+    some = [
+        token
+        for row, token in zip(rows, tokens, strict=True)
+        if len(row.forbidden) == 2 and row.sampling.repetition_penalty > 1e-3
+    ]
+    assert not {3, 4}.intersection(some)
+
+
+@pytest.mark.parametrize("at", [{"repetition_penalty": 1.1}, {"logit_bias": {7: -100.0}}, {}])
+def test_the_models_own_scores_are_judged_whatever_is_asked_for(at: dict[str, Any]) -> None:
+    scores = logits(2)
+    scores[1, 7] = float("nan")
+    rows = [SamplingRow(Sampling(temperature=0.0, **at), 0, 0, counted([7], []), (7,)) for _ in range(2)]
+    tokens = sample(scores, rows).read().tokens
+    assert tokens[0] >= 0
+    assert tokens[1] == NOT_A_TOKEN
 
 
 @pytest.mark.parametrize("vocab", [3, 128, 1000, 5000])
