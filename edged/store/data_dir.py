@@ -58,6 +58,9 @@ def erase_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             raise
+    if folder.parent.exists():
+        # A power cut must not bring it back.
+        sync(folder.parent)
 
 
 def clear_leftovers(data_dir: Path) -> None:

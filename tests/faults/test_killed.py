@@ -69,11 +69,15 @@ class Load:
 
 def newest_whole(data: Path) -> int:
     """The number of sam's newest version whose files are what its manifest says; 0: none."""
-    for folder in sorted(data.glob("adapters/*/sam/v*"), reverse=True):
+    return max((int(folder.name[1:]) for folder in data.glob("adapters/*/sam/v*") if is_whole(folder)), default=0)
+
+
+def is_whole(folder: Path) -> bool:
+    try:
         sums = json.loads((folder / "edged.json").read_text())["sha256"]
-        if all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == value for name, value in sums.items()):
-            return int(folder.name[1:])
-    return 0
+        return all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == value for name, value in sums.items())
+    except (OSError, ValueError):
+        return False
 
 
 def kill_again_and_again(folder: Path, times: int, seed: int) -> None:

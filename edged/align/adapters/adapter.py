@@ -231,6 +231,9 @@ class AdapterFiles:
         self.left: set[str] = set()
         """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
+        # What is synced in a folder is lost with the folder's own entry.
+        for folder in (root.parent, root.parent.parent):
+            sync(folder)
         # What a power cut left half written is nobody's.
         for draft in root.glob(f"*/.v*{_DRAFT}"):
             shutil.rmtree(draft, ignore_errors=True)
