@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import warnings
 from urllib.parse import urlsplit
 
@@ -76,24 +77,29 @@ def _caller_check(access: Access) -> Middleware:
 
 
 def _browser_check(listen: str, access: Access) -> Middleware:
-    """Without a token, web pages that this box's browser shows must not reach the TCP listener.
+    """Web pages of other sites must not reach a listener that asks for no token: TCP without one, and the Unix socket,
+    which people forward to their browsers by ssh.
 
     Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
-    which must be loopback's or the name in `listen`. What it embeds or links to has no `Origin`: there browsers say in
-    `Sec-Fetch-Site` where it comes from, and only a link to the page itself is followed.
+    which must be loopback's or the name in `listen`; over the Unix socket, where programs invent one, any that is no
+    name of the Internet. What a page embeds or links to has no `Origin`: there browsers say in `Sec-Fetch-Site` where
+    it comes from, and only a link to the page itself is followed.
     """
     own = _name_in(listen)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if over_tcp(request) and not access.has_tokens and request.path not in PROBES:
+        tcp = over_tcp(request)
+        if not (tcp and access.has_tokens) and request.path not in PROBES:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-            if not is_loopback(_name_in(host)) and (not own or _name_in(host) != own):
-                raise _forbidden(f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost', "forbidden_host")
+            name, way_out = _name_in(host), "; or set api.token" if tcp else ""
+            if not (is_loopback(name) or (own and name == own) or (not tcp and _is_invented(name))):
+                message = f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost{way_out}'
+                raise forbidden(message, "forbidden_host")
             if origin is not None and origin.lower() != f"http://{host.lower()}":
-                raise _forbidden(f'web pages of "{origin[:200]}" may not use edged', "forbidden_origin")
+                raise forbidden(f'web pages of "{origin[:200]}" may not use edged{way_out}', "forbidden_origin")
             if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
-                raise _forbidden("web pages of other sites may not use edged", "forbidden_site")
+                raise forbidden(f"web pages of other sites may not use edged{way_out}", "forbidden_site")
         return await handler(request)
 
     return check
@@ -113,8 +119,12 @@ def _name_in(host: str) -> str:
         return ""
 
 
-def _forbidden(message: str, code: str) -> ApiError:
-    return forbidden(f"{message}; or set api.token", code)
+def _is_invented(host: str) -> bool:
+    """Whether no name of the Internet can be this: one without a dot, or an address."""
+    try:
+        return "." not in host or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 @web.middleware

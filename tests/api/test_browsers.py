@@ -1,4 +1,4 @@
-"""A TCP listener without a token is not for web pages."""
+"""A listener that asks for no token is not for web pages of other sites."""
 
 from __future__ import annotations
 
@@ -85,7 +85,37 @@ async def test_a_link_leads_to_the_page_and_nowhere_else() -> None:
         assert (await answer({"Sec-Fetch-Site": site, **NAVIGATED}))[0] == 503, "the model is being loaded"
 
 
-async def test_a_token_or_the_unix_socket_is_proof_enough(tmp_path: Path) -> None:
+async def test_a_token_is_proof_enough() -> None:
     foreign = {"Host": "box.example", "Origin": "https://box.example"}
     assert (await answer(foreign, token="secret"))[1] == "invalid_api_key", "the token alone decides"
-    assert (await answer(foreign, unix=tmp_path / "s"))[0] == 503, "the model is being loaded"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "edged"},
+        {"Host": ""},
+        {"Host": "[::1]:8137"},
+        {"Host": "192.168.1.5:8137", "Origin": "http://192.168.1.5:8137"},
+        {"Host": "localhost:8137", "Origin": "http://localhost:8137", "Sec-Fetch-Site": "same-origin"},
+    ],
+)
+async def test_programs_and_the_forwarded_page_use_the_unix_socket(tmp_path: Path, headers: dict[str, str]) -> None:
+    assert (await answer(headers, unix=tmp_path / "s"))[0] == 503, "the model is being loaded"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example:8137"}, "forbidden_host"),
+        ({"Host": "evil.example:8137", "Origin": "http://evil.example:8137"}, "forbidden_host"),
+        ({"Host": "localhost:8137", "Origin": "https://evil.example"}, "forbidden_origin"),
+        ({"Host": "localhost:8137", "Origin": "null"}, "forbidden_origin"),
+        ({"Host": "localhost:8137", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "image"}, "forbidden_site"),
+    ],
+)
+async def test_other_sites_pages_are_refused_over_a_forwarded_unix_socket_whatever_the_token(
+    tmp_path: Path, headers: dict[str, str], code: str
+) -> None:
+    assert await answer(headers, unix=tmp_path / "s") == (403, code)
+    assert await answer(headers, unix=tmp_path / "s", token="secret") == (403, code)
