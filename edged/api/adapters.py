@@ -19,7 +19,7 @@ from edged.api import query
 from edged.api.access import Caller, caller_of
 from edged.api.erasure import forget_user
 from edged.api.errors import ApiError, not_found, send_pieces
-from edged.api.requests import RollbackRequest, parse_json, validate
+from edged.api.requests import RollbackRequest, read_body
 from edged.api.responses import Examined, Forgotten, RolledBack
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
@@ -71,7 +71,7 @@ async def get_adapter(request: web.Request) -> dict[str, Any]:
 async def rollback(request: web.Request) -> RolledBack:
     """Serve an earlier version again, as a new one."""
     services, name = services_of(request), _name(request)
-    body = validate(RollbackRequest, parse_json(await request.read()))
+    body = await read_body(request, RollbackRequest.checked)
     try:
         version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
     except UnknownAdapter:

@@ -16,7 +16,7 @@ from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Ask, Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
-from edged.api.requests import ChatRequest, CompletionRequest, parse_json, validate
+from edged.api.requests import ChatRequest, CompletionRequest, read_body
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
 
@@ -24,15 +24,17 @@ log = logging.getLogger("edged.api")
 
 _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized beside the event loop, so that they do not hold up other clients' tokens."""
+_MESSAGE_CHARS = 64
+"""What a message costs beside its text, in the template around it."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """An answer to a conversation."""
     services, caller = services_of(request), caller_of(request)
-    body = validate(ChatRequest, parse_json(await request.read()))
+    body = await read_body(request, ChatRequest.checked)
     _demand(services, caller, body)
     messages = tuple(message.plain() for message in body.messages)
-    chars = sum(len(message["content"]) for message in messages)
+    chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
     prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
     ask = _ask(services, caller, body, prompt_ids, "chatcmpl-", messages=messages)
     return await _answer(request, services, ask, body)
@@ -41,7 +43,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """A continuation of a text."""
     services, caller = services_of(request), caller_of(request)
-    body = validate(CompletionRequest, parse_json(await request.read()))
+    body = await read_body(request, CompletionRequest.checked)
     _demand(services, caller, body)
     if isinstance(body.prompt, str):
         prompt_ids = await _tokenize(services.codec.encode_prompt, body.prompt, len(body.prompt))

@@ -17,7 +17,7 @@ from edged.api.access import Caller, caller_of
 from edged.api.errors import bad_request, send_pieces
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
-from edged.api.requests import PairRequest, SignalRequest, parse_feedback, parse_json
+from edged.api.requests import PairRequest, SignalRequest, parse_feedback, read_body
 from edged.api.responses import FeedbackTaken
 from edged.api.services import Services, services_of
 from edged.settings.load import FeedbackSettings
@@ -33,7 +33,7 @@ _EXPORT_ROWS = 256
 async def post_feedback(request: web.Request) -> FeedbackTaken:
     """Take a signal or a pair. 200 means that it is on disk."""
     services, caller = services_of(request), caller_of(request)
-    body = parse_feedback(parse_json(await request.read()))
+    body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):

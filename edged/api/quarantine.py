@@ -14,7 +14,7 @@ from edged.align.feedback.pair import PairRetired, PairState
 from edged.api import query
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, not_found
-from edged.api.requests import QuarantineRequest, UserQuarantineRequest, parse_json, validate
+from edged.api.requests import QuarantineRequest, UserQuarantineRequest, read_body
 from edged.api.responses import AllDecided, Decided, Quarantine
 from edged.api.services import Services, services_of
 from edged.store import quarantine, utc_now, utc_text
@@ -39,7 +39,7 @@ async def list_quarantined(request: web.Request) -> Quarantine:
 async def decide(request: web.Request) -> Decided:
     """Release a pair, which is learned from then, or drop it."""
     services, pair_id = services_of(request), _pair_id(request)
-    body = validate(QuarantineRequest, parse_json(await request.read()))
+    body = await read_body(request, QuarantineRequest.checked)
     owner = await asyncio.to_thread(services.store.read, lambda db: quarantine.owner_of(db, pair_id))
     caller = caller_of(request)
     if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
@@ -56,7 +56,7 @@ async def decide(request: web.Request) -> Decided:
 
 async def decide_all(request: web.Request) -> AllDecided:
     """Release or drop all pairs of a user that wait."""
-    body = validate(UserQuarantineRequest, parse_json(await request.read()))
+    body = await read_body(request, UserQuarantineRequest.checked)
     caller_of(request).demand_user(body.user)
     decision = _decision(caller_of(request), body.user, body.action)
     decided, left = await _decide(services_of(request), body.user, decision)

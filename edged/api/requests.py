@@ -6,10 +6,22 @@ change the answer and cannot be honoured are refused (`tools`, `response_format`
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from aiohttp import web
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
@@ -21,6 +33,9 @@ _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _MOST_TOKENS = 2**31
 _MOST_BIASES = 1024
+_MOST_MESSAGES = 10_000
+_THREAD_BYTES = 1 << 16
+"""Bodies from this size on are read and checked beside the event loop."""
 _TEXT_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
 _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
@@ -29,7 +44,10 @@ _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 USER_PATTERN = f"^{USER_NAME.pattern}$"
 """`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
-Body = TypeVar("Body", bound="_Body")
+_FAIL_FAST = Field(fail_fast=True)
+"""Of lists: they are checked up to the first fault, since a body has room for hundreds of thousands."""
+TokenIds = Annotated[list[TokenId], _FAIL_FAST]
+T = TypeVar("T")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -62,6 +80,14 @@ _CLEAN = AfterValidator(_clean)
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
+    @classmethod
+    def checked(cls, body: dict[str, Any]) -> Self:
+        """`body` as this kind. Raises ApiError that names the first field at fault."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise _explain(error) from None
+
 
 class TextPart(_Body):
     """One part of a message's content."""
@@ -80,7 +106,7 @@ class Message(_Body):
     """One turn of a conversation."""
 
     role: Annotated[str, Field(json_schema_extra={"enum": [*_TEXT_ROLES]})]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _FAIL_FAST]
 
     @field_validator("role")
     @classmethod
@@ -98,6 +124,15 @@ class Message(_Body):
     def _encodable(self) -> Message:
         self.plain()
         return self
+
+
+def _few_messages(messages: Any) -> Any:
+    if isinstance(messages, list) and len(messages) > _MOST_MESSAGES:
+        _refuse(f"{len(messages)} messages are too many: at most {_MOST_MESSAGES}")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
 
 
 class StreamOptions(_Body):
@@ -120,7 +155,7 @@ class _Generation(_Body):
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], _FAIL_FAST] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -134,7 +169,7 @@ class _Generation(_Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_STOPS)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
 
     @model_validator(mode="before")
@@ -155,11 +190,16 @@ class _Generation(_Body):
             _refuse("a stop string is empty")
         return stop
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, biases: Any) -> Any:
+        if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+            _refuse(f"{len(biases)} biased tokens are too many: at most {_MOST_BIASES}")
+        return biases
+
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        if biases and len(biases) > _MOST_BIASES:
-            _refuse(f"{len(biases)} biased tokens are too many: at most {_MOST_BIASES}")
         if any(not (key.isascii() and key.isdigit() and len(key) < 10) for key in biases or ()):
             _refuse('keys are token ids written as text, such as "42"')
         return biases
@@ -183,7 +223,7 @@ class _Generation(_Body):
 class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -208,7 +248,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """`POST /v1/completions`: one prompt, as text or as token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
 
@@ -240,6 +280,13 @@ class _Own(_Body):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
+    @classmethod
+    def checked(cls, body: dict[str, Any]) -> Self:
+        """`body` as this kind. Raises ApiError that names the first field at fault."""
+        if unknown := next((name for name in body if name not in cls.model_fields), ""):
+            raise bad_request(f'unknown field "{unknown[:80]}"', unknown[:80])
+        return super().checked(body)
+
 
 class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
@@ -258,9 +305,9 @@ class PairRequest(_Own):
     user: UserName
     chosen: Annotated[str, _CLEAN]
     rejected: Annotated[str, _CLEAN]
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     prompt: Annotated[str, Field(min_length=1), _CLEAN] | None = None
-    prompt_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @model_validator(mode="after")
@@ -291,12 +338,20 @@ class UserQuarantineRequest(QuarantineRequest):
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
     """Either form of feedback, told apart by its fields. Raises ApiError."""
     if "completion_id" in body or "signal" in body:
-        return validate(SignalRequest, body)
+        return SignalRequest.checked(body)
     if "chosen" in body or "rejected" in body:
-        return validate(PairRequest, body)
+        return PairRequest.checked(body)
     raise bad_request(
         'feedback is {"completion_id", "signal", ...} or {"user", "messages" or "prompt", "chosen", "rejected"}'
     )
+
+
+async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:
+    """What `check` makes of a request's JSON object. Raises ApiError."""
+    data = await request.read()
+    if len(data) < _THREAD_BYTES:
+        return check(parse_json(data))
+    return await asyncio.to_thread(lambda: check(parse_json(data)))
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -312,14 +367,6 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object", code="malformed_json")
     return body
-
-
-def validate(kind: type[Body], body: dict[str, Any]) -> Body:
-    """`body` as `kind`. Raises ApiError that names the first field at fault."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _explain(error) from None
 
 
 def _explain(error: ValidationError) -> ApiError:

@@ -1,0 +1,74 @@
+"""A body that fills `api.max_body_kb` costs the event loop no more than reading it, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edged.api.errors import ApiError
+from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, parse_feedback, parse_json
+
+MANY = 100_000
+MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
+BODIES: dict[str, tuple[Callable[[dict[str, Any]], object], str, str]] = {
+    "token ids": (CompletionRequest.checked, '{"prompt": [' + "-1," * MANY + "-1]}", '"prompt.0" = -1'),
+    "token ids in a list": (CompletionRequest.checked, '{"prompt": [[' + "-1," * MANY + "-1]]}", '"prompt.0.0" = -1'),
+    "messages that are none": (ChatRequest.checked, '{"messages": [' + "0," * MANY + "0]}", '"messages.0" = 0'),
+    "empty messages": (ChatRequest.checked, '{"messages": [' + "{}," * MANY + "{}]}", '"messages.0.role" is missing'),
+    "parts": (
+        ChatRequest.checked,
+        '{"messages": [{"role": "user", "content": [' + "{}," * MANY + "{}]}]}",
+        '"messages.0.content.0.type" is missing',
+    ),
+    "stops": (ChatRequest.checked, f"{{{MESSAGES}, " + '"stop": [' + "0," * MANY + "0]}", '"stop.0" = 0'),
+    "stop ids": (
+        ChatRequest.checked,
+        f"{{{MESSAGES}, " + '"stop_token_ids": [' + "-1," * MANY + "0]}",
+        '"stop_token_ids.0" = -1',
+    ),
+    "biases": (
+        ChatRequest.checked,
+        f"{{{MESSAGES}, " + '"logit_bias": {' + ",".join(f'"{n}": 999' for n in range(MANY)) + "}}",
+        f"{MANY} biased tokens are too many: at most 1024",
+    ),
+    "too many messages": (
+        ChatRequest.checked,
+        '{"messages": [' + ",".join(['{"role": "user", "content": ""}'] * MANY) + "]}",
+        f"{MANY} messages are too many: at most 10000",
+    ),
+    "unknown fields": (
+        parse_feedback,
+        '{"user": "ann", "chosen": "a", "rejected": "b",' + ",".join(f'"f{n}": 1' for n in range(MANY)) + "}",
+        'unknown field "f0"',
+    ),
+    "a pair's ids": (
+        PairRequest.checked,
+        '{"user": "ann", "chosen": "a", "rejected": "b", "prompt_ids": [' + "-1," * MANY + "0]}",
+        '"prompt_ids.0" = -1',
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_the_first_fault_is_told_and_the_others_are_not_looked_for(what: str) -> None:
+    check, text, said = BODIES[what]
+    body = parse_json(text.encode())
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(ApiError) as refused:
+            check(body)
+    finally:
+        sys.setprofile(None)
+    assert said in refused.value.message
+    assert len(refused.value.message) < 300
+    # Each error that pydantic makes costs calls; a hundred thousand were as many.
+    assert calls < MANY / 10
