@@ -37,7 +37,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     ),
     "guard": frozenset(GuardSettings.model_fields),
     "governor": frozenset(GovernorSettings.model_fields),
-    "api": frozenset({"max_stop_chars"}),
+    "api": frozenset({"max_stop_chars", "max_logprobs"}),
     "access": frozenset(AccessSettings.model_fields),
     # The patience with slow clients is a connection's, from its beginning.
     "limits": frozenset(

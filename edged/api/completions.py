@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -124,6 +125,15 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
     if body.min_tokens and body.answer_tokens and body.min_tokens > body.answer_tokens:
         raise bad_request(f"min_tokens = {body.min_tokens} is more than max_tokens = {wanted}", "min_tokens")
     max_tokens = min(wanted, context - prompt_tokens)
+    alternatives, most = body.top_alternatives, services.settings.api.max_logprobs
+    if alternatives is not None and not body.stream:
+        choices, each = body.n or 1, max_tokens * (1 + alternatives)
+        if choices * each > most:
+            raise bad_request(
+                f"n x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = {choices * each} "
+                f"log-probabilities are more than api.max_logprobs = {most}: ask for fewer, or for a stream",
+                "logprobs",
+            )
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
     check_tokens(services, biases, "logit_bias")
     stop_ids = tuple(body.stop_token_ids or ())
@@ -144,7 +154,7 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=biases,
-        logprobs=None if body.top_alternatives is None else min(body.top_alternatives, services.vocab_size),
+        logprobs=None if alternatives is None else min(alternatives, services.vocab_size),
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.codec.eos_ids}),
     )
@@ -176,7 +186,12 @@ async def _answer(
     finally:
         limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
         note(request, **generation.facts())
-    return openai_format.json_answer(openai_format.full(generation, services.codec), headers=headers)
+    if ask.sampling.logprobs is None:
+        return openai_format.json_answer(openai_format.full(generation, services.codec), headers=headers)
+    # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
+    full = partial(openai_format.full, generation, services.codec)
+    text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(full()))
+    return web.json_response(text=text, headers=headers)
 
 
 async def _stream(
@@ -191,8 +206,8 @@ async def _stream(
             if all(answer.finish for answer in generation.answers):
                 # Whoever reads the last chunk may give feedback on it at once.
                 await generation.store()
-            chunks = [openai_format.chunk(generation, answer, services.codec) for answer in touched]
-            data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks if item)
+            chunks = [item for answer in touched for item in openai_format.chunks(generation, answer, services.codec)]
+            data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks)
             if data:
                 await response.write(data)
         if with_usage:

@@ -16,6 +16,8 @@ from edged.scheduler.task import ServiceClass
 from edged.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+_LONG_LIST = 256
+"""Longer ones are those of tokens, each of which is one piece."""
 
 
 def dumps(value: Any) -> str:
@@ -24,6 +26,16 @@ def dumps(value: Any) -> str:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
         return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def dumps_piecewise(value: Any) -> str:
+    """As `dumps`, in many short calls: on a thread of its own it lets the event loop go on."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{dumps(key)}:{dumps_piecewise(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        dump = dumps if len(value) > _LONG_LIST else dumps_piecewise
+        return "[" + ",".join(map(dump, value)) + "]"
+    return dumps(value)
 
 
 def _finite(value: Any) -> Any:
@@ -89,22 +101,24 @@ def full(generation: Generation, codec: Tokenizer) -> Json:
     }
 
 
-def chunk(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> Json | None:
-    """What is new of one choice, as a chunk of a stream; None when nothing is."""
+def chunks(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> list[Json]:
+    """What is new of one choice, as chunks of a stream.
+
+    Its end has one of its own, without text: clients stop reading there.
+    """
     ask, text, logprobs = generation.ask, answer.take_text(), answer.take_logprobs()
-    ended = answer.finish is not None
-    first = not answer.announced
-    if not (text or logprobs or ended or first):
-        return None
-    answer.announced = True
-    choice: Json = {"index": answer.index}
-    if ask.messages is not None:
-        choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-    else:
-        choice["text"] = text
-    choice["logprobs"] = _logprobs(ask, logprobs, codec) if logprobs else None
-    choice["finish_reason"] = answer.reason if ended else None
-    return {**_head(ask, _chunk_object(ask)), "choices": [choice]}
+    chat, first = ask.messages is not None, not answer.announced
+    choices: list[Json] = []
+    if text or logprobs or first:
+        answer.announced = True
+        said = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        told = _logprobs(ask, logprobs, codec) if logprobs else None
+        choices.append({**({"delta": said} if chat else {"text": text}), "logprobs": told, "finish_reason": None})
+    if answer.finish is not None:
+        end: Json = {"delta": {}} if chat else {"text": ""}
+        choices.append({**end, "logprobs": None, "finish_reason": answer.reason})
+    head = _head(ask, _chunk_object(ask))
+    return [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
 
 
 def usage_chunk(generation: Generation) -> Json:

@@ -291,6 +291,9 @@ class ApiSettings(Section):
     )
     max_body_kb: Count = Field(1024, description="largest request body in KiB")
     max_stop_chars: Count = Field(1024, description="longest stop string")
+    max_logprobs: Count = Field(
+        131_072, description="log-probabilities of an answer that is no stream: n x max_tokens x (1 + alternatives)"
+    )
 
 
 class StoreSettings(Section):

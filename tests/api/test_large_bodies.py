@@ -16,8 +16,8 @@ MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
 BODIES: dict[str, tuple[Callable[[dict[str, Any]], object], str, str]] = {
     "token ids": (CompletionRequest.checked, '{"prompt": [' + "-1," * MANY + "-1]}", '"prompt.0" = -1'),
     "token ids in a list": (CompletionRequest.checked, '{"prompt": [[' + "-1," * MANY + "-1]]}", '"prompt.0.0" = -1'),
-    "messages that are none": (ChatRequest.checked, '{"messages": [' + "0," * MANY + "0]}", '"messages.0" = 0'),
-    "empty messages": (ChatRequest.checked, '{"messages": [' + "{}," * MANY + "{}]}", '"messages.0.role" is missing'),
+    "messages that are none": (ChatRequest.checked, '{"messages": [' + "0," * 9_000 + "0]}", '"messages.0" = 0'),
+    "empty messages": (ChatRequest.checked, '{"messages": [' + "{}," * 9_000 + "{}]}", '"messages.0.role" is missing'),
     "parts": (
         ChatRequest.checked,
         '{"messages": [{"role": "user", "content": [' + "{}," * MANY + "{}]}]}",

@@ -43,6 +43,8 @@ def test_a_stream_joins_to_the_same_answer_and_ends_with_usage(client: openai.Op
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    (end,) = [choice for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert not end.delta.content, "clients stop reading at the end, and would lose what comes with it"
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert whole.usage is not None

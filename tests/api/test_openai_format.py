@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edged.api.generation import TokenLogprob
-from edged.api.openai_format import chat_logprobs
+from edged.api.openai_format import chat_logprobs, dumps, dumps_piecewise, text_logprobs
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 
@@ -44,3 +44,14 @@ def test_each_token_is_looked_up_once_however_often_it_is_reported() -> None:
     assert len(shown) == 50
     assert shown[0] == shown[49]
     assert shown[0]["top_logprobs"][2]["token"] == "</s>"
+
+
+def test_what_is_written_piecewise_is_the_same_text() -> None:
+    codec = Tokenizer(byte_tokenizer(), "pieces")
+    entries = [TokenLogprob(70 + i % 9, -0.5, ((71, -1.0), (72, float("-inf"))), i) for i in range(600)]
+    choices = [
+        {"index": 0, "logprobs": chat_logprobs(entries, codec), "text": "\u00e9\n"},
+        {"index": 1, "logprobs": text_logprobs(entries, codec), "finish_reason": None},
+        {"index": 2, "logprobs": [], "usage": {}},
+    ]
+    assert dumps_piecewise({"choices": choices, "n": 3}) == dumps({"choices": choices, "n": 3})
