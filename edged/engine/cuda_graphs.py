@@ -228,7 +228,7 @@ class DecodeGraphs:
         return replays
 
     def _forward(self, rows: int, adapted: bool) -> None:
-        fixed, lora = self._fixed, self._model.lora
+        fixed = self._fixed
         ids, positions, pages, offsets = fixed.ints[:, :rows]
         batch = PackedBatch(
             input_ids=ids[None],
@@ -244,9 +244,8 @@ class DecodeGraphs:
             tiles=None,
             lora_tiles=None,
         )
-        assert lora is not None
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
-        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), lora.tiled(tiles):
+        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.tiled(tiles):
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 

@@ -119,7 +119,6 @@ class ModelRunner:
 
         `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
         """
-        assert model.lora is not None
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
         self._backends, self._end_ids, self._threads, self._why_not = backends, end_ids, threads, dict(why_not or {})
         self.decoder = PagedDecoder(model, kv)

@@ -6,9 +6,11 @@ import ctypes
 
 import torch
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.kv.pruned_layout import HeadTables
 from edged.engine.kv.store import KvStore
-from edged.engine.native.library import CPages, kernels, why_no_kernels
+from edged.engine.native import library
+from edged.engine.native.library import CPages, kernels
 
 _MOST_PAGE_SIZE = 4096
 """A piece's scores lie on the stack."""
@@ -16,11 +18,9 @@ _MOST_PAGE_SIZE = 4096
 
 def why_not(kv: KvStore) -> str:
     """Why this path cannot be used on this K/V storage; "" when it can."""
-    if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
-        return f"the compiled kernels are for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
     if kv.page_size > _MOST_PAGE_SIZE:
         return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
-    return why_no_kernels()
+    return library.why_not(kv.keys.device, kv.keys.dtype)
 
 
 class NativeDecode:
@@ -46,28 +46,22 @@ class NativeDecode:
             head_dim=kv.head_dim,
             heads=heads,
         )
-        library = kernels()
-        assert library is not None
-        self._library = library
-        piece_pages = max(1, ctypes.c_int64.in_dll(library, "edged_piece").value // kv.page_size)
+        compiled = kernels()
+        assert compiled is not None
+        self._library = compiled
+        piece_pages = max(1, ctypes.c_int64.in_dll(compiled, "edged_piece").value // kv.page_size)
         # Of a sequence the heads' blocks are kv_heads * width at most, also where some heads have more than others.
         pieces = n * kv.kv_heads * (width // piece_pages + 2)
         self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2), dtype=torch.float32)
         self._begins = torch.empty(n * kv.kv_heads + 1, dtype=torch.int64)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor] | None,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        self, call: AttentionCall, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """`query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
-        pages = self._pages
+        pages, layer = self._pages, call.layer
         pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
-        pages.scaling, pages.softcap, pages.window = scaling, softcap or 0.0, window or 0
+        pages.scaling, pages.softcap, pages.window = call.scaling, call.softcap or 0.0, call.window or 0
         if self._pruned is not None:
             # No window is shorter than the contexts of pruned sequences.
             pages.window = 0

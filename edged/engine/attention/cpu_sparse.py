@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment
 from edged.engine.kv.store import KvStore
 
@@ -59,13 +60,13 @@ class RaggedDecode:
         """Sequences that were not pruned: the same in all layers with this window."""
         return cls(kv, *_columns(decodes, heads, kv, window), heads)
 
-    def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
-        """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
-        keys, values = self._kv.rows(layer)
+    def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
+        """`query` [n, heads, d] -> [n, heads, d]; the window is that of the columns."""
+        keys, values = self._kv.rows(call.layer)
         flat = query.reshape(self._rows, -1)
-        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=call.scaling).values()
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         for start, stop, length in self._runs:
             torch.softmax(scores[start:stop].view(-1, length), dim=-1, out=self._weights[start:stop].view(-1, length))
         out = F.embedding_bag(self._columns, values, self._offsets[:-1], mode="sum", per_sample_weights=self._weights)

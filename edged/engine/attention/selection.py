@@ -12,6 +12,7 @@ import torch
 
 from edged.engine.attention import cpu as native
 from edged.engine.attention import cpu_sparse
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import DecodePath, PagedAttention
 from edged.engine.kv.pruned_layout import PrunedLayout
@@ -119,8 +120,8 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
             attention = PagedAttention(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
             tokens = sum(len(segment.tokens) for segment in batch)
             new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
-            cases = ((None, None), (size, 9.0))
-            passed += [attention.attend(0, *new, kv.head_dim**-0.5, *case) for case in cases]
+            calls = (AttentionCall(0, kv.head_dim**-0.5), AttentionCall(0, kv.head_dim**-0.5, size, 9.0))
+            passed += [attention.attend(call, *new) for call in calls]
         return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])
 
     return _compared(lambda: attended(paths), lambda: attended(Backends()))

@@ -22,6 +22,9 @@ LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 class LoraLinear(nn.Module):
     """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
+    down: torch.Tensor
+    up: torch.Tensor
+
     def __init__(self, base: nn.Module, name: str, runs: LoraSegments, down: torch.Tensor, up: torch.Tensor) -> None:
         """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] are filled by `LoraSlots`."""
         super().__init__()
@@ -42,7 +45,7 @@ class LoraLinear(nn.Module):
 
             y = y.contiguous()
             rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
-            triton_lora.add_updates(*rows, self.down, self.up, state.tiles)  # type: ignore[arg-type]
+            triton_lora.add_updates(*rows, self.down, self.up, state.tiles)
         elif state.few or state.single or state.together is not None:
             # Rows may lie apart (one product for several linears), but not a row's features.
             x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))

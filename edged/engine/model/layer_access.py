@@ -24,7 +24,6 @@ class PagedDecoder:
         self._model, self._kv = model, kv
         self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
         self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
-        assert model.lora is not None
         self._lora = model.lora
         prefixes = {id(module): index for index, module in enumerate(model.layers)}
         paths = {name: prefixes[id(module)] for name, module in model.model.named_modules() if id(module) in prefixes}

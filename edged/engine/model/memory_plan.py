@@ -54,9 +54,8 @@ def unused_bytes(device: torch.device) -> int:
 
 def shape_of(model: ServedModel) -> BaseShape:
     """The sizes of a loaded model."""
-    s, lora = model.shape, model.lora
+    s = model.shape
     linears = linears_of(model.model, model.head)
-    wrapped = lora.linears.values() if lora is not None else ()
     return BaseShape(
         layers=s.layers,
         hidden_size=s.hidden_size,
@@ -65,7 +64,7 @@ def shape_of(model: ServedModel) -> BaseShape:
         head_dim=s.head_dim,
         max_positions=s.max_positions,
         linears=linears,
-        targets=tuple((linear.in_features, linear.out_features) for linear in wrapped),
+        targets=tuple((linear.in_features, linear.out_features) for linear in model.lora.linears.values()),
         plain_weights=s.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
     )
 

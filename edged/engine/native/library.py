@@ -27,6 +27,12 @@ class CLinear(Structure):
         *((name, c_int64) for name in ("form", "out", "down_row", "down_slot", "up_slot")),
     )
 
+    def read_slots(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """An adapter's A's [slots, in, rank], whose rows may lie apart, and B's [slots, rank, out]; they must outlive
+        it."""
+        self.down, self.down_slot, self.down_row = down.data_ptr(), down.stride(0), down.stride(1)
+        self.up, self.up_slot = up.data_ptr(), up.stride(0)
+
 
 class CGroup(Structure):
     """`group_t`: up to three linears of one input."""
@@ -81,6 +87,13 @@ def kernels() -> ctypes.CDLL | None:
 def why_no_kernels() -> str:
     """Why `kernels` are not there; "" when they are."""
     return _loaded()[1]
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no kernel can compute on `device` in `dtype`; "" when they can."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
+    return why_no_kernels()
 
 
 @cache
