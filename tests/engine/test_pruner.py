@@ -19,6 +19,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.sequence import Sequence, SequenceStatus
 from edged.settings.load import load_settings
+from tests.cache.integrity import check_pool
 from tests.engine.harness import Client, random_ids, request, running_engine
 from tests.models import save_tiny, tiny_model
 
@@ -177,7 +178,7 @@ def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch:
     torch.testing.assert_close(driver.step([other], second[-1:])[0], wanted, atol=2e-4, rtol=0)
     for sequence in (pruned, other):
         driver.end(sequence)
-    pool.check()
+    check_pool(pool)
     assert pool.free_pages == pool.pages - 1
     assert driver.parts.report()["pruning"]["sequences"] == 0
 
