@@ -147,9 +147,8 @@ class Pruner:
         assert kv is not None
         device = kv.keys.device
         context = len(old) * kv.page_size - 1
-        shape = (kv.layers, kv.kv_heads, kv.page_size)
         before_pages, after_pages, contexts = upload([np.array(pages) for pages in (old, own, [context])], device)
-        heads = HeadTables.of([before], [context], before_pages[None], contexts, shape)
+        heads = HeadTables.of([before], [context], before_pages[None], contexts, kv)
         in_page = torch.arange(kv.page_size, device=device)
         blocks = kv.block_index(after_pages[:, None])
         to = (blocks[:, None] * kv.page_size + in_page).flatten()

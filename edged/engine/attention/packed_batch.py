@@ -119,62 +119,48 @@ def pack(
     rows, runs = packed_rows(ordered, kv.page_size)
     decodes = [s for s in ordered if s.is_decode]
     chunks = [s for s in ordered if not s.is_decode]
-    tables = page_tables(decodes, kv.page_size)
+    host_tables = page_tables(decodes, kv.page_size)
     tiled = tile_tokens > 0 and len(chunks) > 0
     pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
-    lora_tiles = _lora_tiles(runs) if lora and runs else None
-    moved = upload(
-        [
-            *rows,
-            np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
-            np.array([s.start for s in decodes], np.int64),
-            np.array([s.context for s in decodes], np.int64),
-            tables.reshape(-1),
-            *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
-            *([] if lora_tiles is None else [lora_tiles[0].reshape(-1)]),
-        ],
-        device,
-    )
+    parts = [
+        *rows,
+        np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
+        np.array([s.start for s in decodes], np.int64),
+        np.array([s.context for s in decodes], np.int64),
+        host_tables.reshape(-1),
+        *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
+    ]
+    lora_rows = 0
+    if lora and runs:
+        from edged.engine.lora import triton as triton_lora  # triton is slow to import, and not everywhere
+
+        lora_rows = triton_lora.tile_rows(runs)
+        parts.append(triton_lora.tiles_of(runs, lora_rows).reshape(-1))
+    ids, positions, at_page, at_row, logit_rows, decode_rows, context, flat, *rest = upload(parts, device)
+    tables, heads = flat.view(host_tables.shape), None
+    if any(s.compacted is not None or s.watch is not None for s in decodes):
+        heads = HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, kv)
+    blocks = iter([] if tiled else [kv.block_index(used[None]) for used in rest[: len(pages)]])
     return PackedBatch(
-        input_ids=moved[0][None],
-        position_ids=moved[1][None],
-        write_rows=kv.row_index(moved[2], moved[3]),
-        logit_rows=moved[4],
+        input_ids=ids[None],
+        position_ids=positions[None],
+        write_rows=kv.row_index(at_page, at_row),
+        logit_rows=logit_rows,
         runs=runs,
         decodes=decodes,
-        decode_rows=moved[5],
-        decode_context=moved[6],
-        decode_tables=moved[7].view(tables.shape),
-        prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8 : 8 + len(pages)]]),
-        tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
-        lora_tiles=None if lora_tiles is None else LoraTiles(moved[-1].view(-1, 3), lora_tiles[1]),
-        decode_heads=_head_tables(decodes, moved[7].view(tables.shape), moved[6], kv),
+        decode_rows=decode_rows,
+        decode_context=context,
+        decode_tables=tables,
+        prefills=[]
+        if tiled
+        else [
+            Prefill(s.start, s.start + len(s.tokens), s.context, s.hidden, next(blocks) if s.context else None)
+            for s in chunks
+        ],
+        tiles=PrefillTiles(rest[0].view(-1, _TILE_COLUMNS), rest[1], tile_tokens) if tiled else None,
+        lora_tiles=LoraTiles(rest[-1].view(-1, 3), lora_rows) if lora_rows else None,
+        decode_heads=heads,
     )
-
-
-def _head_tables(decodes: list[Segment], tables: torch.Tensor, context: torch.Tensor, kv: KvStore) -> HeadTables | None:
-    """`PackedBatch.decode_heads`."""
-    if all(s.compacted is None and s.watch is None for s in decodes):
-        return None
-    shape = (kv.layers, kv.kv_heads, kv.page_size)
-    return HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, shape)
-
-
-def _lora_tiles(runs: list[Run]) -> tuple[np.ndarray, int]:
-    """`LoraTiles` on the host: table and rows of a tile."""
-    from edged.engine.lora import triton as triton_lora  # triton is slow to import, and not everywhere
-
-    rows = triton_lora.tile_rows(runs)
-    return triton_lora.tiles_of(runs, rows), rows
-
-
-def _prefills(chunks: list[Segment], blocks: list[torch.Tensor]) -> list[Prefill]:
-    """Segments one by one; `blocks` are of those that have a context."""
-    of_context = iter(blocks)
-    return [
-        Prefill(s.start, s.start + len(s.tokens), s.context, s.hidden, next(of_context) if s.context else None)
-        for s in chunks
-    ]
 
 
 def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.ndarray:
