@@ -1,4 +1,7 @@
-"""From a checkpoint's directory to a transformers model on its device, tensor by tensor."""
+"""Loading: from a checkpoint's directory to a transformers model on its device, tensor by tensor.
+
+It needs memory for the weights and about one tensor beside them.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +65,10 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     except Exception as error:
         raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error
     quantization.settle(model, model.dtype)
-    _clear_up(path, device)
-    return model.eval().requires_grad_(False)
-
-
-def _clear_up(directory: Path, device: torch.device) -> None:
-    """Give back what loading used beside the weights: unused device memory, and files that are not mapped."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    drop_cached(directory.glob("*.safetensors"))
+    drop_cached(path.glob("*.safetensors"))
+    return model.eval().requires_grad_(False)
 
 
 def drop_cached(files: Iterable[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import fields
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import (
     STATE_BYTES,
     BaseShape,
+    DecoderSizes,
     adapter_weights,
     adapters_that_fit,
     graph_bytes,
@@ -54,25 +56,19 @@ def unused_bytes(device: torch.device) -> int:
 
 def shape_of(model: ServedModel) -> BaseShape:
     """The sizes of a loaded model."""
-    s = model.shape
     linears = linears_of(model.model, model.head)
     return BaseShape(
-        layers=s.layers,
-        hidden_size=s.hidden_size,
-        vocab_size=s.vocab_size,
-        kv_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        max_positions=s.max_positions,
+        **{field.name: getattr(model.shape, field.name) for field in fields(DecoderSizes)},
         linears=linears,
         targets=tuple((linear.in_features, linear.out_features) for linear in model.lora.linears.values()),
-        plain_weights=s.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
+        plain_weights=model.shape.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
     )
 
 
 def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
     """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
     shape, loaded, cuda = shape_of(model), settings.align.max_loaded_adapters, model.device.type == "cuda"
-    return work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).total
+    return sum(work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).values())
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:

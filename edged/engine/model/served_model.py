@@ -22,6 +22,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots, NoSuchLinears, target_linears
 from edged.engine.model.loading import ModelRefused as ModelRefused
 from edged.engine.model.loading import load_pretrained
+from edged.engine.model.memory_model import DecoderSizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -37,21 +38,15 @@ log = logging.getLogger("edged.engine")
 _PROBE_TOKENS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(DecoderSizes):
     """Sizes that the cache, the cost model and the status need."""
 
     architecture: str
     parameters: int
     weight_bytes: int
     """Of all parameters, in the form in which they are kept."""
-    layers: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
     window: int | None
     """The shortest sliding window of a layer; None when all see all that precedes."""
 
@@ -132,8 +127,7 @@ class ServedModel:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of K/V."""
-        s = self.shape
-        return KvStore.bytes_per_page(page_size, s.layers, s.kv_heads, s.head_dim, self.dtype)
+        return page_size * self.shape.kv_per_token(self.dtype)
 
     def check_device(self) -> None:
         """Raises RuntimeError where the device does nothing more, as a GPU does after an illegal access."""
@@ -318,7 +312,7 @@ def fingerprint(model: nn.Module) -> str:
 def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
     """The list of decoder layers and the final norm, by the names that transformers' decoders use."""
     layers = next(
-        (getattr(body, n) for n in ("layers", "h", "blocks") if isinstance(getattr(body, n, None), nn.ModuleList)), None
+        (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
     )
     norm = next(
         (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None

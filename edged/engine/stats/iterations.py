@@ -163,15 +163,13 @@ class IterationLog:
 
     def since(self, number: int) -> list[Iteration]:
         """Records after `number` that are still kept, oldest first."""
-        return list(reversed(list(_newer(self._kept.copy(), number))))
+        kept = self._kept.copy()
+        return _last(kept, kept[-1].number - number if kept else 0)
 
     def latest(self, count: int) -> list[Iteration]:
         """The last `count` records, oldest first."""
-        return list(reversed(list(islice(reversed(self._kept.copy()), count))))
+        return _last(self._kept.copy(), count)
 
 
-def _newer(kept: deque[Iteration], number: int) -> Iterator[Iteration]:
-    for record in reversed(kept):
-        if record.number <= number:
-            return
-        yield record
+def _last(kept: deque[Iteration], count: int) -> list[Iteration]:
+    return list(islice(kept, max(0, len(kept) - count), None))
