@@ -223,8 +223,8 @@ class DecodeGraphs:
             replays[name]()
             if not bool((self._fixed.logits[:rows] - wanted).abs().max() <= _TOLERANCE * wanted.abs().max()):
                 raise RuntimeError("a replay gives other numbers than the launches that were captured")
-        replays["greedy"] = self._recorder.record(partial(self._greedy, rows))
-        replays["draw"] = self._recorder.record(partial(self._draw, rows))
+        for name, greedily in (("greedy", True), ("draw", False)):
+            replays[name] = self._recorder.record(partial(self._draw, rows, greedily))
         return replays
 
     def _forward(self, rows: int, adapted: bool) -> None:
@@ -249,15 +249,12 @@ class DecodeGraphs:
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 
-    def _greedy(self, rows: int) -> None:
-        self._take(rows, *choose_greedy(self._fixed.logits[:rows]))
-
-    def _draw(self, rows: int) -> None:
-        self._take(rows, *choose(self._fixed.logits[:rows], self._fixed.parameters[:, :rows]))
-
-    def _take(self, rows: int, tokens: torch.Tensor, broken: torch.Tensor) -> None:
-        self._fixed.tokens[:rows].copy_(tokens)
-        self._fixed.broken[:rows].copy_(broken)
+    def _draw(self, rows: int, greedily: bool) -> None:
+        fixed = self._fixed
+        logits = fixed.logits[:rows]
+        tokens, broken = choose_greedy(logits) if greedily else choose(logits, fixed.parameters[:, :rows])
+        fixed.tokens[:rows].copy_(tokens)
+        fixed.broken[:rows].copy_(broken)
 
     def fits(self, sequences: int) -> bool:
         """Whether a batch of so many was captured."""

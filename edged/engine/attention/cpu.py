@@ -71,21 +71,13 @@ class NativeDecode:
         out = query.new_empty(n, heads, d)
         # Whole rows, the two of `new` alike.
         query = query if query.stride(2) == 1 else query.contiguous()
-        keys, values = (None, None) if new is None else new
-        if keys is not None and values is not None and (keys.stride() != values.stride() or keys.stride(2) != 1):
-            keys, values = keys.contiguous(), values.contiguous()
-        self._library.edged_decode(
-            ctypes.byref(pages),
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            None if keys is None else keys.data_ptr(),
-            None if values is None else values.data_ptr(),
-            0 if keys is None else keys.stride(0),
-            0 if keys is None else keys.stride(1),
-            out.data_ptr(),
-            self._scratch.data_ptr(),
-            self._begins.data_ptr(),
-            torch.get_num_threads(),
-        )
+        stored: tuple[int | None, ...] = (None, None, 0, 0)
+        if new is not None:
+            keys, values = new
+            if keys.stride() != values.stride() or keys.stride(2) != 1:
+                keys, values = keys.contiguous(), values.contiguous()
+            stored = keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1)
+        buffers = out.data_ptr(), self._scratch.data_ptr(), self._begins.data_ptr()
+        rows = query.data_ptr(), query.stride(0), query.stride(1)
+        self._library.edged_decode(ctypes.byref(pages), *rows, *stored, *buffers, torch.get_num_threads())
         return out

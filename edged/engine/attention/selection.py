@@ -63,19 +63,14 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
 
 def _pick_decode(kv: KvStore, settings: ModelSettings, group: int) -> tuple[DecodePath, str]:
     """How decodes attend, and why not as asked for or as is fastest."""
-    wanted: tuple[DecodePath, ...]
-    if settings.decode_attention != "auto":
-        wanted = (settings.decode_attention,)
-    else:
-        wanted = ("triton",) if kv.keys.device.type == "cuda" else ("native", "ragged")
+    fastest: tuple[DecodePath, ...] = ("triton",) if kv.keys.device.type == "cuda" else ("native", "ragged")
+    wanted = fastest if settings.decode_attention == "auto" else (settings.decode_attention,)
     reasons: list[str] = []
-    for path in wanted:
+    for path in (*wanted, "padded"):
         reason = _why_not_decode(kv, path, group)
         if not reason:
             break
         reasons.append(reason)
-    else:
-        path = "padded"
     if reasons:
         instead = "gathers pages" if path == "padded" else "uses torch's sparse products"
         log.info("decode attention %s (%s is not used: %s)", instead, wanted[0], reasons[0])

@@ -158,12 +158,7 @@ def paged_decode_by_head(call: AttentionCall, query: torch.Tensor, heads: HeadTa
 
 
 def _decode(
-    call: AttentionCall,
-    query: torch.Tensor,
-    tables: tuple[torch.Tensor, ...],
-    kv: KvStore,
-    longest: int,
-    by_head: bool,
+    call: AttentionCall, query: torch.Tensor, tables: tuple[torch.Tensor, ...], kv: KvStore, longest: int, by_head: bool
 ) -> torch.Tensor:
     """Both kernels; `tables` as `_attend_part` has them, `longest` is the most keys that a query sees."""
     n, heads, size = query.shape
@@ -196,14 +191,6 @@ def _decode(
         BY_HEAD=by_head,
     )
     _join_parts[(n * kv.kv_heads, group)](
-        parts,
-        extremes,
-        sums,
-        out,
-        splits,
-        GROUP=group,
-        HEAD=size,
-        HEAD_PAD=head_pad,
-        SPLITS_PAD=_MOST_SPLITS,
+        parts, extremes, sums, out, splits, GROUP=group, HEAD=size, HEAD_PAD=head_pad, SPLITS_PAD=_MOST_SPLITS
     )
     return out

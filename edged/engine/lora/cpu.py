@@ -40,15 +40,5 @@ class NativeUpdates:
         assert x.dtype == out.dtype == torch.float32
         assert len(slots) == rows
         size_in, rank = self._kept[0].shape[1:]
-        library.edged_add_updates(
-            ctypes.byref(self._linear),
-            size_in,
-            rank,
-            x.data_ptr(),
-            x.stride(0),
-            rows,
-            slots.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            torch.get_num_threads(),
-        )
+        given, added = (x.data_ptr(), x.stride(0), rows), (slots.data_ptr(), out.data_ptr(), out.stride(0))
+        library.edged_add_updates(ctypes.byref(self._linear), size_in, rank, *given, *added, torch.get_num_threads())

@@ -62,21 +62,17 @@ class CPages(Structure):
     )
 
 
+_P, _N = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
-    "edged_before_attention": (None, (POINTER(CLayer), c_void_p, c_int64, *[c_void_p] * 5, c_int64)),
-    "edged_after_attention": (None, (POINTER(CLayer), c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64)),
-    "edged_scratch": (c_int64, (POINTER(CLayer), c_int64, c_int64)),
-    "edged_product": (None, (POINTER(CGroup), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
-    "edged_add_updates": (
-        None,
-        (POINTER(CLinear), c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
-    ),
-    "edged_keep_nucleus": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
-    "edged_decode": (
-        None,
-        (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64),
-    ),
+    "edged_before_attention": (None, (POINTER(CLayer), _P, _N, _P, _P, _P, _P, _P, _N)),
+    "edged_after_attention": (None, (POINTER(CLayer), _P, _P, _N, _P, _P, _P, _N)),
+    "edged_scratch": (_N, (POINTER(CLayer), _N, _N)),
+    "edged_product": (None, (POINTER(CGroup), _P, _N, _P, _N, _N)),
+    "edged_add_updates": (None, (POINTER(CLinear), _N, _N, _P, _N, _N, _P, _P, _N, _N)),
+    "edged_keep_nucleus": (None, (_P, _N, _N, _P, c_float, _P, _N)),
+    "edged_decode": (None, (POINTER(CPages), _P, _N, _N, _P, _P, _N, _N, _P, _P, _P, _N)),
 }
+"""Result and arguments of each function."""
 
 
 def kernels() -> ctypes.CDLL | None:

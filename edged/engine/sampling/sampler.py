@@ -77,7 +77,7 @@ class SampledRows:
         parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
         self._width = max((rows[i].sampling.logprobs or 0 for i in self._asked), default=0)
         if self._asked:
-            index = _index(self._asked, raw.device)
+            (index,) = upload([np.array(self._asked, np.int64)], raw.device)
             logprobs = raw.index_select(0, index).log_softmax(-1)
             parts.append(logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0].double())
             if self._width:
@@ -154,10 +154,6 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
     weights = _weights(_scaled(scores, temperature))
     _apply_min_p(weights, min_p)
     return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
-
-
-def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return upload([np.asarray(values, np.int64)], device)[0]
 
 
 def _changes(rows: Sequence[SamplingRow], vocab: int) -> Changes:
