@@ -350,7 +350,7 @@ def _pruner(
             "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
         )
         return None
-    return Pruner(settings.cache, kv, pages.pool, lambda: pages.evictable, pages.allocate_to_write)
+    return Pruner(settings.cache, kv, pages)
 
 
 def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:

@@ -184,7 +184,10 @@ class DecodeGraphs:
         started = time.monotonic()
         try:
             for rows in reversed(self._make_room(sizes, width)):
-                self._add(rows)
+                try:
+                    self._replays[rows] = self._capture(rows)
+                except Exception as error:
+                    _left_out(rows, error)
         except Exception as error:
             # What was captured and compared before is right.
             log.warning("no more decode iterations are captured: %s", logs.first_line(error))
@@ -203,13 +206,6 @@ class DecodeGraphs:
             except Exception as error:
                 _left_out(rows, error)
         return []
-
-    def _add(self, rows: int) -> None:
-        """Capture one size, if there is memory for it."""
-        try:
-            self._replays[rows] = self._capture(rows)
-        except Exception as error:
-            _left_out(rows, error)
 
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:
@@ -235,14 +231,9 @@ class DecodeGraphs:
             position_ids=positions[None],
             write_rows=self._kv.row_index(pages, offsets),
             logit_rows=fixed.order[:rows],
-            runs=[],
-            decodes=[],
             decode_rows=fixed.order[:rows],
             decode_tables=fixed.tables[:rows],
             decode_context=positions,
-            prefills=[],
-            tiles=None,
-            lora_tiles=None,
         )
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
         with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.tiled(tiles):

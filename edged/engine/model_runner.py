@@ -256,7 +256,7 @@ class ModelRunner:
         self._tap.broken = None
         if rows is not None and rows.any():
             for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
-                if rows[segment.start : segment.start + len(segment.tokens)].any():
+                if rows[segment.rows].any():
                     work.broken.add(sequence.task.task_id)
 
     def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: RunnerOutput) -> SampledRows:

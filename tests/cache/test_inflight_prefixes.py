@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edged.cache import InflightPrefixes, Key
+from edged.cache.inflight_prefixes import InflightPrefixes
+from edged.cache.prefix_trie import Key
 from tests.cache.integrity import check_prefixes
 
 BASE = Key(None, 0)

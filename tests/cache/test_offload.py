@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edged.cache import Key, PagePool, PrefixTrie
+from edged.cache.page_pool import PagePool
+from edged.cache.prefix_trie import Key, PrefixTrie
 from tests.cache.integrity import check_trie
 from tests.cache.shelf import Shelf
 from tests.cache.test_prefix_trie import ALICE, BASE, cached

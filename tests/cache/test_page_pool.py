@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from edged.cache import OutOfPages, PagePool
+from edged.cache.page_pool import OutOfPages, PagePool
 from tests.cache.integrity import check_pool
 
 

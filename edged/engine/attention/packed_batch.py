@@ -41,6 +41,11 @@ class Segment:
     """Row of its first token in the packed batch."""
 
     @property
+    def rows(self) -> slice:
+        """Those of its tokens in the packed batch."""
+        return slice(self.start, self.start + len(self.tokens))
+
+    @property
     def is_decode(self) -> bool:
         """Whether it is a single token that sees all rows before it."""
         return len(self.tokens) == 1 and self.hidden is None
@@ -53,12 +58,9 @@ class Segment:
 
 @dataclass(slots=True)
 class Prefill:
-    """A segment of several tokens, as attention sees it: rows [start, stop) over `context` earlier keys."""
+    """A segment of several tokens that attends alone, with the `blocks` of its pages where it has a context."""
 
-    start: int
-    stop: int
-    context: int
-    hidden: tuple[int, int] | None
+    segment: Segment
     blocks: torch.Tensor | None
     mask: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -88,16 +90,16 @@ class PackedBatch:
     position_ids: torch.Tensor
     write_rows: torch.Tensor
     logit_rows: torch.Tensor
-    runs: list[tuple[int, int, int]]
-    decodes: list[Segment]
-    """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
     decode_rows: torch.Tensor
     decode_tables: torch.Tensor
     decode_context: torch.Tensor
-    prefills: list[Prefill]
+    decodes: list[Segment] = field(default_factory=list)
+    """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
+    runs: list[Run] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
     """All other segments, one by one; empty where they are in `tiles`."""
-    tiles: PrefillTiles | None
-    lora_tiles: LoraTiles | None
+    tiles: PrefillTiles | None = None
+    lora_tiles: LoraTiles | None = None
     """`runs` as `triton_lora` reads them, where that was asked for."""
     decode_heads: HeadTables | None = None
     """Where the decodes' rows lie by head, if any of them was pruned or is observed."""
@@ -151,12 +153,7 @@ def pack(
         decode_rows=decode_rows,
         decode_context=context,
         decode_tables=tables,
-        prefills=[]
-        if tiled
-        else [
-            Prefill(s.start, s.start + len(s.tokens), s.context, s.hidden, next(blocks) if s.context else None)
-            for s in chunks
-        ],
+        prefills=[] if tiled else [Prefill(s, next(blocks) if s.context else None) for s in chunks],
         tiles=PrefillTiles(rest[0].view(-1, _TILE_COLUMNS), rest[1], tile_tokens) if tiled else None,
         lora_tiles=LoraTiles(rest[-1].view(-1, 3), lora_rows) if lora_rows else None,
         decode_heads=heads,

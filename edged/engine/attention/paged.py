@@ -177,7 +177,7 @@ class PagedAttention:
 
             triton_prefill.paged_prefill(call, query, batch.tiles, self.kv, out)
         for chunk in batch.prefills:
-            out[chunk.start : chunk.stop] = self._prefill(call, chunk, query, key, value)[0].transpose(0, 1)
+            out[chunk.segment.rows] = self._prefill(call, chunk, query, key, value)[0].transpose(0, 1)
         return out
 
     def _decode_and_see(
@@ -247,12 +247,12 @@ class PagedAttention:
     def _prefill(
         self, call: AttentionCall, chunk: Prefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        new = slice(chunk.start, chunk.stop)
+        segment, new = chunk.segment, chunk.segment.rows
         keys, values = key[None, :, new], value[None, :, new]
         if chunk.blocks is not None:
-            stop = chunk.context + chunk.stop - chunk.start
+            stop = segment.context + len(segment.tokens)
             read = self.kv.read(call.layer, chunk.blocks, 1)
-            keys, values = _without(chunk.hidden, *(part[:, :, :stop] for part in read))
+            keys, values = _without(segment.hidden, *(part[:, :, :stop] for part in read))
         return attend_to_last(call, query[None, :, new], keys, values, chunk.mask)
 
 

@@ -48,27 +48,19 @@ class CopyStream:
 
     def copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
         """Copy after all that was launched; returns when that is done, None for now."""
-        if self._stream is None:
-            _copy(targets, sources)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._behind = True
         with torch.cuda.stream(self._stream):
-            _copy(targets, sources)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        self._behind = True
-        return done
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:
         """What is launched from now on comes after all copies."""
         if self._stream is not None and self._behind:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._behind = False
-
-
-def _copy(targets: Slab, sources: Slab) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
 
 
 class _NoMemory(Exception):

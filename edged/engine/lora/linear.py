@@ -14,7 +14,7 @@ from torch import nn
 
 from edged.align.dpo.decoder import LoraRows
 from edged.engine.lora.cpu import NativeUpdates, why_no_native_updates
-from edged.engine.lora.segments import LoraSegments, LoraTiles, Run, Together
+from edged.engine.lora.segments import LoraSegments, LoraTiles, Run, ShortRuns
 
 LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
@@ -81,7 +81,7 @@ class LoraLinear(nn.Module):
             if state.threads:
                 torch.set_num_threads(state.threads)
 
-    def _add_together(self, rows_in: torch.Tensor, out: torch.Tensor, runs: Together) -> None:
+    def _add_together(self, rows_in: torch.Tensor, out: torch.Tensor, runs: ShortRuns) -> None:
         down, up = (side[runs.low : runs.high] for side in self._whole)
         rows = rows_in[runs.span] if runs.even else rows_in.index_select(0, runs.gather)
         inner = torch.bmm(rows.view(len(down), -1, self.in_features), down)

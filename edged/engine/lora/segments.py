@@ -28,7 +28,7 @@ _MOST_SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ShortRuns:
     """Short runs as one batched product over the slots [low, high): `gather` [slots * width] rows of the packed batch,
     padded with any row; `rows` [n] are those with an adapter and `places` [n] where they are among the gathered."""
 
@@ -57,7 +57,7 @@ class LoraSegments:
     def __init__(self) -> None:
         self.single: list[Run] = []
         """Runs that are multiplied one by one; rows in no run see the base model."""
-        self.together: Together | None = None
+        self.together: ShortRuns | None = None
         self.kernel: Literal["torch", "native", "triton"] = "torch"
         """What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows;
         or Triton's kernels, in `tiles`."""
@@ -102,7 +102,7 @@ class LoraSegments:
         span = slice(first, last) if last - first == len(rows) else None
         even = span is not None and np.array_equal(gather.reshape(-1), rows)
         tables = upload([gather.reshape(-1), rows, places], device)
-        self.together = Together(low, high, tables[0], tables[1], tables[2], span, even)
+        self.together = ShortRuns(low, high, tables[0], tables[1], tables[2], span, even)
 
     def slots_of(self, rows: int) -> torch.Tensor | None:
         """The slot of each of the forward's `rows`, -1 for the base model; None where no row has an adapter."""
