@@ -74,13 +74,14 @@ class CudaMemory(Backing):
         self._call("cuMemGetAllocationGranularity", ctypes.byref(piece), ctypes.byref(self._properties), 0)
         self._piece = piece.value
         size = math.prod(shape) * dtype.itemsize
-        self._pieces = -(-size // self._piece)
+        pieces = -(-size // self._piece)
+        self._whole = pieces * self._piece
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), *map(ctypes.c_size_t, (self._whole, 0)), *_ZEROS)
         self._address = address.value
         self._handles: dict[int, int] = {}
         try:
-            self._map(range(self._pieces))
+            self._map(range(pieces))
             self._bytes = torch.as_tensor(_Addresses(self._address, self._whole), device=device)
             self._bytes.zero_()
             self._try_out()
@@ -106,10 +107,6 @@ class CudaMemory(Backing):
         for piece in sorted(wanted - self._handles.keys()):
             self._map([piece])
             self._bytes[piece * self._piece : (piece + 1) * self._piece].zero_()
-
-    @property
-    def _whole(self) -> int:
-        return self._pieces * self._piece
 
     def _try_out(self) -> None:
         """Give the last piece back and take it again: what works once is relied on."""

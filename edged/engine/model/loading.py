@@ -50,7 +50,6 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
         if stored is not None:
             quantization.check_checkpoint(stored, device)
-        options = {"quantization_config": wanted} if wanted else {}
         with frugal():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 directory,
@@ -60,7 +59,7 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 trust_remote_code=settings.trust_remote_code,
                 attn_implementation=implementation,
                 device_map={"": device} if device.type == "cuda" else None,
-                **options,
+                quantization_config=wanted,
             )
     except Exception as error:
         raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class BaseShape(DecoderSizes):
     @property
     def parameters(self) -> int:
         """All weights, packed ones as what they stand for."""
-        return self.plain_weights + sum(fan_in * fan_out for fan_in, fan_out in self.linears)
+        return self.plain_weights + sum(map(prod, self.linears))
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
@@ -91,7 +92,7 @@ class BaseShape(DecoderSizes):
             max_positions=int(text.max_position_embeddings),
             linears=linears,
             targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
-            plain_weights=weight_count(model) - sum(rows * columns for rows, columns in linears),
+            plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
@@ -167,7 +168,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
 
 def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
     """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
-    linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
+    linears = shape.hidden_size * shape.vocab_size + sum(map(prod, shape.linears))
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
     narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
     both = round(BOTH_COPIES * copy) if narrow else copy
@@ -183,7 +184,7 @@ def work_of(
         "adapters": loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
         "step": step_bytes(shape, settings, dtype, loaded),
         "iteration": iteration_bytes(shape, settings, dtype, left),
-        "dequantized": largest_weight(shape, dtype) if quantized else 0,
+        "dequantized": dtype.itemsize * max(map(prod, shape.linears), default=0) if quantized else 0,
         "decode_graphs": decode_graph_bytes(shape, settings) if cuda else 0,
     }
 
@@ -276,8 +277,3 @@ def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
     if not settings.model.graph_memory_mb:
         return 0
     return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
-
-
-def largest_weight(shape: BaseShape, dtype: torch.dtype) -> int:
-    """The one weight that is dequantized at a time."""
-    return max((fan_in * fan_out for fan_in, fan_out in shape.linears), default=0) * dtype.itemsize

@@ -61,14 +61,8 @@ def shape_of(model: ServedModel) -> BaseShape:
         **{field.name: getattr(model.shape, field.name) for field in fields(DecoderSizes)},
         linears=linears,
         targets=tuple((linear.in_features, linear.out_features) for linear in model.lora.linears.values()),
-        plain_weights=model.shape.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
+        plain_weights=model.shape.parameters - sum(map(math.prod, linears)),
     )
-
-
-def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
-    """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
-    shape, loaded, cuda = shape_of(model), settings.align.max_loaded_adapters, model.device.type == "cuda"
-    return sum(work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).values())
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:
@@ -101,7 +95,9 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         budget = settings.cache.memory_mb << 20
     else:
         free, share = free_bytes(model.device)
-        budget = int((free - work_bytes(model, settings, int(free * share))) * share)
+        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
+        work = work_of(shape_of(model), settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
+        budget = int((free - sum(work.values())) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:
         raise ModelRefused(

@@ -101,15 +101,15 @@ class ServedModel:
         With `native` few rows are multiplied by the compiled kernels, where there are any; these read the weights
         `in_16_bits` where that changes no number, and memory allows the second copy, too.
         """
-        reason = why_not_packed(self.model, self.device, self.dtype)
-        if not reason:
-            in_16_bits = in_16_bits and native
-            if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
-                log.info("weights are not read in 16 bits: %s", lacking)
-                in_16_bits = False
-            pack_linears(self.model, native, in_16_bits)
-            self.head = self.model.get_output_embeddings()
-        return reason
+        if reason := why_not_packed(self.model, self.device, self.dtype):
+            return reason
+        in_16_bits = in_16_bits and native
+        if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
+            log.info("weights are not read in 16 bits: %s", lacking)
+            in_16_bits = False
+        pack_linears(self.model, native, in_16_bits)
+        self.head = self.model.get_output_embeddings()
+        return ""
 
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer, by the model's own configurations."""
