@@ -7,6 +7,7 @@ softmax, an embedding bag. Both read a row once per query head, from cache after
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 
@@ -132,11 +133,8 @@ def _runs(seen: list[int], equal: int) -> list[tuple[int, int, int]]:
     """(start, stop, row length) of neighbouring rows of equal length, one softmax each; `equal` rows see `seen[i]`."""
     runs: list[tuple[int, int, int]] = []
     start = 0
-    for length in seen:
-        stop = start + length * equal
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], stop, length)
-        else:
-            runs.append((start, stop, length))
+    for length, alike in itertools.groupby(seen):
+        stop = start + length * equal * sum(1 for _ in alike)
+        runs.append((start, stop, length))
         start = stop
     return runs
