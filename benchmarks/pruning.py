@@ -83,9 +83,7 @@ class PrunedDecoding(ForcedDecoding):
         runner, cache = self.parts.runner, self.parts.settings.cache
         if budget not in self._pruners:
             settings = CacheSettings.model_validate(cache.model_dump() | {"pruned_tokens": budget})
-            self._pruners[budget] = Pruner(
-                settings, runner.kv, runner.pages.pool, lambda: runner.pages.evictable, runner.pages.allocate
-            )
+            self._pruners[budget] = Pruner(settings, runner.kv, runner.pages)
         runner.pruner = self._pruners[budget]
 
 

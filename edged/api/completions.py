@@ -130,8 +130,9 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
         choices, each = body.n or 1, max_tokens * (1 + alternatives)
         if choices * each > most:
             raise bad_request(
-                f"n x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = {choices * each} "
-                f"log-probabilities are more than api.max_logprobs = {most}: ask for fewer, or for a stream",
+                f"n x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = "
+                f"{choices * each} log-probabilities are more than api.max_logprobs = {most}: "
+                "ask for fewer, or for a stream",
                 "logprobs",
             )
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}

@@ -135,24 +135,6 @@ class InflightPrefixes:
             node = node.parent
         return self._decide(prompt.followers)
 
-    def check(self) -> None:
-        """AssertionError on any inconsistency; for tests."""
-        for prompt in self._prompts.values():
-            if (leader := prompt.leader) is not None:
-                assert leader is self._prompts[leader.name], f"{prompt.name} waits for {leader.name}, who is gone"
-                assert leader.rank < prompt.rank, f"{prompt.name} waits for {leader.name}, who comes later"
-                assert prompt in leader.followers, f"{leader.name} does not know that {prompt.name} waits"
-                end = prompt.shared * self._size
-                assert 0 < end < len(prompt.tokens), f"{prompt.name} waits for all of its {len(prompt.tokens)} tokens"
-                assert leader.tokens[:end] == prompt.tokens[:end], f"{prompt.name} waits for another's pages"
-            assert all(follower.leader is prompt for follower in prompt.followers), f"{prompt.name} keeps a follower"
-            node: _SharedPages | None = prompt.node
-            while node is not None:
-                assert prompt in node.through, f"{prompt.name} is missing on its path"
-                node = node.parent
-        passing = sum(len(root.through) for root in self._roots.values())
-        assert passing == len(self._prompts), f"{passing} prompts pass the roots, {len(self._prompts)} are pending"
-
     # -- who waits ---------------------------------------------------------------------------------------------------
 
     def _decide(self, prompts: Iterable[_Prompt]) -> list[int]:

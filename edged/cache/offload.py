@@ -11,16 +11,12 @@ class Spill(Protocol):
     @property
     def full(self) -> bool:
         """Whether `save` finds no room until a handle is dropped."""
-        ...
 
     def save(self, page: int) -> int | None:
         """A handle of a copy of `page`, which may be overwritten from now on; None when it cannot be taken now."""
-        ...
 
     def load(self, handle: int, page: int) -> bool:
         """Copy back into `page`, which the caller has allocated; False when that cannot be done now, or at all."""
-        ...
 
     def drop(self, handle: int) -> None:
         """Forget a copy."""
-        ...

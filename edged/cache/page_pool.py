@@ -135,17 +135,3 @@ class PagePool:
         # They come last: they may have to be taken from the system first.
         self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
         self.capacity, self.touched = capacity, min(self.touched, capacity)
-
-    def check(self) -> None:
-        """AssertionError on any inconsistency; linear in the pool, for tests and idle moments."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is in the free list twice"
-        for page, references in enumerate(self._references):
-            assert references >= 0, f"page {page} has {references} references"
-            retired = page >= self.capacity
-            unheld = page in free or retired
-            assert (references == 0) == unheld, f"page {page}: {references} references, free: {page in free}"
-            assert not (retired and page in free), f"page {page} is retired and in the free list"
-            assert references >= self._adopted[page], f"page {page} is in the trie without a reference"
-        evictable = sum(self._adopted[page] and self._references[page] == 1 for page in range(self.pages))
-        assert evictable == self.evictable_pages, f"{evictable} pages are evictable, {self.evictable_pages} counted"

@@ -196,27 +196,6 @@ class PrefixTrie:
         for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
-    def check(self) -> None:
-        """AssertionError on any inconsistency of the trie or its pool; linear in both."""
-        self._pool.check()
-        seen: set[int] = set()
-        handles: set[int] = set()
-        for key, root in self._roots.items():
-            assert root.children, f"the root of {key} is empty"
-            for node in _from_the_leaves(root):
-                if node is not root:
-                    _check_node(node, key, self._pool.page_size)
-                    (seen if node.handle is None else handles).add(node.page if node.handle is None else node.handle)
-                    kept = self._recency if node.handle is None else self._spilled
-                    assert node in kept, f"page {node.page} of {key} can never be given up"
-                    assert node.handle is not None or self._pool.is_adopted(node.page), f"{node.page} is not the trie's"
-        assert len(seen) == len(self._recency), f"{len(seen)} pages are reachable, {len(self._recency)} are kept"
-        assert len(handles) == len(self._spilled), (
-            f"{len(handles)} handles are reachable, {len(self._spilled)} are kept"
-        )
-        adopted = sum(self._pool.is_adopted(page) for page in range(self._pool.pages))
-        assert adopted == len(seen), f"the pool counts {adopted} pages of the trie, {len(seen)} are reachable"
-
     def _path(self, key: Key, tokens: Sequence[int]) -> list[_TrieNode]:
         """The nodes of `tokens` without the last one, as far as they are cached or spilled."""
         size = self._pool.page_size
@@ -311,14 +290,6 @@ class PrefixTrie:
         page, node.page = node.page, -1
         del self._recency[node]
         return self._pool.abandon(page)
-
-
-def _check_node(node: _TrieNode, key: Key, page_size: int) -> None:
-    assert node.key == key, f"page {node.page} of {node.key} is under {key}"
-    assert len(node.run) == page_size, f"page {node.page} has {len(node.run)} tokens"
-    assert node.parent is not None, f"page {node.page} has no parent"
-    assert node.parent.children[node.run] is node, f"page {node.page} is not its parent's child"
-    assert (node.page < 0) == (node.handle is not None), f"page {node.page} has the handle {node.handle}, too"
 
 
 def _from_the_leaves(node: _TrieNode) -> Iterator[_TrieNode]:

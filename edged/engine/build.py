@@ -120,13 +120,12 @@ class EngineParts:
 
     def _memory(self) -> dict[str, int]:
         """What the parts hold, in bytes: of adapters their slots, and the states in memory."""
-        lora, adapter_cache = self.model.lora, self.trainer.adapter_cache
-        assert lora is not None
+        adapter_cache = self.trainer.adapter_cache
         state = STATE_BYTES * adapter_weights(tuple(adapter_cache.spec.shapes.values()), adapter_cache.spec.rank)
         return {
             "weights_bytes": self.model.shape.weight_bytes,
             "kv_bytes": (self.runner.pages.pool.pages - 1) * self.model.page_bytes(self.runner.pages.page_size),
-            "adapters_bytes": lora.size_bytes + adapter_cache.count * state,
+            "adapters_bytes": self.model.lora.size_bytes + adapter_cache.count * state,
         }
 
 
@@ -195,7 +194,6 @@ def build_parts(
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, usable * settings.cache.page_size)
     name = settings.model.name or Path(model_dir).name
-    assert model.lora is not None
     shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
     spec = lora_spec(shapes, name, model.fingerprint, settings.align)
     files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
@@ -299,7 +297,6 @@ def _build_runner(
     shares = settings.cache.prefix_sharing and policy.shares_prefixes
     offload = pick_spill(kv, settings.cache, folder) if shares else None
     kv_pages = KvPages(pool, PrefixTrie(pool, offload) if shares else None, offload)
-    assert model.lora is not None
     why_not_lora = pick_lora_kernel(model.lora, settings.model)
     backends = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
     why_not_graphs = _why_not_graphs(model, backends, settings)
@@ -321,7 +318,6 @@ def _build_runner(
 
 def _why_not_graphs(model: ServedModel, paths: Backends, settings: Settings) -> str:
     """Why decode iterations are not captured; "" where they are."""
-    assert model.lora is not None
     if model.device.type != "cuda":
         return f"there are no graphs on {model.device.type}"
     if not settings.model.graph_memory_mb:
@@ -354,7 +350,7 @@ def _pruner(
             "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d", window, max_context
         )
         return None
-    return Pruner(settings.cache, kv, pages.pool, lambda: pages.evictable, pages.allocate_to_write)
+    return Pruner(settings.cache, kv, pages)
 
 
 def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:

@@ -184,7 +184,10 @@ class DecodeGraphs:
         started = time.monotonic()
         try:
             for rows in reversed(self._make_room(sizes, width)):
-                self._add(rows)
+                try:
+                    self._replays[rows] = self._capture(rows)
+                except Exception as error:
+                    _left_out(rows, error)
         except Exception as error:
             # What was captured and compared before is right.
             log.warning("no more decode iterations are captured: %s", logs.first_line(error))
@@ -204,13 +207,6 @@ class DecodeGraphs:
                 _left_out(rows, error)
         return []
 
-    def _add(self, rows: int) -> None:
-        """Capture one size, if there is memory for it."""
-        try:
-            self._replays[rows] = self._capture(rows)
-        except Exception as error:
-            _left_out(rows, error)
-
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:
         """The forward with adapters and without, and both plain ways of drawing, for `rows` rows."""
@@ -223,42 +219,33 @@ class DecodeGraphs:
             replays[name]()
             if not bool((self._fixed.logits[:rows] - wanted).abs().max() <= _TOLERANCE * wanted.abs().max()):
                 raise RuntimeError("a replay gives other numbers than the launches that were captured")
-        replays["greedy"] = self._recorder.record(partial(self._greedy, rows))
-        replays["draw"] = self._recorder.record(partial(self._draw, rows))
+        for name, greedily in (("greedy", True), ("draw", False)):
+            replays[name] = self._recorder.record(partial(self._draw, rows, greedily))
         return replays
 
     def _forward(self, rows: int, adapted: bool) -> None:
-        fixed, lora = self._fixed, self._model.lora
+        fixed = self._fixed
         ids, positions, pages, offsets = fixed.ints[:, :rows]
         batch = PackedBatch(
             input_ids=ids[None],
             position_ids=positions[None],
             write_rows=self._kv.row_index(pages, offsets),
             logit_rows=fixed.order[:rows],
-            runs=[],
-            decodes=[],
             decode_rows=fixed.order[:rows],
             decode_tables=fixed.tables[:rows],
             decode_context=positions,
-            prefills=[],
-            tiles=None,
-            lora_tiles=None,
         )
-        assert lora is not None
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
-        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), lora.tiled(tiles):
+        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.tiled(tiles):
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 
-    def _greedy(self, rows: int) -> None:
-        self._take(rows, *choose_greedy(self._fixed.logits[:rows]))
-
-    def _draw(self, rows: int) -> None:
-        self._take(rows, *choose(self._fixed.logits[:rows], self._fixed.parameters[:, :rows]))
-
-    def _take(self, rows: int, tokens: torch.Tensor, broken: torch.Tensor) -> None:
-        self._fixed.tokens[:rows].copy_(tokens)
-        self._fixed.broken[:rows].copy_(broken)
+    def _draw(self, rows: int, greedily: bool) -> None:
+        fixed = self._fixed
+        logits = fixed.logits[:rows]
+        tokens, broken = choose_greedy(logits) if greedily else choose(logits, fixed.parameters[:, :rows])
+        fixed.tokens[:rows].copy_(tokens)
+        fixed.broken[:rows].copy_(broken)
 
     def fits(self, sequences: int) -> bool:
         """Whether a batch of so many was captured."""

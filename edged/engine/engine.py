@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -273,7 +274,7 @@ class Engine:
 
     def busy(self) -> dict[str, Any]:
         """The status' sums of where the time went, alone."""
-        return self.stats.busy.report()
+        return asdict(self.stats.busy)
 
 
 def _follow(future: Future[T], done: Future[None], value: T) -> None:

@@ -119,7 +119,6 @@ class ModelRunner:
 
         `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
         """
-        assert model.lora is not None
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
         self._backends, self._end_ids, self._threads, self._why_not = backends, end_ids, threads, dict(why_not or {})
         self.decoder = PagedDecoder(model, kv)
@@ -260,7 +259,7 @@ class ModelRunner:
         self._tap.broken = None
         if rows is not None and rows.any():
             for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
-                if rows[segment.start : segment.start + len(segment.tokens)].any():
+                if rows[segment.rows].any():
                     work.broken.add(sequence.task.task_id)
 
     def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: RunnerOutput) -> SampledRows:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from edged.cache import InflightPrefixes, Key
+from edged.cache.inflight_prefixes import InflightPrefixes
+from edged.cache.prefix_trie import Key
 from edged.engine.kv_pages import KvPages
 from edged.engine.request import Request
 from edged.engine.sequence import Sequence, SequenceStatus

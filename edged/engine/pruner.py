@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
-from edged.cache.page_pool import PagePool
 from edged.cache.pruning_budget import SINK_PAGES, Pressure, PruningRule, head_budgets
 from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
+from edged.engine.kv_pages import KvPages
 from edged.engine.sequence import Sequence
 from edged.settings.load import CacheSettings
 from edged.tensors.device_copy import upload
@@ -30,20 +30,13 @@ _LATEST_LOOK = 2 * _LOOK_EVERY
 class Pruner:
     """The engine thread alone uses it; `report` may be called from any thread."""
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        kv: KvStore | None,
-        pool: PagePool,
-        evictable_pages: Callable[[], int],
-        allocate: Callable[[int], list[int]],
-    ) -> None:
-        """`evictable_pages` are free when `allocate` needs them; `kv` is None where pages have no contents."""
+    def __init__(self, settings: CacheSettings, kv: KvStore | None, pages: KvPages) -> None:
+        """`kv` is None where pages have no contents."""
         assert settings.pruning != "off"
         self._mode, self._window, self._least_norm = settings.pruning, settings.prune_window, settings.prune_norm
         self._rule = PruningRule.of(settings)
         self._pressure = Pressure(settings.pruning)
-        self._kv, self._pool, self._evictable_pages, self._allocate = kv, pool, evictable_pages, allocate
+        self._kv, self._pages, self._pool = kv, pages, pages.pool
         self.prunings = self.pages_returned = 0
         """Since the start; pages that other sequences go on holding are not counted."""
         self._live = self._kept_tokens = 0
@@ -68,19 +61,15 @@ class Pruner:
             return
         decoding = [sequence for sequence in sequences if sequence.decoding]
         pressure = self._pressure
-        pressure.update(self._free_pages, self._pool.pages, len(decoding))
+        pressure.update(self._pages.available, self._pool.pages, len(decoding))
         if not pressure.pressed:
             return
         for sequence in sorted(decoding, key=lambda sequence: -sequence.rows):
             if self._worth(sequence):
                 yield sequence
-                pressure.update(self._free_pages, self._pool.pages, len(decoding))
+                pressure.update(self._pages.available, self._pool.pages, len(decoding))
                 if not (pressure.pressed and pressure.urgent):
                     return
-
-    @property
-    def _free_pages(self) -> int:
-        return self._pool.free_pages + self._evictable_pages()
 
     def _worth(self, sequence: Sequence) -> bool:
         """Whether the sequence has been observed, and what it would give back is wanted."""
@@ -91,7 +80,7 @@ class Pruner:
         old = sequence.pages[: self._rule.old_pages(rows)]
         freed = self._alone(old) - self._rule.budget_pages
         # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
-        return freed > 0 or (self._mode == "on" and self._free_pages + freed >= self._pressure.wanted_pages)
+        return freed > 0 or (self._mode == "on" and self._pages.available + freed >= self._pressure.wanted_pages)
 
     def _alone(self, pages: list[int]) -> int:
         """How many of a sequence's pages no other sequence holds."""
@@ -123,7 +112,7 @@ class Pruner:
         kv, slabs, watch = self._kv, self._rule.budget_pages, sequence.watch
         assert watch is not None
         assert kv is not None
-        old, free = self._rule.old_pages(sequence.rows), self._free_pages
+        old, free = self._rule.old_pages(sequence.rows), self._pages.available
         recent = sequence.rows - old * kv.page_size
         before = sequence.compacted or PrunedLayout(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
         have = before.counts + (old - before.slabs)
@@ -135,9 +124,9 @@ class Pruner:
         # for nothing else runs meanwhile: so the pages for what is kept may be some of those that were given up.
         pages = list(sequence.pages)
         self._pool.release(pages[:old])
-        own = self._allocate(slabs)
+        own = self._pages.allocate_to_write(slabs)
         sequence.compact(own, old, PrunedLayout(slabs, counts, before.removed + (old - slabs) * kv.page_size))
-        self._count(before, self._free_pages - free)
+        self._count(before, self._pages.available - free)
         self._move(pages[:old], before, keep, own)
         _rearrange(watch, keep, have * kv.page_size, recent)
 
@@ -147,9 +136,8 @@ class Pruner:
         assert kv is not None
         device = kv.keys.device
         context = len(old) * kv.page_size - 1
-        shape = (kv.layers, kv.kv_heads, kv.page_size)
         before_pages, after_pages, contexts = upload([np.array(pages) for pages in (old, own, [context])], device)
-        heads = HeadTables.of([before], [context], before_pages[None], contexts, shape)
+        heads = HeadTables.of([before], [context], before_pages[None], contexts, kv)
         in_page = torch.arange(kv.page_size, device=device)
         blocks = kv.block_index(after_pages[:, None])
         to = (blocks[:, None] * kv.page_size + in_page).flatten()

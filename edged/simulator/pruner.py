@@ -26,7 +26,7 @@ class SimulatedPruner(Pruner):
     """The engine's pruner over pages without contents: heads share each budget evenly."""
 
     def __init__(self, settings: CacheSettings, pages: KvPages) -> None:
-        super().__init__(settings, None, pages.pool, lambda: pages.evictable, pages.allocate)
+        super().__init__(settings, None, pages)
 
     def look(self, sequence: Sequence) -> None:
         """A decode of `sequence` is observed, if it is time for that."""
@@ -38,10 +38,10 @@ class SimulatedPruner(Pruner):
     def prune(self, sequence: Sequence) -> None:
         """Compact the old pages of a sequence that is `due`: nothing is in them."""
         slabs, old = self._rule.budget_pages, self._rule.old_pages(sequence.rows)
-        free = self._free_pages
+        free = self._pages.available
         before = sequence.compacted or PrunedLayout(0, np.zeros((0, 0), np.int64), 0)
         self._pool.release(sequence.pages[:old])
-        own = self._allocate(slabs)
+        own = self._pages.allocate(slabs)
         removed = before.removed + (old - slabs) * self._pool.page_size
         sequence.compact(own, old, PrunedLayout(slabs, before.counts, removed))
-        self._count(before, self._free_pages - free)
+        self._count(before, self._pages.available - free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -224,7 +224,7 @@ class Simulation:
     # -- the report --------------------------------------------------------------------------------------------------
 
     def _look(self) -> Look:
-        busy = self._engine.stats.busy.report()
+        busy = asdict(self._engine.stats.busy)
         return Look(self._engine.now, tuple(busy[f"{part}_s"] for part in PARTS))
 
     def _status(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Simulation:
             "pairs_trained": engine.learning.pairs_trained,
             "prompt_tokens": stats.prompt_tokens if stats else 0,
             "hit_tokens": stats.hit_tokens if stats else 0,
-            "busy": engine.stats.busy.report(),
+            "busy": asdict(engine.stats.busy),
         }
 
     def _slo(self, answers: list[ReplayedAnswer], load: list[Arrival]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edged.cache import InflightPrefixes, Key
+from edged.cache.inflight_prefixes import InflightPrefixes
+from edged.cache.prefix_trie import Key
+from tests.cache.integrity import check_prefixes
 
 BASE = Key(None, 0)
 ALICE = Key("alice", 1)
@@ -39,7 +41,7 @@ def test_a_prompt_waits_for_the_one_ahead_until_their_shared_pages_are_computed(
     assert pending.computed(1, 2 * SIZE) == [2]
     assert not pending.waits(2)
     assert not pending.followed(1)
-    pending.check()
+    check_prefixes(pending)
 
 
 def test_shared_beginnings_are_followed_depth_first() -> None:
@@ -49,7 +51,7 @@ def test_shared_beginnings_are_followed_depth_first() -> None:
     assert enter(pending, 3, "abxz") == 2, "it shares more with 2 than with 1"
     assert pending.computed(1, 4 * SIZE) == [2]
     assert pending.computed(2, 3 * SIZE) == [3]
-    pending.check()
+    check_prefixes(pending)
 
 
 def test_nobody_waits_for_less_than_a_page_for_what_is_cached_or_for_another_key() -> None:
@@ -78,7 +80,7 @@ def test_a_prompt_that_is_due_sooner_does_not_wait_for_one_that_is_due_later() -
     enter(pending, 1, "abcdefgh", due=20.0)
     assert enter(pending, 2, "abx", due=1.0) is None
     assert enter(pending, 3, "aby", due=2.0) == 2, "the second one that is due soon waits for the first"
-    pending.check()
+    check_prefixes(pending)
 
 
 def test_followers_of_one_that_leaves_find_the_next_leader() -> None:
@@ -90,7 +92,7 @@ def test_followers_of_one_that_leaves_find_the_next_leader() -> None:
     assert pending.waits(3)
     assert pending.computed(2, SIZE) == [5]
     assert pending.computed(2, 5 * SIZE) == [3, 4]
-    pending.check()
+    check_prefixes(pending)
 
 
 def test_one_that_waits_may_leave_and_its_followers_move_up() -> None:
@@ -129,7 +131,7 @@ def test_a_thousand_that_wait_are_all_handed_on() -> None:
     ]
     for name, tokens in enumerate(prompts):
         pending.enter(name, BASE, tokens, (float(name), name))
-    pending.check()
+    check_prefixes(pending)
     # All of them are computed, each handing its followers on.
     ready = [name for name in range(len(prompts)) if not pending.waits(name)]
     for name in ready:
@@ -224,7 +226,7 @@ class PendingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_without_a_reason(self) -> None:
-        self.pending.check()
+        check_prefixes(self.pending)
         for name in self.prompts:
             assert self.pending.waits(name) == (name not in self.scheduled)
 

@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edged.cache import Key, PagePool, PrefixTrie
+from edged.cache.page_pool import PagePool
+from edged.cache.prefix_trie import Key, PrefixTrie
+from tests.cache.integrity import check_trie
 from tests.cache.shelf import Shelf
 from tests.cache.test_prefix_trie import ALICE, BASE, cached
 
@@ -36,7 +38,7 @@ def test_evicted_pages_come_back_when_they_are_matched() -> None:
     assert [shelf.contents[page] for page in pages] == ["1", "2", "3"]
     assert shelf.copies == {}
     assert (trie.stats.spilled_pages, trie.stats.restored_tokens, trie.stats.hit_tokens) == (3, 6, 6)
-    trie.check()
+    check_trie(trie)
     pool.release(pages)
     assert trie.evictable_pages == 3
 
@@ -49,7 +51,7 @@ def test_only_as_many_come_back_as_pages_may_be_taken() -> None:
     pages = trie.match(BASE, [*PROMPT, 9], reserve=2)
     assert len(pages) == 2
     pool.release(pages)
-    trie.check()
+    check_trie(trie)
     assert trie.spilled_pages == 1
 
 
@@ -61,7 +63,7 @@ def test_colder_pages_make_room_for_what_comes_back() -> None:
     pages = trie.match(BASE, [*PROMPT, 9])
     assert len(pages) == 3
     assert trie.spilled_pages == 2
-    trie.check()
+    check_trie(trie)
 
 
 def test_a_full_spill_drops_what_was_not_used_for_longest() -> None:
@@ -75,7 +77,7 @@ def test_a_full_spill_drops_what_was_not_used_for_longest() -> None:
     assert len(pages) == 1, "the leaf went before its parent"
     pool.release(pages)
     assert len(trie.match(BASE, [3, 3, 9])) == 1
-    trie.check()
+    check_trie(trie)
 
 
 def test_a_spill_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -> None:
@@ -84,12 +86,12 @@ def test_a_spill_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -
     trie.evict(2)
     shelf.busy = True
     assert len(trie.match(BASE, [*PROMPT, 9])) == 1
-    trie.check()
+    check_trie(trie)
     pool.release([node.page for node in trie._recency])
     assert trie.evict(1) == 1
     assert trie.spilled_pages == 0, "what lay below the dropped page is not found any more"
     assert shelf.copies == {}
-    trie.check()
+    check_trie(trie)
 
 
 def test_a_page_behind_one_that_does_not_come_back_is_not_kept_for_nobody() -> None:
@@ -104,7 +106,7 @@ def test_a_page_behind_one_that_does_not_come_back_is_not_kept_for_nobody() -> N
     assert trie.evictable_pages == 1
     shelf.busy = False
     assert trie.match(BASE, [1, 1, 2, 2, 9])[1] == running[1]
-    trie.check()
+    check_trie(trie)
 
 
 def test_a_replaced_version_drops_its_copies() -> None:
@@ -115,7 +117,7 @@ def test_a_replaced_version_drops_its_copies() -> None:
     trie.expire(ALICE)
     assert trie.spilled_pages == len(shelf.copies) == 1
     assert trie.match(ALICE, [*PROMPT, 9]) == []
-    trie.check()
+    check_trie(trie)
 
 
 def test_what_was_computed_again_takes_the_place_of_its_copy() -> None:
@@ -125,7 +127,7 @@ def test_what_was_computed_again_takes_the_place_of_its_copy() -> None:
     again = cached(trie, pool, BASE, PROMPT)
     assert shelf.copies == {}
     assert trie.match(BASE, [*PROMPT, 9]) == again
-    trie.check()
+    check_trie(trie)
 
 
 @dataclass
@@ -199,7 +201,7 @@ class SpillMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_leaks(self) -> None:
-        self.trie.check()
+        check_trie(self.trie)
         assert len(self.shelf.copies) == self.trie.spilled_pages <= 4
         held = {page for sequence in self.running for page in sequence.pages}
         assert self.pool.free_pages + self.trie.evictable_pages + len(held) == 8

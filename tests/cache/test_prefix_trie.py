@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edged.cache import Key, PagePool, PrefixTrie
+from edged.cache.page_pool import PagePool
+from edged.cache.prefix_trie import Key, PrefixTrie
+from tests.cache.integrity import check_trie
 
 BASE = Key(None, 0)
 ALICE = Key("alice", 1)
@@ -54,7 +56,7 @@ def test_where_all_share_a_forgotten_users_prefixes_go_whatever_adapter_computed
     trie.expire_all("ann")
     assert [trie.covered(key, [1, 2, 3, 4, 5]) for key in keys] == [0] * len(keys)
     assert trie.covered(Key("recipes", 3, "bob"), [1, 2, 3, 4, 5]) == 4
-    trie.check()
+    check_trie(trie)
 
 
 def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
@@ -63,7 +65,7 @@ def test_the_longest_cached_prefix_is_found_in_whole_pages() -> None:
     assert trie.match(BASE, [1, 2, 3, 4, 5, 6]) == pages[:2]
     assert trie.match(BASE, [1, 2, 3, 9, 5, 6]) == pages[:1]
     assert trie.match(BASE, [9, 2, 3, 4]) == []
-    trie.check()
+    check_trie(trie)
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -110,7 +112,7 @@ def test_the_least_recently_used_branch_is_evicted_from_its_leaves() -> None:
     assert trie.evict(1) == 1
     assert trie.match(BASE, [1, 1, 3, 3, 0]) == [old[0]], f"page {new[1]} was used before {old[1]}"
     assert trie.match(BASE, [1, 1, 2, 2, 0]) == old
-    trie.check()
+    check_trie(trie)
 
 
 def test_a_parent_that_nobody_holds_can_be_evicted_below_a_held_page() -> None:
@@ -120,7 +122,7 @@ def test_a_parent_that_nobody_holds_can_be_evicted_below_a_held_page() -> None:
     trie.insert(BASE, [1, 2, 3, 4], running)  # adopts only the second page: the first is cached already
     assert trie.evictable_pages == 1
     assert trie.evict(5) == 1
-    trie.check()
+    check_trie(trie)
     assert trie.match(BASE, [1, 2, 3, 4, 5]) == []
     pool.release(running)
     assert pool.free_pages == pool.pages
@@ -161,7 +163,7 @@ def test_expiring_a_version_frees_its_pages_and_leaves_the_running_ones_alone() 
     assert trie.match(BASE, [1, 2, 3]) == kept
     assert trie.expire(ALICE) == 0
     pool.release(running)
-    trie.check()
+    check_trie(trie)
     assert pool.free_pages == pool.pages - 1
 
 
@@ -170,7 +172,7 @@ def test_a_page_of_another_version_is_never_taken_over() -> None:
     pages = pool.allocate(3)
     trie.insert(ALICE, [1, 2, 3, 4], pages)
     trie.insert(Key("alice", 2), [1, 2, 3, 4, 5, 6], pages)
-    trie.check()
+    check_trie(trie)
     assert trie.match(Key("alice", 2), [1, 2, 3, 4, 5, 6, 7]) == []
 
 
@@ -291,7 +293,7 @@ class TrieMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_leaks_or_is_shared_wrongly(self) -> None:
-        self.trie.check()
+        check_trie(self.trie)
         held = [page for sequence in self.running for page in sequence.pages]
         kept = set(self.known.values())
         assert len(kept) == len(self.known) == len(self.trie)

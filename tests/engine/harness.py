@@ -17,6 +17,7 @@ from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings, load_settings
+from tests.cache.integrity import check_pool, check_trie
 from tests.models import save_tiny
 
 
@@ -63,7 +64,7 @@ def check_pages_after_every_iteration(engine: Engine) -> None:
     def checked(*arguments: Any, **named: Any) -> Any:
         work = run(*arguments, **named)
         try:
-            runner.pages.pool.check() if runner.pages.trie is None else runner.pages.trie.check()
+            check_pool(runner.pages.pool) if runner.pages.trie is None else check_trie(runner.pages.trie)
         except AssertionError as error:
             engine._loop._recovery.error = f"pages: {error}"
         return work

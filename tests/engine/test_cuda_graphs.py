@@ -67,7 +67,6 @@ class Rig:
         model.set_attn_implementation(IMPLEMENTATION)
         self.model = ServedModel(model, DEVICE, torch.float32)
         self.model.attach_lora(AlignSettings(rank=4), SLOTS)
-        assert self.model.lora is not None
         self.model.lora.runs.kernel = "triton"
         generator = torch.Generator().manual_seed(1)
         for slot in range(SLOTS):
@@ -94,7 +93,6 @@ class Rig:
     def launch(self, segments: list[Segment]) -> torch.Tensor:
         with torch.inference_mode():
             batch = pack(segments, self.kv, DEVICE)
-            assert self.model.lora is not None
             with attention_pass(PagedAttention(batch, self.kv, "padded")), self.model.lora.packed(batch.runs):
                 return self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
 

@@ -19,6 +19,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.sequence import Sequence, SequenceStatus
 from edged.settings.load import load_settings
+from tests.cache.integrity import check_pool
 from tests.engine.harness import Client, random_ids, request, running_engine
 from tests.models import save_tiny, tiny_model
 
@@ -134,7 +135,6 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
     driver = forced(tmp_path)
     runner = driver.parts.runner
     paths = runner._paths = Backends("triton")
-    assert runner.model.lora is not None
     runner.model.lora.runs.kernel = "triton"
     runner.graphs = DecodeGraphs(runner.model, runner.kv, paths, recorder(), 1, 20)
     ids = random_ids(90, 1)
@@ -178,7 +178,7 @@ def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch:
     torch.testing.assert_close(driver.step([other], second[-1:])[0], wanted, atol=2e-4, rtol=0)
     for sequence in (pruned, other):
         driver.end(sequence)
-    pool.check()
+    check_pool(pool)
     assert pool.free_pages == pool.pages - 1
     assert driver.parts.report()["pruning"]["sequences"] == 0
 

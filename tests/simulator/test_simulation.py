@@ -29,6 +29,7 @@ from edged.simulator.roofline import Pass
 from edged.simulator.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.simulator.steps import SimulatedStep
 from tests.align.dpo import test_dpo_exact as exact
+from tests.cache.integrity import check_trie
 from tests.models import save_tiny, tiny_model
 
 DEVICE = "agx-orin-32gb-maxn"
@@ -73,7 +74,7 @@ def test_every_request_gets_its_tokens_and_every_page_comes_back(policy: str, me
     while engine.learning.jobs:
         engine.run(engine.now + 1.0)
     assert engine.trie is not None
-    engine.trie.check()
+    check_trie(engine.trie)
     assert engine.pool.free_pages + len(engine.trie) == engine.pool.pages - 1
 
 
@@ -202,7 +203,7 @@ def test_pruning_returns_the_pages_of_long_answers_and_their_time(tmp_path: Path
     assert with_pruning["ttft_ms"]["p95"] < without["ttft_ms"]["p95"]
     assert with_pruning["tbt_ms"]["p50"] < without["tbt_ms"]["p50"]
     assert pruned.engine.trie is not None
-    pruned.engine.trie.check()
+    check_trie(pruned.engine.trie)
     assert pruned.engine.pool.free_pages + len(pruned.engine.trie) == pruned.engine.pool.pages - 1
 
 

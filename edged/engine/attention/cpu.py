@@ -6,9 +6,11 @@ import ctypes
 
 import torch
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.kv.pruned_layout import HeadTables
 from edged.engine.kv.store import KvStore
-from edged.engine.native.library import CPages, kernels, why_no_kernels
+from edged.engine.native import library
+from edged.engine.native.library import CPages, kernels
 
 _MOST_PAGE_SIZE = 4096
 """A piece's scores lie on the stack."""
@@ -16,11 +18,9 @@ _MOST_PAGE_SIZE = 4096
 
 def why_not(kv: KvStore) -> str:
     """Why this path cannot be used on this K/V storage; "" when it can."""
-    if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
-        return f"the compiled kernels are for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
     if kv.page_size > _MOST_PAGE_SIZE:
         return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
-    return why_no_kernels()
+    return library.why_not(kv.keys.device, kv.keys.dtype)
 
 
 class NativeDecode:
@@ -46,28 +46,22 @@ class NativeDecode:
             head_dim=kv.head_dim,
             heads=heads,
         )
-        library = kernels()
-        assert library is not None
-        self._library = library
-        piece_pages = max(1, ctypes.c_int64.in_dll(library, "edged_piece").value // kv.page_size)
+        compiled = kernels()
+        assert compiled is not None
+        self._library = compiled
+        piece_pages = max(1, ctypes.c_int64.in_dll(compiled, "edged_piece").value // kv.page_size)
         # Of a sequence the heads' blocks are kv_heads * width at most, also where some heads have more than others.
         pieces = n * kv.kv_heads * (width // piece_pages + 2)
         self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2), dtype=torch.float32)
         self._begins = torch.empty(n * kv.kv_heads + 1, dtype=torch.int64)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        new: tuple[torch.Tensor, torch.Tensor] | None,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        self, call: AttentionCall, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """`query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
-        pages = self._pages
+        pages, layer = self._pages, call.layer
         pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
-        pages.scaling, pages.softcap, pages.window = scaling, softcap or 0.0, window or 0
+        pages.scaling, pages.softcap, pages.window = call.scaling, call.softcap or 0.0, call.window or 0
         if self._pruned is not None:
             # No window is shorter than the contexts of pruned sequences.
             pages.window = 0
@@ -77,21 +71,13 @@ class NativeDecode:
         out = query.new_empty(n, heads, d)
         # Whole rows, the two of `new` alike.
         query = query if query.stride(2) == 1 else query.contiguous()
-        keys, values = (None, None) if new is None else new
-        if keys is not None and values is not None and (keys.stride() != values.stride() or keys.stride(2) != 1):
-            keys, values = keys.contiguous(), values.contiguous()
-        self._library.edged_decode(
-            ctypes.byref(pages),
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            None if keys is None else keys.data_ptr(),
-            None if values is None else values.data_ptr(),
-            0 if keys is None else keys.stride(0),
-            0 if keys is None else keys.stride(1),
-            out.data_ptr(),
-            self._scratch.data_ptr(),
-            self._begins.data_ptr(),
-            torch.get_num_threads(),
-        )
+        stored: tuple[int | None, ...] = (None, None, 0, 0)
+        if new is not None:
+            keys, values = new
+            if keys.stride() != values.stride() or keys.stride(2) != 1:
+                keys, values = keys.contiguous(), values.contiguous()
+            stored = keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1)
+        buffers = out.data_ptr(), self._scratch.data_ptr(), self._begins.data_ptr()
+        rows = query.data_ptr(), query.stride(0), query.stride(1)
+        self._library.edged_decode(ctypes.byref(pages), *rows, *stored, *buffers, torch.get_num_threads())
         return out

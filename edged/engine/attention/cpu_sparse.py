@@ -7,6 +7,7 @@ softmax, an embedding bag. Both read a row once per query head, from cache after
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment
 from edged.engine.kv.store import KvStore
 
@@ -59,13 +61,13 @@ class RaggedDecode:
         """Sequences that were not pruned: the same in all layers with this window."""
         return cls(kv, *_columns(decodes, heads, kv, window), heads)
 
-    def attend(self, layer: int, query: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
-        """`query` [n, heads, d] -> [n, heads, d]; `softcap` as in `attention.attend`."""
-        keys, values = self._kv.rows(layer)
+    def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
+        """`query` [n, heads, d] -> [n, heads, d]; the window is that of the columns."""
+        keys, values = self._kv.rows(call.layer)
         flat = query.reshape(self._rows, -1)
-        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=scaling).values()
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=call.scaling).values()
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         for start, stop, length in self._runs:
             torch.softmax(scores[start:stop].view(-1, length), dim=-1, out=self._weights[start:stop].view(-1, length))
         out = F.embedding_bag(self._columns, values, self._offsets[:-1], mode="sum", per_sample_weights=self._weights)
@@ -131,11 +133,8 @@ def _runs(seen: list[int], equal: int) -> list[tuple[int, int, int]]:
     """(start, stop, row length) of neighbouring rows of equal length, one softmax each; `equal` rows see `seen[i]`."""
     runs: list[tuple[int, int, int]] = []
     start = 0
-    for length in seen:
-        stop = start + length * equal
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], stop, length)
-        else:
-            runs.append((start, stop, length))
+    for length, alike in itertools.groupby(seen):
+        stop = start + length * equal * sum(1 for _ in alike)
+        runs.append((start, stop, length))
         start = stop
     return runs

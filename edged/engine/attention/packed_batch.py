@@ -41,6 +41,11 @@ class Segment:
     """Row of its first token in the packed batch."""
 
     @property
+    def rows(self) -> slice:
+        """Those of its tokens in the packed batch."""
+        return slice(self.start, self.start + len(self.tokens))
+
+    @property
     def is_decode(self) -> bool:
         """Whether it is a single token that sees all rows before it."""
         return len(self.tokens) == 1 and self.hidden is None
@@ -53,12 +58,9 @@ class Segment:
 
 @dataclass(slots=True)
 class Prefill:
-    """A segment of several tokens, as attention sees it: rows [start, stop) over `context` earlier keys."""
+    """A segment of several tokens that attends alone, with the `blocks` of its pages where it has a context."""
 
-    start: int
-    stop: int
-    context: int
-    hidden: tuple[int, int] | None
+    segment: Segment
     blocks: torch.Tensor | None
     mask: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -88,16 +90,16 @@ class PackedBatch:
     position_ids: torch.Tensor
     write_rows: torch.Tensor
     logit_rows: torch.Tensor
-    runs: list[tuple[int, int, int]]
-    decodes: list[Segment]
-    """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
     decode_rows: torch.Tensor
     decode_tables: torch.Tensor
     decode_context: torch.Tensor
-    prefills: list[Prefill]
+    decodes: list[Segment] = field(default_factory=list)
+    """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
+    runs: list[Run] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
     """All other segments, one by one; empty where they are in `tiles`."""
-    tiles: PrefillTiles | None
-    lora_tiles: LoraTiles | None
+    tiles: PrefillTiles | None = None
+    lora_tiles: LoraTiles | None = None
     """`runs` as `triton_lora` reads them, where that was asked for."""
     decode_heads: HeadTables | None = None
     """Where the decodes' rows lie by head, if any of them was pruned or is observed."""
@@ -119,62 +121,43 @@ def pack(
     rows, runs = packed_rows(ordered, kv.page_size)
     decodes = [s for s in ordered if s.is_decode]
     chunks = [s for s in ordered if not s.is_decode]
-    tables = page_tables(decodes, kv.page_size)
+    host_tables = page_tables(decodes, kv.page_size)
     tiled = tile_tokens > 0 and len(chunks) > 0
     pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
-    lora_tiles = _lora_tiles(runs) if lora and runs else None
-    moved = upload(
-        [
-            *rows,
-            np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
-            np.array([s.start for s in decodes], np.int64),
-            np.array([s.context for s in decodes], np.int64),
-            tables.reshape(-1),
-            *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
-            *([] if lora_tiles is None else [lora_tiles[0].reshape(-1)]),
-        ],
-        device,
-    )
+    parts = [
+        *rows,
+        np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
+        np.array([s.start for s in decodes], np.int64),
+        np.array([s.context for s in decodes], np.int64),
+        host_tables.reshape(-1),
+        *([_tiles(chunks, pages, tile_tokens).reshape(-1), np.concatenate(pages)] if tiled else pages),
+    ]
+    lora_rows = 0
+    if lora and runs:
+        from edged.engine.lora import triton as triton_lora  # triton is slow to import, and not everywhere
+
+        lora_rows = triton_lora.tile_rows(runs)
+        parts.append(triton_lora.tiles_of(runs, lora_rows).reshape(-1))
+    ids, positions, at_page, at_row, logit_rows, decode_rows, context, flat, *rest = upload(parts, device)
+    tables, heads = flat.view(host_tables.shape), None
+    if any(s.compacted is not None or s.watch is not None for s in decodes):
+        heads = HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, kv)
+    blocks = iter([] if tiled else [kv.block_index(used[None]) for used in rest[: len(pages)]])
     return PackedBatch(
-        input_ids=moved[0][None],
-        position_ids=moved[1][None],
-        write_rows=kv.row_index(moved[2], moved[3]),
-        logit_rows=moved[4],
+        input_ids=ids[None],
+        position_ids=positions[None],
+        write_rows=kv.row_index(at_page, at_row),
+        logit_rows=logit_rows,
         runs=runs,
         decodes=decodes,
-        decode_rows=moved[5],
-        decode_context=moved[6],
-        decode_tables=moved[7].view(tables.shape),
-        prefills=[] if tiled else _prefills(chunks, [kv.block_index(used[None]) for used in moved[8 : 8 + len(pages)]]),
-        tiles=PrefillTiles(moved[8].view(-1, _TILE_COLUMNS), moved[9], tile_tokens) if tiled else None,
-        lora_tiles=None if lora_tiles is None else LoraTiles(moved[-1].view(-1, 3), lora_tiles[1]),
-        decode_heads=_head_tables(decodes, moved[7].view(tables.shape), moved[6], kv),
+        decode_rows=decode_rows,
+        decode_context=context,
+        decode_tables=tables,
+        prefills=[] if tiled else [Prefill(s, next(blocks) if s.context else None) for s in chunks],
+        tiles=PrefillTiles(rest[0].view(-1, _TILE_COLUMNS), rest[1], tile_tokens) if tiled else None,
+        lora_tiles=LoraTiles(rest[-1].view(-1, 3), lora_rows) if lora_rows else None,
+        decode_heads=heads,
     )
-
-
-def _head_tables(decodes: list[Segment], tables: torch.Tensor, context: torch.Tensor, kv: KvStore) -> HeadTables | None:
-    """`PackedBatch.decode_heads`."""
-    if all(s.compacted is None and s.watch is None for s in decodes):
-        return None
-    shape = (kv.layers, kv.kv_heads, kv.page_size)
-    return HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, shape)
-
-
-def _lora_tiles(runs: list[Run]) -> tuple[np.ndarray, int]:
-    """`LoraTiles` on the host: table and rows of a tile."""
-    from edged.engine.lora import triton as triton_lora  # triton is slow to import, and not everywhere
-
-    rows = triton_lora.tile_rows(runs)
-    return triton_lora.tiles_of(runs, rows), rows
-
-
-def _prefills(chunks: list[Segment], blocks: list[torch.Tensor]) -> list[Prefill]:
-    """Segments one by one; `blocks` are of those that have a context."""
-    of_context = iter(blocks)
-    return [
-        Prefill(s.start, s.start + len(s.tokens), s.context, s.hidden, next(of_context) if s.context else None)
-        for s in chunks
-    ]
 
 
 def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 
 from edged.engine.attention import cpu as native
 from edged.engine.attention import cpu_sparse
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import DecodePath, PagedAttention
 from edged.engine.kv.pruned_layout import PrunedLayout
@@ -62,19 +63,14 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
 
 def _pick_decode(kv: KvStore, settings: ModelSettings, group: int) -> tuple[DecodePath, str]:
     """How decodes attend, and why not as asked for or as is fastest."""
-    wanted: tuple[DecodePath, ...]
-    if settings.decode_attention != "auto":
-        wanted = (settings.decode_attention,)
-    else:
-        wanted = ("triton",) if kv.keys.device.type == "cuda" else ("native", "ragged")
+    fastest: tuple[DecodePath, ...] = ("triton",) if kv.keys.device.type == "cuda" else ("native", "ragged")
+    wanted = fastest if settings.decode_attention == "auto" else (settings.decode_attention,)
     reasons: list[str] = []
-    for path in wanted:
+    for path in (*wanted, "padded"):
         reason = _why_not_decode(kv, path, group)
         if not reason:
             break
         reasons.append(reason)
-    else:
-        path = "padded"
     if reasons:
         instead = "gathers pages" if path == "padded" else "uses torch's sparse products"
         log.info("decode attention %s (%s is not used: %s)", instead, wanted[0], reasons[0])
@@ -119,8 +115,8 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
             attention = PagedAttention(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
             tokens = sum(len(segment.tokens) for segment in batch)
             new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
-            cases = ((None, None), (size, 9.0))
-            passed += [attention.attend(0, *new, kv.head_dim**-0.5, *case) for case in cases]
+            calls = (AttentionCall(0, kv.head_dim**-0.5), AttentionCall(0, kv.head_dim**-0.5, size, 9.0))
+            passed += [attention.attend(call, *new) for call in calls]
         return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])
 
     return _compared(lambda: attended(paths), lambda: attended(Backends()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.kv.pruned_layout import HeadTables
 from edged.engine.kv.store import KvStore
 from edged.engine.native import triton_device
@@ -22,6 +23,7 @@ _PROGRAMS = 256
 """Programs wanted at once: contexts are split until there are about so many."""
 _MOST_SPLITS = 32
 _MOST_HEAD_DIM = 256
+_NO_WINDOW = 1 << 30
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -139,44 +141,24 @@ def why_not(kv: KvStore) -> str:
 
 
 def paged_decode(
-    layer: int,
-    query: torch.Tensor,
-    tables: torch.Tensor,
-    context: torch.Tensor,
-    kv: KvStore,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
+    call: AttentionCall, query: torch.Tensor, tables: torch.Tensor, context: torch.Tensor, kv: KvStore
 ) -> torch.Tensor:
-    """`query` [n, heads, d] over pages `tables` [n, width], `context` [n] earlier keys and its own -> [n, heads, d].
-
-    With a `window` a query sees only the latest so many keys; `softcap` as in `attention.attend`.
-    """
-    longest = min(tables.shape[1] * kv.page_size, window or tables.shape[1] * kv.page_size)
+    """`query` [n, heads, d] over pages `tables` [n, width], `context` [n] earlier keys and its own -> [n, heads, d]."""
+    longest = min(tables.shape[1] * kv.page_size, call.window or tables.shape[1] * kv.page_size)
     # Without heads' own tables their pointers are not read.
-    by_head = (tables, tables, tables)
-    return _decode(layer, query, (tables, context, *by_head), kv, scaling, window or (1 << 30), softcap, longest, False)
+    return _decode(call, query, (tables, context, tables, tables, tables), kv, longest, False)
 
 
-def paged_decode_by_head(
-    layer: int, query: torch.Tensor, heads: HeadTables, kv: KvStore, scaling: float, softcap: float | None
-) -> torch.Tensor:
-    """`paged_decode` where sequences were pruned; there is no window."""
+def paged_decode_by_head(call: AttentionCall, query: torch.Tensor, heads: HeadTables, kv: KvStore) -> torch.Tensor:
+    """`paged_decode` where sequences were pruned; no window is shorter than their contexts."""
+    layer = call.layer
     tables = (heads.tables, heads.context, heads.slabs, heads.counts[layer], heads.offsets[layer])
     longest = int(heads.most_blocks[layer].max()) * kv.page_size
-    return _decode(layer, query, tables, kv, scaling, 1 << 30, softcap, longest, True)
+    return _decode(call._replace(window=None), query, tables, kv, longest, True)
 
 
 def _decode(
-    layer: int,
-    query: torch.Tensor,
-    tables: tuple[torch.Tensor, ...],
-    kv: KvStore,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    longest: int,
-    by_head: bool,
+    call: AttentionCall, query: torch.Tensor, tables: tuple[torch.Tensor, ...], kv: KvStore, longest: int, by_head: bool
 ) -> torch.Tensor:
     """Both kernels; `tables` as `_attend_part` has them, `longest` is the most keys that a query sees."""
     n, heads, size = query.shape
@@ -189,15 +171,15 @@ def _decode(
     head_pad = triton.next_power_of_2(size)
     _attend_part[(n, kv.kv_heads, splits)](
         query.contiguous(),
-        kv.keys[layer],
-        kv.values[layer],
+        kv.keys[call.layer],
+        kv.values[call.layer],
         *tables,
         parts,
         extremes,
         sums,
-        scaling,
-        1.0 if softcap is None else float(softcap),
-        window,
+        call.scaling,
+        1.0 if call.softcap is None else float(call.softcap),
+        call.window or _NO_WINDOW,
         tables[0].shape[1],
         GROUP=group,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
@@ -205,18 +187,10 @@ def _decode(
         HEAD_PAD=max(16, head_pad),
         PAGE=kv.page_size,
         BLOCK=max(16, min(_BLOCK, _BLOCK_BYTES // (head_pad * query.dtype.itemsize))),
-        CAPPED=softcap is not None,
+        CAPPED=call.softcap is not None,
         BY_HEAD=by_head,
     )
     _join_parts[(n * kv.kv_heads, group)](
-        parts,
-        extremes,
-        sums,
-        out,
-        splits,
-        GROUP=group,
-        HEAD=size,
-        HEAD_PAD=head_pad,
-        SPLITS_PAD=_MOST_SPLITS,
+        parts, extremes, sums, out, splits, GROUP=group, HEAD=size, HEAD_PAD=head_pad, SPLITS_PAD=_MOST_SPLITS
     )
     return out

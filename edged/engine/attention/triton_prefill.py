@@ -13,6 +13,7 @@ import importlib.util
 
 import torch
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import PrefillTiles
 from edged.engine.kv.store import KvStore
 from edged.engine.native import triton_device
@@ -116,34 +117,26 @@ def _lanes(kv: KvStore) -> int:
 
 
 def paged_prefill(
-    layer: int,
-    query: torch.Tensor,
-    tiles: PrefillTiles,
-    kv: KvStore,
-    out: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
+    call: AttentionCall, query: torch.Tensor, tiles: PrefillTiles, kv: KvStore, out: torch.Tensor
 ) -> None:
     """Attend with the tokens of all tiles; their rows of `out` are written.
 
     `query` [heads, tokens, d] and `out` [tokens, heads, d], contiguous, are the whole packed batch, whose K/V are in
-    the pages already. With a `window` a query sees only the latest so many keys that are not hidden from it; `softcap`
-    as in `attention.attend`.
+    the pages already. A window is of the keys that are not hidden from a query.
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads
     lines, lanes, itemsize = max(16, triton.next_power_of_2(tiles.tokens * group)), _lanes(kv), query.dtype.itemsize
     _attend_tile[(len(tiles.table), kv.kv_heads)](
         query.transpose(0, 1).contiguous(),
-        kv.keys[layer],
-        kv.values[layer],
+        kv.keys[call.layer],
+        kv.values[call.layer],
         tiles.table,
         tiles.pages,
         out,
-        scaling,
-        1.0 if softcap is None else float(softcap),
-        window or _NO_WINDOW,
+        call.scaling,
+        1.0 if call.softcap is None else float(call.softcap),
+        call.window or _NO_WINDOW,
         COLUMNS=tiles.table.shape[1],
         GROUP=group,
         HEAD=size,
@@ -151,7 +144,7 @@ def paged_prefill(
         PAGE=kv.page_size,
         LINES=lines,
         BLOCK=max(16, min(_KEYS, _QUERY_ELEMENTS[itemsize] // 2 // lanes)),
-        CAPPED=softcap is not None,
+        CAPPED=call.softcap is not None,
         num_warps=8 if lines * lanes * itemsize >= 16 << 10 else 4,
         num_stages=2,
     )

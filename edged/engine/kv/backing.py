@@ -11,7 +11,6 @@ import logging
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,23 +23,24 @@ Ranges = Sequence[tuple[int, int]]
 """(first byte, end) of some parts."""
 
 
-class Backing(Protocol):
-    """A tensor of zeros at first, and the memory behind it."""
+class Backing:
+    """A tensor of zeros at first, and the memory behind it: torch's, which gives no part back, unless a kind of memory
+    says otherwise."""
 
-    tensor: torch.Tensor
-    gives_back: bool
+    gives_back = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
     def give_back(self, ranges: Ranges) -> None:
         """Return as much of this memory as can be returned alone; what was in it is lost."""
-        ...
 
     def take_back(self, ranges: Ranges) -> None:
         """Have all of this memory, zeros where it was given back. Raises MemoryError."""
-        ...
 
 
-class HostMemory:
-    """An anonymous mapping: resident page by page as it is written."""
+class HostMemory(Backing):
+    """An anonymous mapping: resident page by page as it is written, also what was given back."""
 
     gives_back = True
 
@@ -50,7 +50,7 @@ class HostMemory:
         if in_huge_pages():
             self._map.madvise(mmap.MADV_HUGEPAGE)
         rows = np.frombuffer(self._map, np.uint8, size)
-        self.tensor = torch.from_numpy(rows.reshape(*shape[:-1], shape[-1] * dtype.itemsize)).view(dtype)
+        super().__init__(torch.from_numpy(rows.reshape(*shape[:-1], shape[-1] * dtype.itemsize)).view(dtype))
 
     def give_back(self, ranges: Ranges) -> None:
         """See `Backing`: whole pages of the system's."""
@@ -59,24 +59,6 @@ class HostMemory:
             length = end // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
-
-    def take_back(self, ranges: Ranges) -> None:
-        """See `Backing`: the system gives it when it is written."""
-
-
-class TorchMemory:
-    """Torch's allocator, which gives no part of a tensor back."""
-
-    gives_back = False
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-
-    def give_back(self, ranges: Ranges) -> None:
-        """Nothing."""
-
-    def take_back(self, ranges: Ranges) -> None:
-        """Nothing."""
 
 
 def back(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Backing:
@@ -90,4 +72,4 @@ def back(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ba
             return CudaMemory(shape, dtype, device)
         except CudaMemoryError as error:
             log.warning("K/V pages cannot be given back to the box: %s", error)
-    return TorchMemory(shape, dtype, device)
+    return Backing(torch.zeros(shape, dtype=dtype, device=device))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+
+from edged.engine.kv.backing import Backing
 
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -26,26 +29,14 @@ class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Flags(ctypes.Structure):
-    """CUmemAllocationProp.allocFlags."""
-
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("rdma", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp; its flags are eight bytes."""
 
     _fields_ = (
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("type", "handle_types")),
         ("location", _Location),
         ("win32", ctypes.c_void_p),
-        ("flags", _Flags),
+        ("flags", ctypes.c_uint64),
     )
 
 
@@ -62,7 +53,7 @@ class _Addresses:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
-class CudaMemory:
+class CudaMemory(Backing):
     """A tensor of zeros over pieces of the driver's granularity, usually 2 MiB."""
 
     gives_back = True
@@ -83,13 +74,14 @@ class CudaMemory:
         self._call("cuMemGetAllocationGranularity", ctypes.byref(piece), ctypes.byref(self._properties), 0)
         self._piece = piece.value
         size = math.prod(shape) * dtype.itemsize
-        self._pieces = -(-size // self._piece)
+        pieces = -(-size // self._piece)
+        self._whole = pieces * self._piece
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), *map(ctypes.c_size_t, (self._whole, 0)), *_ZEROS)
         self._address = address.value
         self._handles: dict[int, int] = {}
         try:
-            self._map(range(self._pieces))
+            self._map(range(pieces))
             self._bytes = torch.as_tensor(_Addresses(self._address, self._whole), device=device)
             self._bytes.zero_()
             self._try_out()
@@ -116,10 +108,6 @@ class CudaMemory:
             self._map([piece])
             self._bytes[piece * self._piece : (piece + 1) * self._piece].zero_()
 
-    @property
-    def _whole(self) -> int:
-        return self._pieces * self._piece
-
     def _try_out(self) -> None:
         """Give the last piece back and take it again: what works once is relied on."""
         last = (self._whole - self._piece, self._whole)
@@ -133,17 +121,13 @@ class CudaMemory:
         for piece in pieces:
             handle, address = ctypes.c_uint64(), ctypes.c_uint64(self._address + piece * self._piece)
             size = ctypes.c_size_t(self._piece)
-            self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), _ZEROS[0])
-            try:
+            with ExitStack() as undo:
+                self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), _ZEROS[0])
+                undo.callback(self._driver.cuMemRelease, handle)
                 self._call("cuMemMap", address, size, ctypes.c_size_t(0), handle, _ZEROS[0])
-                try:
-                    self._call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
-                except Exception:
-                    self._driver.cuMemUnmap(address, size)
-                    raise
-            except Exception:
-                self._driver.cuMemRelease(handle)
-                raise
+                undo.callback(self._driver.cuMemUnmap, address, size)
+                self._call("cuMemSetAccess", address, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                undo.pop_all()
             self._handles[piece] = handle.value
 
     def _unmap(self, pieces: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ engine thread waits for none of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -32,7 +33,7 @@ _READ_BUFFERS = 8
 _DISK_WAIT_S = 0.02
 """Most that one iteration waits for the disk, and a page's reading beyond it."""
 
-Slab = tuple[torch.Tensor, torch.Tensor]
+Slab = tuple[torch.Tensor, ...]
 """Keys and values of one page, each [layers, kv_heads, page_size, head_dim]."""
 
 
@@ -47,27 +48,19 @@ class CopyStream:
 
     def copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
         """Copy after all that was launched; returns when that is done, None for now."""
-        if self._stream is None:
-            _copy(targets, sources)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._behind = True
         with torch.cuda.stream(self._stream):
-            _copy(targets, sources)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        self._behind = True
-        return done
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:
         """What is launched from now on comes after all copies."""
         if self._stream is not None and self._behind:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._behind = False
-
-
-def _copy(targets: Slab, sources: Slab) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
 
 
 class _NoMemory(Exception):
@@ -99,6 +92,13 @@ class _Copies:
                 raise _NoMemory from error
             raise
 
+    def drop(self, handle: int) -> None:
+        """Give a place to the next page."""
+        self._free.append(handle)
+
+    def close(self) -> None:
+        """Nothing is copied any more."""
+
     def settle(self) -> None:
         """What is launched from now on may write the pages whose copies are under way."""
         self._stream.join()
@@ -109,8 +109,7 @@ class _Copies:
 
     def _slab(self, page: int) -> Slab:
         heads = self._kv.kv_heads
-        keys, values = (store.narrow(1, page * heads, heads) for store in (self._kv.keys, self._kv.values))
-        return keys, values
+        return tuple(store.narrow(1, page * heads, heads) for store in (self._kv.keys, self._kv.values))
 
     def _buffers(self, count: int) -> torch.Tensor:
         """Host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
@@ -120,7 +119,10 @@ class _Copies:
 
 
 class HostOffload(_Copies):
-    """Copies in one buffer of host memory, which is pinned on CUDA."""
+    """Copies in one buffer of host memory, which is pinned on CUDA and goes with this object.
+
+    They are made in order: a place that is given to the next page disturbs no copy that is under way.
+    """
 
     kind = "host"
 
@@ -129,31 +131,19 @@ class HostOffload(_Copies):
         self._copies = self._buffers(capacity)
 
     def save(self, page: int) -> int | None:
-        """The place that a page is copied to; None when all are taken."""
-        if not self._free:
-            return None
-        handle = self._free.pop()
-        try:
-            self._copy(_halves(self._copies[handle]), self._slab(page))
-        except _NoMemory:
-            self._free.append(handle)
-            return None
-        return handle
+        """The place that a page is copied to; None when all are taken, or the copy finds no memory."""
+        with contextlib.suppress(_NoMemory):
+            if not self.full:
+                self._copy(self._copies[self._free[-1]].unbind(), self._slab(page))
+                return self._free.pop()
+        return None
 
     def load(self, handle: int, page: int) -> bool:
         """Copy back into a page; False where the copy finds no memory."""
-        try:
-            self._copy(self._slab(page), _halves(self._copies[handle]))
-        except _NoMemory:
-            return False
-        return True
-
-    def drop(self, handle: int) -> None:
-        """Give a place to the next page; copies are made in order, so one under way is not disturbed."""
-        self._free.append(handle)
-
-    def close(self) -> None:
-        """Nothing to end: the memory goes with this object."""
+        with contextlib.suppress(_NoMemory):
+            self._copy(self._slab(page), self._copies[handle].unbind())
+            return True
+        return False
 
 
 class DiskOffload(_Copies):
@@ -187,7 +177,7 @@ class DiskOffload(_Copies):
 
     def save(self, page: int) -> int | None:
         """The place that a page will be written to; None when all are taken, or the disk is too slow, or failed."""
-        if not self._free or self._failed:
+        if self.full or self._failed:
             return None
         started = time.perf_counter()
         try:
@@ -196,13 +186,12 @@ class DiskOffload(_Copies):
             return None
         finally:
             self._left_s -= time.perf_counter() - started
-        handle = self._free.pop()
         try:
-            copied = self._copy(_halves(buffer), self._slab(page))
+            copied = self._copy(buffer.unbind(), self._slab(page))
         except _NoMemory:
             self._idle.put(buffer)
-            self._free.append(handle)
             return None
+        handle = self._free.pop()
         self._written[handle] = self._writer.submit(self._write, handle, buffer, copied)
         return handle
 
@@ -220,9 +209,9 @@ class DiskOffload(_Copies):
             self._left_s -= time.perf_counter() - started
 
     def drop(self, handle: int) -> None:
-        """Give a place to the next page; pages are written in order, so the newest stays."""
+        """See `_Copies`; pages are written in order, so the newest stays."""
         self._written.pop(handle)
-        self._free.append(handle)
+        super().drop(handle)
 
     def close(self) -> None:
         """End the writing; the file is gone."""
@@ -235,7 +224,7 @@ class DiskOffload(_Copies):
             copied.synchronize()
         if os.preadv(self._file.fileno(), [_bytes(buffer)], handle * self._bytes) < self._bytes:
             return False
-        self._reading[0] = (buffer, self._copy(self._slab(page), _halves(buffer)))
+        self._reading[0] = (buffer, self._copy(self._slab(page), buffer.unbind()))
         self._reading.rotate(-1)
         return True
 
@@ -275,22 +264,17 @@ def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload 
         if device.type == "cuda":
             # Pinned memory comes in powers of two.
             budget = 1 << max(0, budget.bit_length() - 1)
-    page_bytes = kv.bytes_per_page(kv.page_size, kv.layers, kv.kv_heads, kv.head_dim, kv.keys.dtype)
-    capacity = budget // page_bytes
+    capacity = budget // kv.page_bytes
     if not capacity:
-        log.warning("no page of %d bytes fits cache.spill_mb: evicted prefixes are dropped", page_bytes)
+        log.warning("no page of %d bytes fits cache.spill_mb: evicted prefixes are dropped", kv.page_bytes)
         return None
     try:
         spill = HostOffload(kv, capacity) if kind == "host" else DiskOffload(kv, capacity, folder)
     except (OSError, RuntimeError) as error:
         log.warning("evicted prefixes are dropped, cache.spill %s is not possible: %s", kind, error)
         return None
-    log.info("evicted prefixes go to %s: %d pages of %d bytes", kind, capacity, page_bytes)
+    log.info("evicted prefixes go to %s: %d pages of %d bytes", kind, capacity, kv.page_bytes)
     return spill
-
-
-def _halves(buffer: torch.Tensor) -> Slab:
-    return buffer[0], buffer[1]
 
 
 def _bytes(buffer: torch.Tensor) -> memoryview:

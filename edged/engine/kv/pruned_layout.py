@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from edged.engine.kv.store import KvStore
 from edged.tensors.device_copy import upload
 
 
@@ -52,16 +53,15 @@ class HeadTables:
         contexts: Sequence[int],
         tables: torch.Tensor,
         context: torch.Tensor,
-        kv_shape: tuple[int, int, int],
+        kv: KvStore,
     ) -> HeadTables:
-        """`contexts` is `context` on the host; `kv_shape` is the K/V's (layers, kv_heads, page_size)."""
-        layers, kv_heads, page_size = kv_shape
-        counts = np.zeros((layers, len(compacted), kv_heads), np.int64)
+        """`contexts` is `context` on the host."""
+        counts = np.zeros((kv.layers, len(compacted), kv.kv_heads), np.int64)
         slabs = np.zeros(len(compacted), np.int64)
         for row, part in enumerate(compacted):
             if part is not None:
                 counts[:, row], slabs[row] = part.counts, part.slabs
-        later = np.array(contexts, np.int64) // page_size + 1 - slabs
+        later = np.array(contexts, np.int64) // kv.page_size + 1 - slabs
         most = counts.max(axis=2) + later
         moved = upload([counts.reshape(-1), slabs], tables.device)
         on_device = moved[0].view(counts.shape)

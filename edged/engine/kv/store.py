@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from edged.engine.kv.backing import Backing, back
+from edged.engine.kv.backing import back
 from edged.tensors.device_copy import upload
 
 
@@ -35,17 +35,17 @@ class KvStore:
         self.page_size, self.layers, self.kv_heads, self.head_dim = page_size, layers, kv_heads, head_dim
         shape = (layers, pages * kv_heads, page_size, head_dim)
         # Rows that are not written yet are read with weight 0, which a NaN would survive: they are zeros.
-        self._backings: tuple[Backing, Backing] = (back(shape, dtype, device), back(shape, dtype, device))
+        self._backings = back(shape, dtype, device), back(shape, dtype, device)
         self.keys, self.values = (backing.tensor for backing in self._backings)
         self._pages = pages
         self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
         self._layer_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
 
-    @staticmethod
-    def bytes_per_page(page_size: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one slab: keys and values of `page_size` tokens in all layers."""
-        return 2 * layers * kv_heads * page_size * head_dim * dtype.itemsize
+    @property
+    def page_bytes(self) -> int:
+        """Of one slab: keys and values of a page's tokens in all layers."""
+        return 2 * self.layers * self._page_layer_bytes
 
     def row_index(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Rows of tokens in any layer: `pages` and `offsets` have shape [tokens]; the result [tokens * kv_heads]."""

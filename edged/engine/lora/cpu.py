@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from edged.engine.native.library import CLinear, kernels, readable, why_no_kernels
+from edged.engine.native.library import CLinear, kernels, readable, why_not
 
 _HIGHEST_RANK = 1024
 """Of which a thread keeps two rows on its stack."""
@@ -16,9 +16,7 @@ def why_no_native_updates(device: torch.device, dtype: torch.dtype, rank: int) -
     """Why the kernels cannot add updates of slots like these; "" when they can."""
     if rank > _HIGHEST_RANK:
         return f"the compiled kernels are for ranks up to {_HIGHEST_RANK}, not for {rank}"
-    if device.type != "cpu" or dtype != torch.float32:
-        return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
-    return why_no_kernels()
+    return why_not(device, dtype)
 
 
 class NativeUpdates:
@@ -28,9 +26,8 @@ class NativeUpdates:
         """A's [slots, in_features, rank] and B's [slots, rank, out_features], of `why_no_native_updates` = ""."""
         assert readable(down, up)
         self._kept = down, up
-        self._linear = CLinear(down=down.data_ptr(), up=up.data_ptr(), out=up.shape[2])
-        self._linear.down_slot, self._linear.down_row = down.stride(0), down.stride(1)
-        self._linear.up_slot = up.stride(0)
+        self._linear = CLinear(out=up.shape[2])
+        self._linear.read_slots(down, up)
 
     def add(self, x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:
         """Add to `out` [rows, out_features] the updates of `x` [rows, in_features] by `slots` [rows], -1 for none.
@@ -43,15 +40,5 @@ class NativeUpdates:
         assert x.dtype == out.dtype == torch.float32
         assert len(slots) == rows
         size_in, rank = self._kept[0].shape[1:]
-        library.edged_add_updates(
-            ctypes.byref(self._linear),
-            size_in,
-            rank,
-            x.data_ptr(),
-            x.stride(0),
-            rows,
-            slots.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            torch.get_num_threads(),
-        )
+        given, added = (x.data_ptr(), x.stride(0), rows), (slots.data_ptr(), out.data_ptr(), out.stride(0))
+        library.edged_add_updates(ctypes.byref(self._linear), size_in, rank, *given, *added, torch.get_num_threads())

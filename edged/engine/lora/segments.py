@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import LoraRows
-from edged.engine.lora.cpu import NativeUpdates, why_no_native_updates
 from edged.tensors.device_copy import upload
 
 NO_SLOT = -1
@@ -29,7 +28,7 @@ _MOST_SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class ShortRuns:
     """Short runs as one batched product over the slots [low, high): `gather` [slots * width] rows of the packed batch,
     padded with any row; `rows` [n] are those with an adapter and `places` [n] where they are among the gathered."""
 
@@ -58,7 +57,7 @@ class LoraSegments:
     def __init__(self) -> None:
         self.single: list[Run] = []
         """Runs that are multiplied one by one; rows in no run see the base model."""
-        self.together: _Together | None = None
+        self.together: ShortRuns | None = None
         self.kernel: Literal["torch", "native", "triton"] = "torch"
         """What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows;
         or Triton's kernels, in `tiles`."""
@@ -103,7 +102,7 @@ class LoraSegments:
         span = slice(first, last) if last - first == len(rows) else None
         even = span is not None and np.array_equal(gather.reshape(-1), rows)
         tables = upload([gather.reshape(-1), rows, places], device)
-        self.together = _Together(low, high, tables[0], tables[1], tables[2], span, even)
+        self.together = ShortRuns(low, high, tables[0], tables[1], tables[2], span, even)
 
     def slots_of(self, rows: int) -> torch.Tensor | None:
         """The slot of each of the forward's `rows`, -1 for the base model; None where no row has an adapter."""
@@ -120,56 +119,3 @@ def slots_of_rows(runs: list[Run], rows: int) -> torch.Tensor:
     for start, stop, slot in runs:
         slots[start:stop] = slot
     return slots
-
-
-class LoraUpdates:
-    """The updates of one linear, by torch or by the compiled kernels."""
-
-    def __init__(self, runs: LoraSegments, down: torch.Tensor, up: torch.Tensor) -> None:
-        """A's [slots, in_features, rank] and B's [slots, rank, out_features]."""
-        self._runs, self._down, self._up = runs, down, up
-        self._native = (
-            None if why_no_native_updates(down.device, down.dtype, down.shape[2]) else NativeUpdates(down, up)
-        )
-        # Views made once: at one row, making them takes a fifth of the update's time.
-        self._by_slot = list(zip(down.unbind(), up.unbind(), strict=True))
-
-    def add(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features]."""
-        state = self._runs
-        if state.few:
-            slots = state.slots_of(len(rows_in))
-            assert self._native is not None
-            assert slots is not None
-            self._native.add(rows_in, out, slots)
-            return
-        if state.threads:
-            torch.set_num_threads(1)
-        try:
-            for run in state.single:
-                self._add_single(rows_in, out, run)
-            if state.together is not None:
-                self._add_together(rows_in, out, state.together)
-        finally:
-            if state.threads:
-                torch.set_num_threads(state.threads)
-
-    def _add_single(self, rows_in: torch.Tensor, out: torch.Tensor, run: Run) -> None:
-        start, stop, slot = run
-        down, up = self._by_slot[slot]
-        every = stop - start == len(rows_in)
-        inner = (rows_in if every else rows_in[start:stop]) @ down
-        (out if every else out[start:stop]).addmm_(inner, up)
-
-    def _add_together(self, rows_in: torch.Tensor, out: torch.Tensor, runs: _Together) -> None:
-        slots = slice(runs.low, runs.high)
-        rows = rows_in[runs.span] if runs.even else rows_in.index_select(0, runs.gather)
-        inner = torch.bmm(rows.view(runs.high - runs.low, -1, rows_in.shape[1]), self._down[slots])
-        update = torch.bmm(inner, self._up[slots]).view(-1, self._up.shape[2])
-        if not runs.even:
-            update = update.index_select(0, runs.places)
-        if runs.span is not None:
-            out[runs.span].add_(update)
-        else:
-            # Not index_add_, which on the CPU takes ten times as long.
-            out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))

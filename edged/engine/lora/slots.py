@@ -14,7 +14,6 @@ class SlotTable:
 
     def __init__(self, lora: LoraSlots) -> None:
         self._lora = lora
-        self._content: list[tuple[str, int] | None] = [None] * lora.slots
         self._holders = [0] * lora.slots
         self._where: dict[tuple[str, int], int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict((slot, None) for slot in range(lora.slots))
@@ -77,16 +76,11 @@ class SlotTable:
         return slot
 
     def _put(self, slot: int, state: AdapterState) -> None:
-        before = self._content[slot]
-        if before is not None:
-            self._where.pop(before, None)
-            # Where loading fails, the slot holds nobody's weights.
-            self._content[slot] = None
+        # First, so that where loading fails the slot holds nobody's weights.
+        self._where = {key: own for key, own in self._where.items() if own != slot}
         self._lora.load(slot, state.weights, state.spec.scaling)
-        self._content[slot] = (state.name, state.version)
         self._where[state.name, state.version] = slot
 
     def forget(self, adapter: str) -> None:
         """Sequences that run keep their slots; nobody else finds them."""
-        for key in [key for key in self._where if key[0] == adapter]:
-            self._content[self._where.pop(key)] = None
+        self._where = {key: slot for key, slot in self._where.items() if key[0] != adapter}

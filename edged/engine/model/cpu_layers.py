@@ -1,37 +1,27 @@
-"""Decoder layers of the commonest kind by the compiled kernels, for few rows.
+"""Decoder layers of the commonest kind, computed by the compiled kernels where there are few rows.
 
-Its parts are found by name, and both ways must agree on the same rows.
+A layer's parts are found by name, and a trial must show that both ways agree on the same rows.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.paged import attention_pass, current_pass
-from edged.engine.lora.linear import LoraLinear
-from edged.engine.lora.segments import LoraSegments
+from edged.engine.lora.linear import LoraLinear, LoraSlots
 from edged.engine.model.packed_linear import PackedLinear
-from edged.engine.model.served_model import ServedModel
-from edged.engine.native.library import (
-    FEW_ROWS,
-    CGroup,
-    CLayer,
-    LinearParts,
-    group_of,
-    kernels,
-    readable,
-    why_no_kernels,
-)
+from edged.engine.model.served_model import AttentionSpy, ModelShape, ServedModel
+from edged.engine.native.library import FEW_ROWS, CGroup, CLayer, LinearParts, group_of, kernels, readable, why_not
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Query [heads, rows, d], key and value [kv_heads, rows, d] -> [rows, heads, d]."""
+_TOLERANCE = 1e-5
+"""Of the largest number, in the trial: both ways do the same in fp32, but for the order of sums."""
 
 
 class NotOfThisKind(ValueError):
@@ -51,21 +41,20 @@ class Scratch:
         return self._floats.data_ptr()
 
 
-class NativeLayer:
-    """A layer as Llama's: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU, down, and two residuals."""
+class ShortLayer:
+    """Stands for the `forward` of a layer as Llama's: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU,
+    down, and two residuals. `long` is the layer's own, for all that the kernels do not compute."""
 
     def __init__(
-        self, layer: nn.Module, heads: int, head_dim: int, rank: int, runs: LoraSegments, scratch: Scratch
+        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: Scratch
     ) -> None:
-        """`rank` is that of all adapters.
-
-        Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
-        """
+        """Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size."""
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+        self.long, self._call, self._lora, self._scratch = layer.forward, call, lora, scratch
         self._kept: list[torch.Tensor | LinearParts] = []
-        self._rank, self._runs, self._scratch = rank, runs, scratch
         norms = [_norm(_child(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
         self._norms = [weight for weight, _ in norms]
+        heads, head_dim = shape.heads, shape.head_dim
         self._layer = CLayer(
             qkv=self._group(attention, ("q_proj", "k_proj", "v_proj")),
             o=self._group(attention, ("o_proj",)),
@@ -82,11 +71,18 @@ class NativeLayer:
         self._check(wide)
         self._heads = heads, heads + wide[1] // head_dim, heads + 2 * wide[1] // head_dim
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own `forward`, whose keyword arguments the model gives."""
+        few = hidden_states.shape[1] <= FEW_ROWS and not torch.is_grad_enabled() and not self._lora.runs.training
+        if not few or args or kwargs.get("attention_mask") is not None:
+            return self.long(hidden_states, *args, **kwargs)
+        return self.short(hidden_states[0], *kwargs["position_embeddings"])[None]
+
+    def short(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden]; `cos` and `sin` [1, rows, head_dim] of the rows' positions."""
         library, layer, rows = kernels(), ctypes.byref(self._layer), len(x)
         assert library is not None
-        slots = self._runs.slots_of(rows)
+        slots = self._lora.runs.slots_of(rows)
         own = None if slots is None else slots.data_ptr()
         threads = torch.get_num_threads()
         scratch = self._scratch.of(library.edged_scratch(layer, rows, threads))
@@ -96,7 +92,8 @@ class NativeLayer:
         library.edged_before_attention(
             layer, source, rows, own, cos.data_ptr(), sin.data_ptr(), qkv.data_ptr(), scratch, threads
         )
-        attended = attend(qkv[:query_end], qkv[query_end:key_end], qkv[key_end:]).contiguous()
+        attended = current_pass().attend(self._call, qkv[:query_end], qkv[query_end:key_end], qkv[key_end:])
+        attended = attended.contiguous()
         library.edged_after_attention(
             layer, source, attended.data_ptr(), rows, own, result.data_ptr(), scratch, threads
         )
@@ -114,13 +111,11 @@ class NativeLayer:
             raise NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} have inputs of different sizes")
         self._kept += parts
         group = group_of(parts)
-        group.rank = self._rank
+        group.rank = self._lora.rank
         for place, linear in zip(group.linears, linears, strict=False):
             if isinstance(linear, LoraLinear):
-                down, up = linear.get_buffer("down"), linear.get_buffer("up")
-                self._kept += [down, up]
-                place.down, place.down_slot, place.down_row = down.data_ptr(), down.stride(0), down.stride(1)
-                place.up, place.up_slot = up.data_ptr(), up.stride(0)
+                place.read_slots(linear.down, linear.up)
+                self._kept += [linear.down, linear.up]
         return group
 
     def _check(self, wide: Sequence[int]) -> None:
@@ -168,81 +163,22 @@ def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:
     return weight.detach(), eps
 
 
-_TOLERANCE = 1e-5
-"""Of the largest number, in the trial: both ways do the same in fp32, but for the order of sums."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """What a layer hands to attention beside query, key and value."""
-
-    layer: int
-    scaling: float
-    window: int | None
-    softcap: float | None
-
-
-class ShortLayer:
-    """Stands for a layer's `forward`; `long` is the layer's own, for all that the kernels do not compute."""
-
-    def __init__(self, layer: nn.Module, call: _Call, native: NativeLayer, runs: LoraSegments) -> None:
-        self.long, self._call, self._native, self._runs = layer.forward, call, native, runs
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own `forward`, whose keyword arguments the model gives."""
-        few = hidden_states.shape[1] <= FEW_ROWS and not torch.is_grad_enabled() and not self._runs.training
-        if not few or args or kwargs.get("attention_mask") is not None:
-            return self.long(hidden_states, *args, **kwargs)
-        return self.short(hidden_states[0], *kwargs["position_embeddings"])[None]
-
-    def short(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, hidden]; `cos` and `sin` [1, rows, head_dim] of the rows' positions."""
-        return self._native(x, cos, sin, self._attend)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        call = self._call
-        return current_pass().attend(call.layer, query, key, value, call.scaling, call.window, call.softcap)
-
-
-class _Witness:
-    """An attention pass that records what it is asked, and answers every row with its own query."""
-
-    def __init__(self) -> None:
-        self.tensors: tuple[torch.Tensor, ...] = ()
-        self.call: _Call
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
-        self.tensors, self.call = (query, key, value), _Call(layer, scaling, window, softcap)
-        return query.transpose(0, 1).clone()
-
-
 def shorten_layers(model: ServedModel) -> str:
     """Let the kernels compute all layers for few rows; why not, or "". To be called after `attach_lora`."""
-    assert model.lora is not None
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return f"the compiled kernels are for float32 on the CPU, not for {model.dtype} on {model.device.type}"
-    if reason := why_no_kernels():
+    if reason := why_not(model.device, model.dtype):
         return reason
     ids = torch.tensor([[1, 2, 3]], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([[0, 1, model.shape.max_positions - 1]], device=model.device)
-    scratch, found = Scratch(), []
+    scratch = Scratch()
     with torch.inference_mode():
         hidden, calls = model.layer_calls(ids, positions)
-        for layer, call in zip(model.layers, calls, strict=True):
-            try:
-                found.append(_tried(model, layer, hidden[None], call, scratch))
-            except NotOfThisKind as error:
-                return str(error)
+        try:
+            found = [
+                _tried(model, layer, hidden[None], call, scratch)
+                for layer, call in zip(model.layers, calls, strict=True)
+            ]
+        except NotOfThisKind as error:
+            return str(error)
     for layer, short in zip(model.layers, found, strict=True):
         layer.forward = short
     return ""
@@ -252,7 +188,8 @@ def shorten_layers(model: ServedModel) -> str:
 def _some_adapter(layer: nn.Module) -> Iterator[None]:
     """Random matrices in slot 0 of a layer's linears; afterwards it holds what it did."""
     generator = torch.Generator().manual_seed(0)
-    slots = [linear.get_buffer(side)[0] for linear in _adapted(layer) for side in ("down", "up")]
+    adapted = [module for module in layer.modules() if isinstance(module, LoraLinear)]
+    slots = [side[0] for linear in adapted for side in (linear.down, linear.up)]
     before = [slot.clone() for slot in slots]
     try:
         for slot in slots:
@@ -263,30 +200,21 @@ def _some_adapter(layer: nn.Module) -> Iterator[None]:
             slot.copy_(own)
 
 
-def _adapted(layer: nn.Module) -> list[LoraLinear]:
-    return [module for module in layer.modules() if isinstance(module, LoraLinear)]
-
-
 def _tried(
     model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: Scratch
 ) -> ShortLayer:
     """`layer` the short way, if both ways agree on `hidden` [1, rows, hidden], of which the last two rows have an
     adapter. Raises NotOfThisKind."""
-    assert model.lora is not None
-    lora, shape, kind = model.lora, model.shape, type(layer).__name__
-    witness = _Witness()
-    with attention_pass(witness), _some_adapter(layer), lora.packed([(1, hidden.shape[1], 0)]):
-        wanted = layer(hidden, **call)
-        wanted_parts = (wanted[0], *witness.tensors)
-        angles = call.get("position_embeddings")
+    kind, spy = type(layer).__name__, AttentionSpy()
+    with attention_pass(spy), _some_adapter(layer), model.lora.packed([(1, hidden.shape[1], 0)]):
+        wanted, angles = layer(hidden, **call), call.get("position_embeddings")
         if not isinstance(wanted, torch.Tensor) or angles is None:
             raise NotOfThisKind(f"{kind} is called in another way")
-        native = NativeLayer(layer, shape.heads, shape.head_dim, lora.rank, lora.runs, scratch)
-        if not native.fits(hidden[0], *angles):
+        short = ShortLayer(layer, model.shape, model.lora, spy.seen[0][0], scratch)
+        if not short.fits(hidden[0], *angles):
             raise NotOfThisKind(f"{kind} turns other parts of its heads, or is given other forms")
-        short = ShortLayer(layer, witness.call, native, lora.runs)
         got = short(hidden, **call)
-    for a, b in zip((got[0], *witness.tensors), wanted_parts, strict=True):
+    for a, b in zip((got, *spy.seen[1][1:]), (wanted, *spy.seen[0][1:]), strict=True):
         # Not "above": a NaN is above nothing.
         if a.shape != b.shape or not float((a - b).abs().max()) <= _TOLERANCE * float(b.abs().max()):
             raise NotOfThisKind(f"{kind} computes something else")

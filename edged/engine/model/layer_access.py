@@ -24,15 +24,11 @@ class PagedDecoder:
         self._model, self._kv = model, kv
         self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
         self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
-        assert model.lora is not None
         self._lora = model.lora
-        prefixes = {id(module): index for index, module in enumerate(model.layers)}
-        paths = {name: prefixes[id(module)] for name, module in model.model.named_modules() if id(module) in prefixes}
-        self._linears: list[list[str]] = [[] for _ in model.layers]
-        for name in self._lora.linears:
-            owner = next((layer for path, layer in paths.items() if name.startswith(path + ".")), None)
-            if owner is not None:
-                self._linears[owner].append(name)
+        paths = {module: f"{path}." for path, module in model.model.named_modules()}
+        self._linears = [
+            [name for name in model.lora.linears if name.startswith(paths[layer])] for layer in model.layers
+        ]
 
     def layer_linears(self, layer: int) -> list[str]:
         """See `Decoder`."""

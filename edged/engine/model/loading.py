@@ -1,4 +1,7 @@
-"""From a checkpoint's directory to a transformers model on its device, tensor by tensor."""
+"""Loading: from a checkpoint's directory to a transformers model on its device, tensor by tensor.
+
+It needs memory for the weights and about one tensor beside them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,6 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
         if stored is not None:
             quantization.check_checkpoint(stored, device)
-        options = {"quantization_config": wanted} if wanted else {}
         with frugal():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 directory,
@@ -57,20 +59,15 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 trust_remote_code=settings.trust_remote_code,
                 attn_implementation=implementation,
                 device_map={"": device} if device.type == "cuda" else None,
-                **options,
+                quantization_config=wanted,
             )
     except Exception as error:
         raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error
     quantization.settle(model, model.dtype)
-    _clear_up(path, device)
-    return model.eval().requires_grad_(False)
-
-
-def _clear_up(directory: Path, device: torch.device) -> None:
-    """Give back what loading used beside the weights: unused device memory, and files that are not mapped."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    drop_cached(directory.glob("*.safetensors"))
+    drop_cached(path.glob("*.safetensors"))
+    return model.eval().requires_grad_(False)
 
 
 def drop_cached(files: Iterable[Path]) -> None:

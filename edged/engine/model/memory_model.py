@@ -6,7 +6,8 @@ The page pool takes what it leaves, and `edged bench memory` prints it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ _LOGIT_COPIES = 4
 """Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseShape:
-    """A decoder's sizes, as far as memory depends on them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSizes:
+    """A decoder's sizes, as its configuration or its first forward tells them."""
 
     layers: int
     hidden_size: int
@@ -48,6 +49,16 @@ class BaseShape:
     kv_heads: int
     head_dim: int
     max_positions: int
+
+    def kv_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseShape(DecoderSizes):
+    """A base model's sizes, as far as memory depends on them."""
+
     linears: Linears
     """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
     targets: Linears
@@ -60,11 +71,7 @@ class BaseShape:
     @property
     def parameters(self) -> int:
         """All weights, packed ones as what they stand for."""
-        return self.plain_weights + sum(fan_in * fan_out for fan_in, fan_out in self.linears)
-
-    def kv_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        return self.plain_weights + sum(map(prod, self.linears))
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
@@ -85,7 +92,7 @@ class BaseShape:
             max_positions=int(text.max_position_embeddings),
             linears=linears,
             targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
-            plain_weights=weight_count(model) - sum(rows * columns for rows, columns in linears),
+            plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
@@ -137,22 +144,6 @@ class Needs:
         return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
-@dataclass(frozen=True, slots=True)
-class WorkingMemory:
-    """Bytes that running takes beside weights, slots, pages and a kept graph: the parts of `Needs` of these names."""
-
-    adapters: int
-    step: int
-    iteration: int
-    dequantized: int
-    decode_graphs: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
-
-
 def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
     """What serving and training `shape` takes; adapters take no more than a share of `free` bytes."""
     align = settings.align
@@ -168,7 +159,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
         lora_slots=slots,
         kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
-        **asdict(work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda)),
+        **work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda),
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
         active_adapters=active,
@@ -177,7 +168,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
 
 def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
     """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
-    linears = shape.hidden_size * shape.vocab_size + sum(fan_in * fan_out for fan_in, fan_out in shape.linears)
+    linears = shape.hidden_size * shape.vocab_size + sum(map(prod, shape.linears))
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
     narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
     both = round(BOTH_COPIES * copy) if narrow else copy
@@ -186,15 +177,16 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
 
 def work_of(
     shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, left: int, quantized: bool, cuda: bool
-) -> WorkingMemory:
-    """What running takes with `loaded` adapters in memory, when K/V may take up to `left` bytes."""
-    return WorkingMemory(
-        adapters=loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
-        step=step_bytes(shape, settings, dtype, loaded),
-        iteration=iteration_bytes(shape, settings, dtype, left),
-        dequantized=largest_weight(shape, dtype) if quantized else 0,
-        decode_graphs=decode_graph_bytes(shape, settings) if cuda else 0,
-    )
+) -> dict[str, int]:
+    """What running takes beside weights, slots, pages and a kept graph, in bytes by the names that `Needs` has, with
+    `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    return {
+        "adapters": loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
+        "step": step_bytes(shape, settings, dtype, loaded),
+        "iteration": iteration_bytes(shape, settings, dtype, left),
+        "dequantized": dtype.itemsize * max(map(prod, shape.linears), default=0) if quantized else 0,
+        "decode_graphs": decode_graph_bytes(shape, settings) if cuda else 0,
+    }
 
 
 def adapter_weights(targets: Linears, rank: int) -> int:
@@ -285,8 +277,3 @@ def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
     if not settings.model.graph_memory_mb:
         return 0
     return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
-
-
-def largest_weight(shape: BaseShape, dtype: torch.dtype) -> int:
-    """The one weight that is dequantized at a time."""
-    return max((fan_in * fan_out for fan_in, fan_out in shape.linears), default=0) * dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import fields
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import (
     STATE_BYTES,
     BaseShape,
+    DecoderSizes,
     adapter_weights,
     adapters_that_fit,
     graph_bytes,
@@ -54,26 +56,13 @@ def unused_bytes(device: torch.device) -> int:
 
 def shape_of(model: ServedModel) -> BaseShape:
     """The sizes of a loaded model."""
-    s, lora = model.shape, model.lora
     linears = linears_of(model.model, model.head)
-    wrapped = lora.linears.values() if lora is not None else ()
     return BaseShape(
-        layers=s.layers,
-        hidden_size=s.hidden_size,
-        vocab_size=s.vocab_size,
-        kv_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        max_positions=s.max_positions,
+        **{field.name: getattr(model.shape, field.name) for field in fields(DecoderSizes)},
         linears=linears,
-        targets=tuple((linear.in_features, linear.out_features) for linear in wrapped),
-        plain_weights=s.parameters - sum(fan_in * fan_out for fan_in, fan_out in linears),
+        targets=tuple((linear.in_features, linear.out_features) for linear in model.lora.linears.values()),
+        plain_weights=model.shape.parameters - sum(map(math.prod, linears)),
     )
-
-
-def work_bytes(model: ServedModel, settings: Settings, free: int) -> int:
-    """What iterations, a fine-tune step and the adapters in memory take beside weights, slots and pages."""
-    shape, loaded, cuda = shape_of(model), settings.align.max_loaded_adapters, model.device.type == "cuda"
-    return work_of(shape, settings, model.dtype, loaded, free, model.quantized, cuda).total
 
 
 def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:
@@ -106,7 +95,9 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         budget = settings.cache.memory_mb << 20
     else:
         free, share = free_bytes(model.device)
-        budget = int((free - work_bytes(model, settings, int(free * share))) * share)
+        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
+        work = work_of(shape_of(model), settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
+        budget = int((free - sum(work.values())) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:
         raise ModelRefused(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 import torch
@@ -149,12 +149,16 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, c
 def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
     """Replace every plain linear by its packed form; `native` and `in_16_bits`: see `Product`."""
     halved = total = 0
-    for group in _groups(_linears(model)):
-        product = Product([linear for _, _, linear in group], native, in_16_bits)
-        for index, (parent, name, linear) in enumerate(group):
-            setattr(parent, name, PackedLinear(linear, product, index))
-        halved += sum(part.narrow is not None for part in product.parts)
-        total += len(group)
+    places = _linears(model)
+    for names in siblings(places):
+        group = [places[name] for name in names]
+        alike = len({(linear.in_features, linear.bias is None) for _, _, linear in group}) == 1
+        for linears in [group] if alike else [[place] for place in group]:
+            product = Product([linear for _, _, linear in linears], native, in_16_bits)
+            for index, (parent, name, linear) in enumerate(linears):
+                setattr(parent, name, PackedLinear(linear, product, index))
+            halved += sum(part.narrow is not None for part in product.parts)
+            total += len(linears)
     if halved:
         log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", halved, total)
 
@@ -169,16 +173,9 @@ def _linears(model: nn.Module) -> dict[str, Place]:
     }
 
 
-def _groups(linears: dict[str, Place]) -> Iterator[list[Place]]:
-    """Siblings that are given the same input together, everything else alone."""
-    for names in siblings(linears):
-        group = [linears[name] for name in names]
-        together = len({(linear.in_features, linear.bias is None) for _, _, linear in group}) == 1
-        yield from [group] if together else [[place] for place in group]
-
-
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers' decoders call linears of one parent that are given the same input."""
+_PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
 
 
 def siblings(names: Iterable[str]) -> list[list[str]]:
@@ -188,5 +185,4 @@ def siblings(names: Iterable[str]) -> list[list[str]]:
         parent, _, leaf = name.rpartition(".")
         first = next((group[0] for group in _SIBLINGS if leaf in group), None)
         groups.setdefault(name if first is None else f"{parent}.{first}", []).append(name)
-    order = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
-    return [sorted(group, key=lambda name: order.get(name.rpartition(".")[2], 0)) for group in groups.values()]
+    return [sorted(group, key=lambda name: _PLACES.get(name.rpartition(".")[2], 0)) for group in groups.values()]

@@ -15,20 +15,15 @@ from torch import nn
 
 from edged.runtime import logs
 
-_PACKAGES: dict[str, dict[str, str]] = {
-    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
-    "torchao": {"torchao": "torchao"},
-    "gptq": {"gptqmodel": "gptqmodel", "optimum": "optimum"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "auto-round": {"auto_round": "auto-round"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
-    "quanto": {"optimum.quanto": "optimum-quanto"},
-    "hqq": {"hqq": "hqq"},
-    "aqlm": {"aqlm": "aqlm"},
-    "fp8": {"kernels": "kernels"},
-    "mxfp4": {"triton": "triton", "kernels": "kernels"},
+_PACKAGES = {
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel",),
+    "quanto": ("optimum-quanto",),
+    "fp8": ("kernels",),
+    "mxfp4": ("triton", "kernels"),
+    **{name: (name,) for name in ("bitsandbytes", "torchao", "auto-round", "compressed-tensors", "hqq", "aqlm")},
 }
-"""What transformers imports for a method -> what pip calls it."""
+"""What pip calls the packages that transformers imports for a method."""
 MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 """Values of `model.quantize` -> the method that makes them."""
 INT4_GROUP = 64
@@ -57,8 +52,8 @@ def method_of(config: Any) -> dict[str, Any] | None:
     return None
 
 
-def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
-    """The name of a checkpoint's method. Raises CannotQuantize when its weights cannot be read or multiplied here."""
+def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
+    """Raises CannotQuantize when a checkpoint's weights cannot be read or multiplied here."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
     method = stored.get("quant_method")
@@ -70,9 +65,9 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
         raise CannotQuantize(f"quantization {method!r} is not known to transformers ({', '.join(sorted(known))})")
     # A checkpoint that says so itself is dequantized knowingly.
     dequantizes = bool(stored.get("dequantize"))
+    if not dequantizes and method in _GPU_ONLY and device.type == "cpu":
+        raise CannotQuantize(f"quantization {method} needs a GPU ({_NO_KERNELS}")
     if not dequantizes:
-        if method in _GPU_ONLY and device.type == "cpu":
-            raise CannotQuantize(f"quantization {method} needs a GPU ({_NO_KERNELS}")
         _need_packages(str(method))
     if method == "torchao" and device.type == "cpu" and (layout := _int4_layout(stored)):
         raise CannotQuantize(
@@ -87,7 +82,6 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> str:
     # transformers' way to say that there are no kernels for it here, with a warning that is easily missed.
     if getattr(quantizer.quantization_config, "dequantize", False) and not dequantizes:
         raise CannotQuantize(f"quantization {method} cannot be computed on this {device.type} ({_NO_KERNELS}")
-    return str(method)
 
 
 def _int4_layout(stored: dict[str, Any]) -> str:
@@ -108,30 +102,24 @@ def make_config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if kind == "nf4":
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        return BitsAndBytesConfig(load_in_4bit=True, **nf4)
     if kind == "llm-int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     try:
-        return TorchAoConfig(_torchao_int8() if kind == "int8" else _torchao_int4(device, dtype))
+        return TorchAoConfig(_torchao_form(kind, device, dtype))
     except ImportError as error:
         raise CannotQuantize(
             f'model.quantize = "{kind}" is not in this torchao ({error}): pip install -U torchao'
         ) from error
 
 
-def _torchao_int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
+def _torchao_form(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
+    # torchao's settings for the compiler would change the precision of every product in the process.
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
 
-    # Its settings for the compiler would change the precision of every product in the process.
-    return Int8WeightOnlyConfig(set_inductor_config=False)
-
-
-def _torchao_int4(device: torch.device, dtype: torch.dtype) -> Any:
+        return Int8WeightOnlyConfig(set_inductor_config=False)
     if device.type == "cpu":
         from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 
@@ -143,20 +131,20 @@ def _torchao_int4(device: torch.device, dtype: torch.dtype) -> Any:
             f'model.quantize = "int4" computes in bfloat16 on GPUs of capability 8.0 or later, not in {dtype} on '
             f'{torch.cuda.get_device_name(device)}: use "nf4"'
         )
-    return Int4WeightOnlyConfig(
-        group_size=INT4_GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-    )
+    layout = "tile_packed_to_4d"
+    return Int4WeightOnlyConfig(group_size=INT4_GROUP, int4_packing_format=layout, set_inductor_config=False)
 
 
 def _need_packages(method: str) -> None:
-    missing = [package for module, package in _PACKAGES.get(method, {}).items() if not _there(module)]
+    missing = [package for package in _PACKAGES.get(method, ()) if not _there(package)]
     if missing:
         raise CannotQuantize(
             f"quantization {method} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
         )
 
 
-def _there(module: str) -> bool:
+def _there(package: str) -> bool:
+    module = "optimum.quanto" if package == "optimum-quanto" else package.replace("-", "_")
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that `module` would be in
@@ -188,11 +176,6 @@ def is_quantized(module: nn.Module) -> bool:
     """Whether a linear holds its weight in another form than one plain floating-point parameter."""
     weight = getattr(module, "weight", None)
     return type(weight) is not nn.Parameter or not weight.is_floating_point()
-
-
-def differentiates(module: nn.Module) -> bool:
-    """Whether a quantized linear has a derivative of its own that keeps no dequantized weight for it."""
-    return _of_bitsandbytes(module)
 
 
 def _of_bitsandbytes(module: nn.Module) -> bool:
@@ -234,13 +217,12 @@ def weight_count(model: nn.Module) -> int:
     seen: set[int] = set()
     total = 0
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen.update(id(p) for p in own)
-        weight = getattr(module, "weight", None)
+        own = {id(p): p for p in module.parameters(recurse=False) if id(p) not in seen}
+        seen.update(own)
         if is_linear(module) and is_quantized(module):
             total += int(module.in_features) * int(module.out_features)  # type: ignore[arg-type]
-            own = [p for p in own if p is not weight]
-        total += sum(p.numel() for p in own)
+            own.pop(id(getattr(module, "weight", None)), None)
+        total += sum(p.numel() for p in own.values())
     return total
 
 
@@ -360,10 +342,12 @@ def give_gradients(model: nn.Module) -> None:
     """Wrap every quantized linear that has no derivative of its own."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(parent, FrozenLinear) and is_linear(child) and is_frozen_alone(child):
+            if not isinstance(parent, FrozenLinear) and _lacks_gradient(child):
                 setattr(parent, name, FrozenLinear(child))
 
 
-def is_frozen_alone(linear: nn.Module) -> bool:
-    """Whether a linear is quantized and leaves its derivative to us; not so wrappers, which have no weight."""
-    return not list(linear.children()) and is_quantized(linear) and not differentiates(linear)
+def _lacks_gradient(module: nn.Module) -> bool:
+    """Whether it is a quantized linear without a derivative of its own that keeps no dequantized weight for it; not so
+    wrappers, which have no weight, and bitsandbytes' linears."""
+    plain = is_linear(module) and not list(module.children())
+    return plain and is_quantized(module) and not _of_bitsandbytes(module)

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, AttentionBackend, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots, NoSuchLinears, target_linears
 from edged.engine.model.loading import ModelRefused as ModelRefused
 from edged.engine.model.loading import load_pretrained
+from edged.engine.model.memory_model import DecoderSizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -36,21 +38,15 @@ log = logging.getLogger("edged.engine")
 _PROBE_TOKENS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(DecoderSizes):
     """Sizes that the cache, the cost model and the status need."""
 
     architecture: str
     parameters: int
     weight_bytes: int
     """Of all parameters, in the form in which they are kept."""
-    layers: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_positions: int
     window: int | None
     """The shortest sliding window of a layer; None when all see all that precedes."""
 
@@ -74,7 +70,8 @@ class ServedModel:
         self.shape, self.trainable_error = self._probe()
         self.fingerprint = fingerprint(model)
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
-        self.lora: LoraSlots | None = None
+        self.lora = LoraSlots(model, [], 0, 0, dtype)
+        """Of no linears until `attach_lora`."""
 
     @classmethod
     def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
@@ -104,15 +101,15 @@ class ServedModel:
         With `native` few rows are multiplied by the compiled kernels, where there are any; these read the weights
         `in_16_bits` where that changes no number, and memory allows the second copy, too.
         """
-        reason = why_not_packed(self.model, self.device, self.dtype)
-        if not reason:
-            in_16_bits = in_16_bits and native
-            if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
-                log.info("weights are not read in 16 bits: %s", lacking)
-                in_16_bits = False
-            pack_linears(self.model, native, in_16_bits)
-            self.head = self.model.get_output_embeddings()
-        return reason
+        if reason := why_not_packed(self.model, self.device, self.dtype):
+            return reason
+        in_16_bits = in_16_bits and native
+        if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
+            log.info("weights are not read in 16 bits: %s", lacking)
+            in_16_bits = False
+        pack_linears(self.model, native, in_16_bits)
+        self.head = self.model.get_output_embeddings()
+        return ""
 
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer, by the model's own configurations."""
@@ -130,8 +127,7 @@ class ServedModel:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of K/V."""
-        s = self.shape
-        return KvStore.bytes_per_page(page_size, s.layers, s.kv_heads, s.head_dim, self.dtype)
+        return page_size * self.shape.kv_per_token(self.dtype)
 
     def check_device(self) -> None:
         """Raises RuntimeError where the device does nothing more, as a GPU does after an illegal access."""
@@ -190,7 +186,7 @@ class ServedModel:
         Raises ModelRefused.
         """
         name = type(self.model).__name__
-        spy = _ShapeSpy()
+        spy = AttentionSpy()
         vocab = int(self.config.vocab_size)
         ids = torch.arange(7, 7 + _PROBE_TOKENS, device=self.device)[None] % vocab
         positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
@@ -213,15 +209,15 @@ class ServedModel:
             self.model.set_attn_implementation(IMPLEMENTATION)
             kv = KvStore(2, _PROBE_TOKENS, shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device)
             half = _PROBE_TOKENS // 2
-            keeper = _LastHidden(self.norm)
-            got, last = [], []
+            got: list[torch.Tensor] = []
+            last: list[torch.Tensor] = []
+            handle = self.norm.register_forward_pre_hook(lambda _module, args: last.append(args[0][0]))
             for first in (0, half):
                 tokens = ids[0, first : first + half].tolist()
                 batch = pack([Segment(tokens, first, np.array([1]), position=first)], kv, self.device)
                 with attention_pass(PagedAttention(batch, kv)):
                     got.append(self.forward(batch.input_ids, batch.position_ids, rows[:half]).float())
-                last.append(keeper.value)
-            keeper.close()
+            handle.remove()
             # Some quantized products round their input: a last bit of it can move them by a step.
             exact = self.dtype == torch.float32 and not self.quantized
             tolerance = 1e-3 if exact else 0.1
@@ -231,25 +227,26 @@ class ServedModel:
                     f"{name} cannot be served: over paged K/V it answers differently from its own attention "
                     "(its attention is not plainly causal, or its positions are not rotary)"
                 )
-            alone = self.logits(torch.cat([h for h in last if h is not None]))
+            alone = self.logits(torch.cat(last))
             same = float((alone - wanted).abs().max()) <= tolerance * scale
         return (
             shape,
             "" if same else f"{name}'s head does more than norm, linear and soft cap: it is served, not trained",
         )
 
-    def _shape_from(self, spy: _ShapeSpy) -> ModelShape:
+    def _shape_from(self, spy: AttentionSpy) -> ModelShape:
         name = type(self.model).__name__
-        if sorted(spy.seen) != list(range(len(self.layers))):
+        seen = {call.layer: (query.shape[0], *key.shape[::2]) for call, query, key, _ in spy.seen}
+        if sorted(seen) != list(range(len(self.layers))):
             raise ModelRefused(
-                f"{name} cannot be served: {len(spy.seen)} of its {len(self.layers)} layers use the attention "
+                f"{name} cannot be served: {len(seen)} of its {len(self.layers)} layers use the attention "
                 "interface (layers without attention, or with their own, need a cache that edged does not page)"
             )
         if "chunked_attention" in (getattr(self.config, "layer_types", None) or ()):
             raise ModelRefused(f"{name} cannot be served: its chunked attention is not causal over all that precedes")
-        if len(set(spy.seen.values())) != 1:
-            raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {spy.seen}")
-        heads, kv_heads, head_dim = spy.seen[0]
+        if len(set(seen.values())) != 1:
+            raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {seen}")
+        heads, kv_heads, head_dim = seen[0]
         return ModelShape(
             architecture=name,
             parameters=weight_count(self.model),
@@ -261,49 +258,22 @@ class ServedModel:
             hidden_size=int(self.config.hidden_size),
             vocab_size=int(self.config.vocab_size),
             max_positions=_max_positions(self.config),
-            window=min(spy.windows, default=None),
+            window=min((call.window for call, *_ in spy.seen if call.window is not None), default=None),
         )
 
 
-class _ShapeSpy:
-    """An attention pass that records each layer's (heads, kv_heads, head_dim) and window, and attends plainly."""
+class AttentionSpy:
+    """An attention pass that records every call with its query, key and value, and answers a row with its own query."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int, int]] = {}
-        self.windows: set[int] = set()
+        self.seen: list[tuple[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
+    def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBackend.attend`. Raises ModelRefused for keys and values that cannot be paged."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise ModelRefused("keys and values of different head sizes cannot share a page")
-        self.seen[layer] = (query.shape[0], key.shape[0], key.shape[2])
-        if window is not None:
-            self.windows.add(window)
+        self.seen.append((call, query, key, value))
         return query.transpose(0, 1).clone()
-
-
-class _LastHidden:
-    """Catches what the final norm is given."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self.value: torch.Tensor | None = None
-        self._handle = norm.register_forward_pre_hook(self._keep)
-
-    def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.value = args[0][0]
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
 
 
 def _fix_frequencies(model: nn.Module) -> None:
@@ -342,7 +312,7 @@ def fingerprint(model: nn.Module) -> str:
 def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
     """The list of decoder layers and the final norm, by the names that transformers' decoders use."""
     layers = next(
-        (getattr(body, n) for n in ("layers", "h", "blocks") if isinstance(getattr(body, n, None), nn.ModuleList)), None
+        (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
     )
     norm = next(
         (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None

@@ -27,6 +27,12 @@ class CLinear(Structure):
         *((name, c_int64) for name in ("form", "out", "down_row", "down_slot", "up_slot")),
     )
 
+    def read_slots(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """An adapter's A's [slots, in, rank], whose rows may lie apart, and B's [slots, rank, out]; they must outlive
+        it."""
+        self.down, self.down_slot, self.down_row = down.data_ptr(), down.stride(0), down.stride(1)
+        self.up, self.up_slot = up.data_ptr(), up.stride(0)
+
 
 class CGroup(Structure):
     """`group_t`: up to three linears of one input."""
@@ -56,21 +62,17 @@ class CPages(Structure):
     )
 
 
+_P, _N = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
-    "edged_before_attention": (None, (POINTER(CLayer), c_void_p, c_int64, *[c_void_p] * 5, c_int64)),
-    "edged_after_attention": (None, (POINTER(CLayer), c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64)),
-    "edged_scratch": (c_int64, (POINTER(CLayer), c_int64, c_int64)),
-    "edged_product": (None, (POINTER(CGroup), c_void_p, c_int64, c_void_p, c_int64, c_int64)),
-    "edged_add_updates": (
-        None,
-        (POINTER(CLinear), c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
-    ),
-    "edged_keep_nucleus": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64)),
-    "edged_decode": (
-        None,
-        (POINTER(CPages), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64),
-    ),
+    "edged_before_attention": (None, (POINTER(CLayer), _P, _N, _P, _P, _P, _P, _P, _N)),
+    "edged_after_attention": (None, (POINTER(CLayer), _P, _P, _N, _P, _P, _P, _N)),
+    "edged_scratch": (_N, (POINTER(CLayer), _N, _N)),
+    "edged_product": (None, (POINTER(CGroup), _P, _N, _P, _N, _N)),
+    "edged_add_updates": (None, (POINTER(CLinear), _N, _N, _P, _N, _N, _P, _P, _N, _N)),
+    "edged_keep_nucleus": (None, (_P, _N, _N, _P, c_float, _P, _N)),
+    "edged_decode": (None, (POINTER(CPages), _P, _N, _N, _P, _P, _N, _N, _P, _P, _P, _N)),
 }
+"""Result and arguments of each function."""
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -81,6 +83,13 @@ def kernels() -> ctypes.CDLL | None:
 def why_no_kernels() -> str:
     """Why `kernels` are not there; "" when they are."""
     return _loaded()[1]
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no kernel can compute on `device` in `dtype`; "" when they can."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
+    return why_no_kernels()
 
 
 @cache

@@ -55,7 +55,6 @@ class Changes:
         self._seen: list[np.ndarray] = []
         self._counts: list[np.ndarray] = []
         self._penalties: list[tuple[float, float, float]] = []
-        self._rows: list[int] = []
         self._added: list[int] = []
         self._amounts: list[float] = []
 
@@ -73,20 +72,18 @@ class Changes:
         """Penalties on what a row's sequence holds."""
         self._seen.append(counts.ids + row * self._vocab)
         self._counts.append(counts.counts)
-        self._rows.append(counts.ids.size)
         s = sampling
         self._penalties.append((s.repetition_penalty, s.presence_penalty, s.frequency_penalty))
 
     def tables(self) -> list[np.ndarray]:
         """What `apply` needs on the device, for `upload`."""
-        owners = np.repeat(np.arange(len(self._rows)), self._rows)
         # Doubles travel as the integers that they look like.
-        return [
-            np.array(self._added, np.int64),
-            np.array(self._amounts, np.float64).view(np.int64),
-            *([np.concatenate(self._seen), np.concatenate(self._counts), owners] if self._seen else []),
-            *([np.array(self._penalties, np.float64).reshape(-1).view(np.int64)] if self._seen else []),
-        ]
+        tables = [np.array(self._added, np.int64), np.array(self._amounts, np.float64).view(np.int64)]
+        if self._seen:
+            owners = np.repeat(np.arange(len(self._seen)), [ids.size for ids in self._seen])
+            penalties = np.array(self._penalties, np.float64).reshape(-1).view(np.int64)
+            tables += [np.concatenate(self._seen), np.concatenate(self._counts), owners, penalties]
+        return tables
 
     def apply(self, scores: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
         """Change `scores` [rows, vocab], contiguous, by the `tables` on their device.

@@ -77,7 +77,7 @@ class SampledRows:
         parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
         self._width = max((rows[i].sampling.logprobs or 0 for i in self._asked), default=0)
         if self._asked:
-            index = _index(self._asked, raw.device)
+            (index,) = upload([np.array(self._asked, np.int64)], raw.device)
             logprobs = raw.index_select(0, index).log_softmax(-1)
             parts.append(logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0].double())
             if self._width:
@@ -123,7 +123,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
         # Only the model's own scores tell whether it is broken: what is asked for may leave no token to draw.
         changes.apply(scores, moved[: len(tables)])
         tokens = scores.argmax(-1)
-    if draws.any:
+    if draws.rows:
         draws.run(scores, moved[len(tables) :], tokens)
     return SampledRows(tokens, broken, rows, raw, beside)
 
@@ -159,10 +159,6 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
     return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
 
 
-def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return upload([np.asarray(values, np.int64)], device)[0]
-
-
 def _changes(rows: Sequence[SamplingRow], vocab: int) -> Changes:
     """Penalties, bias and forbidden tokens of `rows`."""
     changes = Changes(vocab)
@@ -181,24 +177,19 @@ class _Draws:
 
     def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
         self._drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-        self._rows = [rows[index] for index in self._drawn]
+        self.rows = [rows[index] for index in self._drawn]
         self._all = len(self._drawn) == len(rows)
-        self._limited = [place for place, row in enumerate(self._rows) if 0 < row.sampling.top_k < vocab]
-        self._nucleus = [place for place, row in enumerate(self._rows) if row.sampling.top_p < 1]
-        self._counts = [self._rows[place].sampling.top_k for place in self._limited]
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything to draw."""
-        return bool(self._drawn)
+        self._limited = [place for place, row in enumerate(self.rows) if 0 < row.sampling.top_k < vocab]
+        self._nucleus = [place for place, row in enumerate(self.rows) if row.sampling.top_p < 1]
+        self._counts = [self.rows[place].sampling.top_k for place in self._limited]
 
     def tables(self) -> list[np.ndarray]:
         """What `run` needs on the device, for `upload`."""
         if not self._drawn:
             return []
-        top_p = [self._rows[place].sampling.top_p for place in self._nucleus]
+        top_p = [self.rows[place].sampling.top_p for place in self._nucleus]
         indices = [np.array(values, np.int64) for values in (self._drawn, self._limited, self._counts, self._nucleus)]
-        floats = [np.array(top_p, np.float64), plain_parameters(self._rows).reshape(-1)]
+        floats = [np.array(top_p, np.float64), plain_parameters(self.rows).reshape(-1)]
         return [*indices, *(values.view(np.int64) for values in floats)]
 
     def run(self, scores: torch.Tensor, tables: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
@@ -210,19 +201,19 @@ class _Draws:
         weights = _weights(scaled)
         if out is not None:
             weights.masked_fill_(out, 0.0)
-        if len(self._nucleus) == len(self._rows):
+        if len(self._nucleus) == len(self.rows):
             keep_nucleus(weights, tables[4].view(torch.float64))
         elif self._nucleus:
             some = weights.index_select(0, nucleus)
             keep_nucleus(some, tables[4].view(torch.float64))
             weights.index_copy_(0, nucleus, some)
-        if any(row.sampling.min_p > 0 for row in self._rows):
+        if any(row.sampling.min_p > 0 for row in self.rows):
             _apply_min_p(weights, min_p)
         tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
 
     def _least(self, scaled: torch.Tensor, limited: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The score [rows, 1] below which top-k leaves out; ties with the k-th best stay."""
-        some = scaled if len(self._limited) == len(self._rows) else scaled.index_select(0, limited)
+        some = scaled if len(self._limited) == len(self.rows) else scaled.index_select(0, limited)
         least = scaled.new_full((scaled.shape[0], 1), float("-inf"))
         return least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
 

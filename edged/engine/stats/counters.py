@@ -6,7 +6,8 @@ Written by the engine thread, read by any: deques and integers are replaced, nev
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from edged.engine.stats.iterations import IterationLog
@@ -45,16 +46,6 @@ class TimeShares:
         self.iteration_s[mix] += elapsed_s
         return prefill_s, decode_s, finetune_s
 
-    def report(self) -> dict[str, Any]:
-        """All sums, for the status."""
-        return {
-            "prefill_s": self.prefill_s,
-            "decode_s": self.decode_s,
-            "finetune_s": self.finetune_s,
-            "iterations": dict(self.iterations),
-            "iteration_s": dict(self.iteration_s),
-        }
-
 
 def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float]:
     """Seconds of a measured iteration for prefill, decode and fine-tuning; they add up to its forward and units.
@@ -81,6 +72,11 @@ def _forward_s(cost: CostModel, outcomes: list[TaskOutcome]) -> float:
 
 
 _RATE_SPAN_S = 10.0
+_RATES = {
+    **{name: name for name in ("output_tokens", "prompt_tokens", "finetune_tokens", "requests")},
+    "pairs": "pairs_trained",
+}
+"""What the status calls a rate -> the total that it is of."""
 _BINS = 32
 """Iterations that the status shows."""
 _WAITS = 1000
@@ -96,10 +92,6 @@ Label = tuple[int, str, str]
 def percentile(values: list[float], share: float) -> float:
     """The value below which `share` of the sorted values lie (nearest rank); 0 when there are none."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
-
-
-def _latencies() -> deque[float]:
-    return deque(maxlen=1000)
 
 
 @dataclass(slots=True)
@@ -128,10 +120,6 @@ class Totals:
     guard_rollbacks: int = 0
     """Versions that the guard took back."""
 
-    def copy(self) -> Totals:
-        """A snapshot."""
-        return Totals(*(getattr(self, name) for name in self.__slots__))
-
 
 @dataclass(slots=True)
 class Counters:
@@ -143,33 +131,26 @@ class Counters:
     tbt: LatencyRing = field(default_factory=LatencyRing)
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     """Requests that ended, by how."""
-    labels: deque[Label] = field(default_factory=lambda: deque(maxlen=_LABELS))
+    labels: deque[Label] = field(default_factory=partial(deque, maxlen=_LABELS))
     """What the latest tasks are, for those who read records of iterations."""
-    iteration_ms: deque[float] = field(default_factory=_latencies)
-    decision_ms: deque[float] = field(default_factory=_latencies)
+    iteration_ms: deque[float] = field(default_factory=partial(deque, maxlen=1000))
+    decision_ms: deque[float] = field(default_factory=partial(deque, maxlen=1000))
     iterations: IterationLog = field(default_factory=IterationLog)
-    _marks: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=256))
+    _marks: deque[tuple[float, Totals]] = field(default_factory=partial(deque, maxlen=256))
 
     def mark(self, now: float) -> None:
         """Remember the totals, at most ten times a second, so that rates can be told."""
         if not self._marks or now - self._marks[-1][0] >= 0.1:
-            self._marks.append((now, self.totals.copy()))
+            self._marks.append((now, replace(self.totals)))
 
     def rates(self, now: float) -> dict[str, float]:
         """Per second, over the last ten seconds at most."""
         marks = [mark for mark in list(self._marks) if now - mark[0] <= _RATE_SPAN_S]
         start, before = marks[0] if marks else (now, self.totals)
         span = max(now - start, 1e-3)
-
-        def rate(name: str) -> float:
-            return float((getattr(self.totals, name) - getattr(before, name)) / span)
-
         return {
-            "output_tokens_per_s": rate("output_tokens"),
-            "prompt_tokens_per_s": rate("prompt_tokens"),
-            "finetune_tokens_per_s": rate("finetune_tokens"),
-            "requests_per_s": rate("requests"),
-            "pairs_per_s": rate("pairs_trained"),
+            f"{shown}_per_s": (getattr(self.totals, name) - getattr(before, name)) / span
+            for shown, name in _RATES.items()
         }
 
     def report(self, now: float) -> dict[str, Any]:
@@ -185,7 +166,6 @@ class Counters:
             return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
 
         ttft, tbt = self.ttft.latest(_WAITS), self.tbt.latest(_WAITS)
-        totals = {name: getattr(self.totals, name) for name in Totals.__slots__}
         return {
             "rates": self.rates(now),
             "latency": {
@@ -194,8 +174,8 @@ class Counters:
                 "iteration_ms": halves(list(self.iteration_ms)),
             },
             "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
-            "totals": totals,
+            "totals": asdict(self.totals),
             "outcomes": dict(self.outcomes),
-            "busy": self.busy.report(),
+            "busy": asdict(self.busy),
             "slo": {"ttft_attainment": share(ttft), "tbt_attainment": share(tbt)},
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass
+from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, TaskOutcome
 
 _NOBODY_WAITS_S = 1e6
 KEPT = 8192
@@ -37,11 +37,10 @@ class IterationShare:
     finished: bool
 
 
-def pack_member(
-    kind: Kind, task_id: int, tokens: int, units: int, context: int, service: ServiceClass, finished: bool
-) -> bytes:
+def pack_member(outcome: TaskOutcome) -> bytes:
     """An `IterationShare` in 23 bytes; the object takes some 120: thousands of records with dozens of them are kept."""
-    return _MEMBER.pack(_KIND_CODES[kind], task_id, tokens, units, context, _CLASS_CODES[service], finished)
+    task, did, finished = outcome.task, (outcome.tokens, outcome.units), outcome.next_kind is None
+    return _MEMBER.pack(_KIND_CODES[task.kind], task.task_id, *did, task.context, _CLASS_CODES[task.service], finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +133,7 @@ class IterationLog:
             predicted_units_s=plan.predicted_units_s,
             forward_s=result.forward_s,
             units=tuple((unit.kind, unit.tokens, seconds) for unit, seconds in result.units),
-            packed=b"".join(
-                pack_member(
-                    outcome.task.kind,
-                    outcome.task.task_id,
-                    outcome.tokens,
-                    outcome.units,
-                    outcome.task.context,
-                    outcome.task.service,
-                    outcome.next_kind is None,
-                )
-                for outcome in result.outcomes
-            ),
+            packed=b"".join(map(pack_member, result.outcomes)),
             preempted=tuple(task.task_id for task in plan.preempt),
             prefill_s=prefill_s,
             decode_s=decode_s,
@@ -163,15 +151,13 @@ class IterationLog:
 
     def since(self, number: int) -> list[Iteration]:
         """Records after `number` that are still kept, oldest first."""
-        return list(reversed(list(_newer(self._kept.copy(), number))))
+        kept = self._kept.copy()
+        return _last(kept, kept[-1].number - number if kept else 0)
 
     def latest(self, count: int) -> list[Iteration]:
         """The last `count` records, oldest first."""
-        return list(reversed(list(islice(reversed(self._kept.copy()), count))))
+        return _last(self._kept.copy(), count)
 
 
-def _newer(kept: deque[Iteration], number: int) -> Iterator[Iteration]:
-    for record in reversed(kept):
-        if record.number <= number:
-            return
-        yield record
+def _last(kept: deque[Iteration], count: int) -> list[Iteration]:
+    return list(islice(kept, max(0, len(kept) - count), None))

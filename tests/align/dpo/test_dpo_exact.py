@@ -50,7 +50,6 @@ def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPa
 
 
 def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
-    assert model.lora is not None
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
     state = AdapterState(name, spec, align, CPU)

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention
 from edged.engine.attention.selection import Backends, trial, trial_of_lora
@@ -70,7 +71,7 @@ def iterations(kv: KvStore, group: int, paths: Backends, slots: LoraSlots) -> No
         tokens = batch.input_ids.shape[1]
         query, key = (torch.zeros(heads, tokens, kv.head_dim, dtype=kv.keys.dtype) for heads in (2 * group, 2))
         for softcap in (None, 30.0):
-            PagedAttention(batch, kv, paths.decode).attend(1, query, key, key, 0.5, window, softcap)
+            PagedAttention(batch, kv, paths.decode).attend(AttentionCall(1, 0.5, window, softcap), query, key, key)
         x = torch.zeros(tokens, 192, dtype=kv.keys.dtype)
         tiles = triton_lora.cut([(n, n + 1, n % 2) for n in range(tokens)], CPU)
         triton_lora.add_updates(x, x.clone(), slots.linears["0"].down, slots.linears["0"].up, tiles)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attend, attention_pass
 from edged.engine.attention.selection import Backends, pick_paths, trial
@@ -103,14 +104,13 @@ def test_the_triton_kernels_attend_as_torch_does(
     tables = tables.to(device)
     query = torch.randn(len(context), kv_heads * group, size, device=device)
     assert trial(kv, group, Backends("triton")) == ""
-    got = triton_decode.paged_decode(
-        1, query, tables, torch.tensor(context, device=device), kv, size**-0.5, window, cap
-    )
+    call = AttentionCall(1, size**-0.5, window, cap)
+    got = triton_decode.paged_decode(call, query, tables, torch.tensor(context, device=device), kv)
     for row, earlier in enumerate(context):
         keys, values = kv.read(1, kv.block_index(tables[row : row + 1]), 1)
         seen = slice(max(0, earlier + 1 - window) if window else 0, earlier + 1)
         grouped = query[row].view(1, kv_heads, group, size)
-        wanted = attend(grouped, keys[:, :, seen], values[:, :, seen], None, size**-0.5, cap)
+        wanted = attend(call, grouped, keys[:, :, seen], values[:, :, seen], None)
         torch.testing.assert_close(got[row], wanted.reshape(-1, size), atol=1e-5, rtol=1e-5)
 
 
@@ -186,7 +186,7 @@ def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: to
         tile = triton_prefill.tile_tokens(KvStore(1, 1, 1, shape[0], shape[2], dtype, DEVICE), shape[1])
     window, cap = shape[4:]
     kv, segments, batch, query, key, value = written(shape, spans, dtype, tile)
-    got = PagedAttention(batch, kv).attend(1, query, key, value, 0.3, window, cap)
+    got = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3, window, cap), query, key, value)
     for segment in segments:
         wanted = torchs_own(kv, segment, query, window, cap).transpose(0, 1)
         rows = got[segment.start : segment.start + len(segment.tokens)].float()
@@ -198,14 +198,14 @@ def test_empty_tiles_write_nothing() -> None:
     triton_prefill = pytest.importorskip("edged.engine.attention.triton_prefill")
     pytest.importorskip("triton")
     kv, _, batch, query, key, value = written((2, 2, 16, 8), [(10, 50, None)], torch.float32, 32)
-    wanted = PagedAttention(batch, kv).attend(1, query, key, value, 0.3, None, None)
+    wanted = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3), query, key, value)
     tiles = batch.tiles
     empty = replace(tiles, table=torch.zeros_like(tiles.table))
     padded = replace(tiles, table=torch.cat((tiles.table, empty.table)))
     out = torch.full_like(wanted, 5.0)
-    triton_prefill.paged_prefill(1, query, empty, kv, out, 0.3, None, None)
+    triton_prefill.paged_prefill(AttentionCall(1, 0.3), query, empty, kv, out)
     assert bool((out == 5.0).all())
-    triton_prefill.paged_prefill(1, query, padded, kv, out, 0.3, None, None)
+    triton_prefill.paged_prefill(AttentionCall(1, 0.3), query, padded, kv, out)
     assert torch.equal(out, wanted)
 
 
@@ -224,7 +224,7 @@ def test_pages_beyond_two_to_the_31_elements_are_found() -> None:
     query, key, value = (torch.randn(heads, 21, 256, device=DEVICE).half() for heads in (4, 2, 2))
     got, wanted = (
         PagedAttention(pack(segments, kv, DEVICE, paths.tile_tokens), kv, paths.decode).attend(
-            0, query, key, value, 0.1, None, None
+            AttentionCall(0, 0.1), query, key, value
         )
         for paths in (Backends("triton", 32), Backends())
     )
@@ -240,9 +240,8 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatc
     module, function = name.split(".")
     kernel = getattr(importlib.import_module(f"edged.engine.attention.{module}"), function)
 
-    def unscaled(*arguments: Any) -> Any:
-        *others, scaling, window, softcap = arguments
-        return kernel(*others, 2 * scaling, window, softcap)
+    def unscaled(call: AttentionCall, *others: Any) -> Any:
+        return kernel(call._replace(scaling=2 * call.scaling), *others)
 
     monkeypatch.setattr(f"edged.engine.attention.{name}", unscaled)
     assert trial(kv, 3, paths) == "its kernels give wrong numbers here"

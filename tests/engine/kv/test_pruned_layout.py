@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention
 from edged.engine.kv.pruned_layout import PrunedLayout
@@ -65,7 +66,7 @@ def test_each_head_sees_its_own_rows(
     query, key, value = (torch.randn(n, 3, SIZE, device=device) for n in (kv_heads * group, kv_heads, kv_heads))
     passed = PagedAttention(batch, kv, path)  # type: ignore[arg-type]
     for layer in range(LAYERS):
-        got = passed.attend(layer, query, key, value, 0.3, None, cap)
+        got = passed.attend(AttentionCall(layer, 0.3, None, cap), query, key, value)
         for row, segment in enumerate(segments):
             for head in range(kv_heads):
                 keys, values = kept_rows(kv, segment, layer, head)

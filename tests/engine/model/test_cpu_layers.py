@@ -33,7 +33,6 @@ def served_model(
     base.set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base, CPU, torch.float32)
     model.attach_lora(AlignSettings(rank=rank, **align), 2)
-    assert model.lora is not None
     generator = torch.Generator().manual_seed(0)
     for linear in model.lora.linears.values():
         for slots in (linear.down, linear.up):
@@ -45,7 +44,6 @@ def served_model(
 
 def answers(model: ServedModel, slots: list[int], last: int = 1) -> torch.Tensor:
     """Logits of the `last` tokens of texts, one under each slot, over pages that hold what comes before these."""
-    assert model.lora is not None
     kv = model.new_kv(16 * len(slots) + 1, 8)
     texts = [random_ids(40 + last + 7 * index, index) for index in range(len(slots))]
     with torch.inference_mode():

@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from edged.engine import native
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.cpu import NativeDecode
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import PagedAttention, attend
+from edged.engine.attention.paged import PagedAttention, attend, attention_pass
 from edged.engine.attention.selection import pick_lora_kernel, pick_paths
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.cpu import NativeUpdates
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.model.cpu_layers import NativeLayer, Scratch, shorten_layers
+from edged.engine.model.cpu_layers import Scratch, ShortLayer, shorten_layers
+from edged.engine.model.served_model import AttentionSpy
 from edged.engine.native import library
 from edged.engine.native.library import LinearParts, group_of, kernels
 from edged.settings.load import ModelSettings
@@ -58,7 +60,7 @@ class Decodes:
     def attended(self, window: int | None = None, cap: float | None = None, rows: slice = slice(None)) -> torch.Tensor:
         query, new = self.query[:, rows], (self.new[0][:, rows], self.new[1][:, rows])
         own = NativeDecode(self.kv, self.tables[rows], self.context[rows], len(query), None)
-        return own.attend(1, query, new, query.shape[2] ** -0.5, window, cap)
+        return own.attend(AttentionCall(1, query.shape[2] ** -0.5, window, cap), query, new)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -76,7 +78,7 @@ def test_decodes_attend_as_torch_does_and_store_what_is_new(
         assert torch.equal(values[0, :, earlier], its.new[1][:, row])
         seen = slice(max(0, earlier + 1 - window) if window else 0, earlier + 1)
         grouped = its.query[:, row].view(1, kv_heads, group, size)
-        wanted = attend(grouped, keys[:, :, seen], values[:, :, seen], None, size**-0.5, cap)
+        wanted = attend(AttentionCall(1, size**-0.5, window, cap), grouped, keys[:, :, seen], values[:, :, seen], None)
         torch.testing.assert_close(got[row], wanted.reshape(-1, size), atol=1e-5, rtol=1e-5)
     assert torch.equal(kv.keys[0], untouched)
 
@@ -108,8 +110,7 @@ def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threa
 ) -> None:
     model = served_model(rank=rank)
     lora, shape = model.lora, model.shape
-    assert lora is not None
-    layer = NativeLayer(model.layers[0], shape.heads, shape.head_dim, rank, lora.runs, Scratch())
+    layer = ShortLayer(model.layers[0], shape, lora, AttentionCall(0, 1.0), Scratch())
     torch.manual_seed(0)
     x, angles = torch.randn(9, shape.hidden_size), torch.rand(1, 9, shape.head_dim)
     slots = [1, 1, -1, 0, -1, 1, 0, 0, -1]
@@ -117,9 +118,9 @@ def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threa
     def passed(rows: slice, threads: int) -> torch.Tensor:
         torch.set_num_threads(threads)
         runs = [(row, row + 1, slot) for row, slot in enumerate(slots[rows]) if slot >= 0]
-        with lora.packed(runs):
+        with lora.packed(runs), attention_pass(AttentionSpy()):
             cos, sin = angles[:, rows].cos(), angles[:, rows].sin()
-            return layer(x[rows], cos, sin, lambda q, k, v: q.transpose(0, 1))
+            return layer.short(x[rows], cos, sin)
 
     assert layer.fits(x, angles, angles)
     assert not layer.fits(x, angles[..., :-2], angles[..., :-2])
@@ -237,7 +238,7 @@ def test_pruned_sequences_longer_than_a_piece_attend_alike_by_torch() -> None:
         torch.cat(
             [
                 PagedAttention(pack(segments, kv, torch.device("cpu")), kv, path).attend(
-                    layer, query, key, value, 0.2, None, None
+                    AttentionCall(layer, 0.2), query, key, value
                 )
                 for layer in (0, 1)
             ]

@@ -36,5 +36,5 @@ def test_iterations_are_counted_by_what_they_hold() -> None:
     busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1), 0.2)
     busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1, [(Unit("head", 8), 0.1)]), 0.4)
     busy.add(COST, IterationResult([], 0.0, [(Unit("head", 8), 0.1)]), 0.1)
-    assert busy.report()["iterations"] == {"serving": 1, "finetune": 1, "hybrid": 1}
-    assert busy.report()["iteration_s"] == {"serving": 0.2, "finetune": 0.1, "hybrid": 0.4}
+    assert busy.iterations == {"serving": 1, "finetune": 1, "hybrid": 1}
+    assert busy.iteration_s == {"serving": 0.2, "finetune": 0.1, "hybrid": 0.4}

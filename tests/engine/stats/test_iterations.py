@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from edged.engine.stats.iterations import KEPT, IterationLog, IterationShare, pack_member
-from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass
+from edged.engine.stats.iterations import KEPT, IterationLog, IterationShare
+from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, Task, TaskOutcome
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 
@@ -38,9 +37,20 @@ def test_members_are_read_as_they_were_packed() -> None:
         IterationShare(kind, 2**40 + place, place, 3, 100_000, service, place % 2 == 0)
         for place, (kind, service) in enumerate(product(Kind, ServiceClass))
     ]
+    outcomes = [
+        TaskOutcome(
+            Task(its.task_id, its.kind, 0.0, context=its.context, service=its.service),
+            its.tokens,
+            its.units,
+            None if its.finished else its.kind,
+        )
+        for its in members
+    ]
     times = {"started_s": 0.0, "elapsed_s": 0.0, "decision_s": 0.0, "spent_s": (0.0, 0.0, 0.0)}
-    empty = IterationLog().add(Plan(), IterationResult(), **times, free_pages=0, waiting=0)  # type: ignore[arg-type]
-    record = replace(empty, packed=b"".join(pack_member(*astuple(member)) for member in members))
+    empty, record = (
+        IterationLog().add(Plan(), IterationResult(own), **times, free_pages=0, waiting=0)  # type: ignore[arg-type]
+        for own in ([], outcomes)
+    )
     assert list(record.members) == members
     assert record.member_count == len(members)
     for kind in Kind:
