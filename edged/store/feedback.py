@@ -87,6 +87,15 @@ def insert_signal(db: Database, signal: Signal) -> None:
     insert_row(db, "signals", {**field_values(signal), **texts})
 
 
+def renew_signal(db: Database, signal: Signal) -> None:
+    """A signal that led to no pair is reported anew under its id: it counts as the latest."""
+    db.execute(
+        "UPDATE signals SET rowid = (SELECT max(rowid) + 1 FROM signals), created_at = ?, text = ?, seconds = ? "
+        "WHERE id = ?",
+        [signal.created_at, plain_text(signal.text), signal.seconds, signal.id],
+    )
+
+
 def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
     """All signals on these completions, oldest first."""
     rows = db.query(

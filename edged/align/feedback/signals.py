@@ -38,6 +38,8 @@ from edged.store.feedback import PairRow, Side, Signal
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
 """What an application may report."""
 _DEFAULTS = FeedbackSettings()
+_MOST_SIGNALS = 64
+"""On one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
 ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
@@ -88,6 +90,12 @@ def record_signal(
     answer = answer_of(db, completion, _choice(completion, report), settings)
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
+    if len(answer.signals) >= _MOST_SIGNALS:
+        raise FeedbackError(
+            f'choice {answer.choice.choice} of completion "{completion.id}" has {_MOST_SIGNALS} signals: '
+            "no more are taken",
+            "bad_signal",
+        )
     return _record(db, answer, signal, report.account)
 
 
@@ -184,8 +192,14 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
     earlier = _duplicate(answer, signal)
     if earlier is not None:
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
-    feedback.insert_signal(db, signal)
-    rated = replace(answer, signals=(*answer.signals, signal))
+    # All signals on an answer are read for each further one: what taught nothing makes way for its like.
+    former = next((each for each in answer.signals if each.signal == signal.signal and not each.pair_ids), None)
+    if former is not None:
+        signal = replace(signal, id=former.id)
+        feedback.renew_signal(db, signal)
+    else:
+        feedback.insert_signal(db, signal)
+    rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
     pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
     reason = "" if pair_ids else _why_no_pair(rated, signal)
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)

@@ -7,7 +7,7 @@ import pytest
 from edged.align.feedback.signals import SIGNALS, FeedbackError
 from edged.settings.load import FeedbackSettings
 from edged.store import Store
-from edged.store.feedback import get_pairs
+from edged.store.feedback import get_pairs, signals_of
 from tests.align.feedback.desk import Desk, chat
 
 
@@ -360,3 +360,29 @@ def test_a_choice_is_direct_where_the_users_account_or_the_one_that_taught_first
         ("ada", True),
         ("ada", False),
     ]
+
+
+# -- however often -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_reported_again_and_again_is_one_row_and_the_latest_counts(desk):
+    desk.answer("c", "an answer", prompt="hi")
+    desk.answer("other", "another answer", prompt="hi")
+    first = desk.report("c", "dwell", seconds=0.5)
+    ids = {desk.report("c", "dwell", seconds=1.0 + i).feedback_id for i in range(50)}
+    ids |= {desk.report("c", ("up", "down")[i % 2]).feedback_id for i in range(100)}
+    assert first.feedback_id in ids
+    assert len(ids) == 3
+    signals = desk.store.read(lambda db: signals_of(db, ["c"]))
+    assert [(signal.signal, signal.seconds) for signal in signals] == [("dwell", 50.0), ("up", None), ("down", None)]
+    pair = desk.report("other", "up")
+    assert [pair[:2] for pair in desk.pairs(pair)] == [("another answer", "an answer")], "down came last"
+
+
+def test_what_taught_something_stays_and_an_answer_takes_so_many_signals(desk):
+    desk.answer("c", "an answer")
+    taught = [desk.report("c", "edit", text=f"a better answer {i}") for i in range(64)]
+    assert all(len(result.pair_ids) == 1 for result in taught)
+    with pytest.raises(FeedbackError, match='choice 0 of completion "c" has 64 signals: no more are taken'):
+        desk.report("c", "edit", text="the best answer")
+    assert len(desk.store.read(lambda db: signals_of(db, ["c"]))) == 64
