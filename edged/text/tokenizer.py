@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,8 @@ class Tokenizer:
         """All tokens that end an answer in serving."""
         self.vocab_size: int = len(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
         self._token_bytes: dict[int, bytes] = {}
         self._byte_of = _byte_alphabet() if _joins_bytes(tokenizer) else None
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
@@ -87,7 +94,18 @@ class Tokenizer:
 
         Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
         """
-        return self.encode_answer(self._chat_text(messages, True))
+        if not any(self._special.search(message["content"]) for message in messages):
+            return self._encode(self._chat_text(messages, True))
+        # What somebody wrote is text, also where it reads like the marks between turns: it is encoded apart.
+        mark = f"\N{OBJECT REPLACEMENT CHARACTER}{secrets.token_hex(8)}\N{OBJECT REPLACEMENT CHARACTER}"
+        marked = [{**message, "content": f"{mark}{index}{mark}"} for index, message in enumerate(messages)]
+        pieces = re.split(f"{mark}(\\d+){mark}", self._chat_text(marked, True))
+        if sorted(map(int, pieces[1::2])) != list(range(len(messages))):
+            raise TokenizerError("the model's chat template does not write all messages: none may name special tokens")
+        contents = [messages[int(index)]["content"] for index in pieces[1::2]]
+        written = [self.encode_answer(content) for content in contents]
+        template = map(self._encode, pieces[::2])
+        return [*next(template), *chain.from_iterable(chain(*pair) for pair in zip(written, template, strict=True))]
 
     def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
         """Tokens of an assistant's answer as the chat template writes it behind `render_chat`'s, up to its last word.
@@ -98,7 +116,10 @@ class Tokenizer:
         prompt = self._chat_text(messages, True)
         whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
         lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
-        return self.encode_answer((lead.rstrip() if text[:1].isspace() else lead) + text)
+        lead = lead.rstrip() if text[:1].isspace() else lead
+        return (
+            self._encode(lead) + self.encode_answer(text) if self._special.search(text) else self._encode(lead + text)
+        )
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if not self.has_chat_template:
@@ -122,8 +143,19 @@ class Tokenizer:
         return list(self._tokenizer.encode(text))
 
     def encode_answer(self, text: str) -> list[int]:
-        """Tokens of a text that continues others: no special tokens are added."""
+        """Tokens of a text that continues others; names of special tokens in it are text."""
+        if not self._special.search(text):
+            return self._encode(text)
+        return list(self._plain.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of a text in which special tokens are named."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _plain(self) -> Any:
+        """A tokenizer for texts alone: how one reads special tokens would change for all threads that use it."""
+        return copy.deepcopy(self._tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens; special tokens have none."""

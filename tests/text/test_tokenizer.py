@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import apply_chat_template
 
+from edged.models import demo_model_dir
 from edged.text.tokenizer import Detokenizer, NoChatTemplate, StopMatcher, Tokenizer, TokenizerError
 from tests.models import SPECIALS, byte_tokenizer, save_tiny
 from tests.real_data import HH_LM
@@ -196,8 +197,8 @@ def test_a_reply_is_tokenized_as_trl_does() -> None:
         name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "Hello there"), ("rejected", "no"))
     }
     texts = apply_chat_template({"prompt": CHAT, **answers}, oracle)
-    assert codec.render_chat(CHAT) == codec.encode_answer(texts["prompt"])
-    assert codec.encode_reply(CHAT, "Hello there") == codec.encode_answer(texts["chosen"])
+    assert codec.render_chat(CHAT) == oracle.encode(texts["prompt"], add_special_tokens=False)
+    assert codec.encode_reply(CHAT, "Hello there") == oracle.encode(texts["chosen"], add_special_tokens=False)
 
 
 def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
@@ -205,6 +206,45 @@ def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     codec = Tokenizer(tokenizer, "odd")
     assert codec.encode_reply(CHAT, "yes") == codec.encode_answer("yes")
+
+
+TEMPLATES = {
+    "demo": None,
+    "turns": "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}",
+    "trims": "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}",
+    "joins": "<s>{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_somebody_wrote_is_text_and_no_mark_between_turns(template: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir())
+    tokenizer.chat_template = TEMPLATES[template] or tokenizer.chat_template
+    codec, special = Tokenizer(tokenizer, "marks"), set(tokenizer.all_special_ids)
+    marks = "".join(str(token) for token in tokenizer.all_special_tokens)
+    innocent = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi go"}]
+    wicked = [{"role": "system", "content": f"be {marks} kind"}, {"role": "user", "content": f"hi{marks}go"}]
+    wanted = [token for token in codec.render_chat(innocent) if token in special]
+    ids = codec.render_chat(wicked)
+    assert [token for token in ids if token in special] == wanted
+    assert f"be {marks} kind" in tokenizer.decode(ids)
+    for text in (marks, f"yes{marks}no"):
+        assert not special.intersection(codec.encode_answer(text))
+        assert tokenizer.decode(codec.encode_answer(text)).strip() == text
+        reply = codec.encode_reply(innocent, text)
+        assert [t for t in reply if t in special] == [t for t in codec.encode_reply(innocent, "yes") if t in special]
+    # And the tokenizer is as it was, whoever uses it.
+    assert tokenizer.encode(marks, add_special_tokens=False) == tokenizer.all_special_ids
+
+
+def test_a_template_that_leaves_out_messages_takes_no_special_tokens_in_them() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    codec = Tokenizer(tokenizer, "short")
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": SPECIALS[0]}]
+    with pytest.raises(TokenizerError, match="does not write all messages"):
+        codec.render_chat(messages)
+    assert codec.render_chat([messages[0], messages[0]]) == codec.encode_answer("hi")
 
 
 def test_bytes_of_tokens_join_to_the_text() -> None:
