@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import logging
 import math
@@ -19,6 +18,7 @@ from typing import Any
 
 from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
 from edged.settings.load import ApiSettings
+from edged.store.lock import FileLock, LockTaken
 
 log = logging.getLogger("edged.api")
 
@@ -48,7 +48,12 @@ class UnixListener:
             raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path)
+            self._lock = FileLock(path.with_name(path.name + ".lock"))
+        except LockTaken as error:
+            raise ListenError(
+                f'socket "{path}" is served by another edged (pid {error.holder}): stop that one, or give --socket '
+                "another path"
+            ) from None
         except OSError as error:
             raise _cannot(path, error) from None
         try:
@@ -56,10 +61,10 @@ class UnixListener:
             self.socket = _bind(path, mode)
             self._inode = os.stat(path).st_ino
         except OSError as error:
-            os.close(self._lock)
+            self._lock.release()
             raise _cannot(path, error) from None
         except ListenError:
-            os.close(self._lock)
+            self._lock.release()
             raise
 
     def close(self) -> None:
@@ -68,7 +73,7 @@ class UnixListener:
             if os.stat(self.path).st_ino == self._inode:
                 self.path.unlink()
         self.socket.close()
-        os.close(self._lock)
+        self._lock.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +203,6 @@ def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
             log.warning("no file descriptor is free (%s): new clients wait until others leave", error.strerror)
 
     loop.set_exception_handler(handle)
-
-
-def _lock(path: Path) -> int:
-    """Take the lock beside the socket. Raises ListenError with the holder's process id."""
-    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise ListenError(
-            f'socket "{path}" is served by another edged (pid {holder}): stop that one, or give --socket another path'
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _remove_stale(path: Path) -> None:

@@ -180,7 +180,9 @@ def write_file(chunks: Iterable[bytes], path: Path) -> int:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        draft.unlink(missing_ok=True)
+        # Somebody else's file, or a link to one, is not written to.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             packed: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if path.suffix == ".gz" else file
             for chunk in chunks:
                 packed.write(chunk)

@@ -128,3 +128,12 @@ def test_sockets_meant_for_another_process_are_not_taken() -> None:
     assert inherited_sockets(environ, os.getpid() + 1) == []
     assert inherited_sockets({**environ, "LISTEN_FDS": ""}, os.getpid()) == []
     assert inherited_sockets({"LISTEN_FDS": "2"}, os.getpid()) == []
+
+
+def test_a_lock_beside_the_socket_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("somebody's")
+    (tmp_path / "edged.sock.lock").symlink_to(victim)
+    with pytest.raises(ListenError, match="symbolic link"):
+        UnixListener(tmp_path / "edged.sock")
+    assert victim.read_text() == "somebody's"

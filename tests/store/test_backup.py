@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sqlite3
 import tarfile
 import threading
@@ -306,3 +307,14 @@ def test_a_folder_that_a_daemon_uses_is_refused(good, store, data):
 def test_a_folder_without_a_database_has_nothing_to_back_up(tmp_path):
     with pytest.raises(BackupError, match="nothing to back up"):
         back_up(tmp_path, tmp_path / "x.tar")
+
+
+def test_a_link_in_the_place_of_the_draft_is_not_written_through(tmp_path: Path) -> None:
+    victim, target = tmp_path / "victim", tmp_path / "backup.tar"
+    victim.write_text("somebody's")
+    (tmp_path / f".backup.tar.{os.getpid()}.draft").symlink_to(victim)
+    assert write_file([b"all ", b"of it"], target) == 9
+    assert target.read_bytes() == b"all of it"
+    assert not target.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert victim.read_text() == "somebody's"
