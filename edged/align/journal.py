@@ -26,7 +26,6 @@ from edged.align.feedback.pair import (
     VersionTested,
 )
 from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
-from edged.store.feedback import PairRow
 
 log = logging.getLogger(__name__)
 
@@ -194,14 +193,6 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
     count = feedback.requeue_newer(db, adapter, newest_valid_version)
     adapters.drop_newer(db, adapter, newest_valid_version)
     return count
-
-
-def load_open_pairs(db: Database, ref_model: str, replay: int = feedback.REPLAY_PAIRS) -> list[PairRow]:
-    """Pairs that a restart resumes with, oldest first: queued, held out, and `replay` trained ones of each adapter.
-
-    Call `requeue_lost` for every adapter before. Reference log-probabilities by another model are None.
-    """
-    return feedback.open_pairs(db, ref_model, replay)
 
 
 def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, OutlierHistory]:

@@ -11,19 +11,20 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, Record, TokenPair
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
-from edged.align.journal import load_open_pairs, load_pasts, requeue_lost
+from edged.align.journal import load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
 from edged.engine.engine import Engine
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
-from edged.store.feedback import PairRow, get_pairs, set_pair_note, set_pair_state, taken_back
+from edged.store.feedback import PairRow, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 
 _PAIRS_AT_ONCE = 32
+"""Pairs whose texts are in memory at once: each may be as long as a request."""
 
 
 class FeedbackIntake:
@@ -47,7 +48,7 @@ class FeedbackIntake:
     def resume(self, ref_model: str) -> int:
         """Queue again what was open when the daemon last ended; returns how many pairs wait. To be called first.
 
-        Blocks until they are read; they reach the engine behind the caller, before anything that comes after them.
+        They reach the engine behind the caller, before anything that comes after them.
 
         `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
         """
@@ -67,11 +68,9 @@ class FeedbackIntake:
         alarm_s = self._settings.feedback.alarm_s
         self._engine.test_with(neutral_pairs(self._codec))
         self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
-        rows = self._store.read(lambda db: load_open_pairs(db, ref_model))
-        for first in range(0, len(rows), _PAIRS_AT_ONCE):
-            part = rows[first : first + _PAIRS_AT_ONCE]
-            self._thread.submit(self._submit, part).add_done_callback(_report)
-        return sum(row.state == "queued" for row in rows)
+        found = self._store.read(open_pairs)
+        self.learn_soon(tuple(found))
+        return sum(state == "queued" for state in found.values())
 
     def learn_soon(self, pair_ids: Sequence[int]) -> None:
         """Learn stored pairs behind the caller, in the order of the calls."""
@@ -108,14 +107,16 @@ class FeedbackIntake:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _learn(self, pair_ids: Sequence[int]) -> None:
-        self._submit(self._store.read(lambda db: get_pairs(db, pair_ids)))
+        for first in range(0, len(pair_ids), _PAIRS_AT_ONCE):
+            part = pair_ids[first : first + _PAIRS_AT_ONCE]
+            self._submit(self._store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
 
     def _release(self) -> None:
         """On the teacher's thread: hand over what was withheld, as it is in the store by now."""
         withheld, self._withheld = self._withheld, set()
         if withheld:
-            rows = self._store.read(lambda db: load_open_pairs(db, self._ref_model))
-            self._submit([row for row in rows if row.id in withheld])
+            still_open = self._store.read(open_pairs)
+            self._learn([pair_id for pair_id in still_open if pair_id in withheld])
 
     def _submit(self, rows: Sequence[PairRow]) -> None:
         if not self._settings.align.enabled:

@@ -73,13 +73,17 @@ async def _decide(
         decided = [each for each in asked if quarantine.decide(db, each, decision, utc_text(utc_now()))]
         return decided, quarantine.count_quarantined(db, adapter)
 
-    decided, left = await asyncio.shield(asyncio.wrap_future(services.store.write(write)))
-    services.feed.tell_outcomes([_outcome(adapter, each, decision) for each in decided])
-    if decided and not left:
-        services.engine.calm(adapter)
-    if decision == "released":
-        services.feedback_intake.learn_soon(decided)
-    return decided, left
+    async def decide() -> tuple[list[int], int]:
+        decided, left = await asyncio.wrap_future(services.store.write(write))
+        services.feed.tell_outcomes([_outcome(adapter, each, decision) for each in decided])
+        if decided and not left:
+            services.engine.calm(adapter)
+        if decision == "released":
+            services.feedback_intake.learn_soon(decided)
+        return decided, left
+
+    # Whether the client still listens makes no difference to what it decided.
+    return await asyncio.shield(decide())
 
 
 def _outcome(adapter: str, pair_id: int, decision: quarantine.Decision) -> PairRetired:

@@ -160,10 +160,14 @@ def teaches(db: Database, account: str | None, adapter: str) -> bool:
     return first is None or first[0] == account
 
 
-def get_pairs(db: Database, pair_ids: Sequence[int]) -> list[PairRow]:
-    """The pairs of those ids, in the order of the ids; an id without a row is left out."""
+def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> list[PairRow]:
+    """The pairs of those ids, in the order of the ids; an id without a row is left out.
+
+    Reference log-probabilities of another model than `ref_model`, where that is given, are left out.
+    """
+    stale = {"ref_chosen_logp": None, "ref_rejected_logp": None, "ref_model": None}
     rows = {
-        row["id"]: row
+        row["id"]: row if ref_model in ("", row["ref_model"]) else {**row, **stale}
         for row in db.query(
             f"SELECT {_COLUMNS} FROM pairs WHERE id IN (SELECT value FROM json_each(?))", [json.dumps(list(pair_ids))]
         )
@@ -212,13 +216,13 @@ def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
     return row is not None
 
 
-def open_pairs(db: Database, ref_model: str, replay: int) -> list[PairRow]:
+def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
     """What learning resumes with: queued and held-out pairs, and the latest `replay` trained ones of each adapter.
 
-    Reference log-probabilities of another model than `ref_model` are left out.
+    Their states by id, oldest first. Call `requeue_lost` for every adapter before.
     """
     rows = db.query(
-        f"""SELECT {_COLUMNS} FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+        """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
                SELECT id FROM (
                    SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
                    FROM pairs WHERE state IN ('trained', 'learnt'))
@@ -226,8 +230,7 @@ def open_pairs(db: Database, ref_model: str, replay: int) -> list[PairRow]:
            ORDER BY id""",
         {"replay": replay},
     )
-    stale = {"ref_chosen_logp": None, "ref_rejected_logp": None, "ref_model": None}
-    return [_pair(row if row["ref_model"] == ref_model else {**row, **stale}) for row in rows]
+    return {row["id"]: row["state"] for row in rows}
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:

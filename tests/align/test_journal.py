@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from edged.align.feedback.pair import IterationSample, PairRetired, StepSkipped, VersionSaved, VersionTested
-from edged.align.journal import FLUSH_SAMPLES, Journal, load_open_pairs, load_pasts, requeue_lost
+from edged.align.journal import FLUSH_SAMPLES, Journal, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
-from edged.store import Store, utc_now
+from edged.store import Store, feedback, utc_now
 from edged.store.adapters import forget_adapter
 from edged.store.feedback import get_pairs, taken_back
 from tests.align.learning import published, queue_pairs, scored, trained
@@ -44,7 +44,7 @@ def rows(store, table):
 
 
 def open_pairs(store, ref_model="base", replay=2):
-    return store.read(lambda db: load_open_pairs(db, ref_model, replay))
+    return store.read(lambda db: feedback.get_pairs(db, list(feedback.open_pairs(db, replay)), ref_model))
 
 
 def test_a_score_is_a_metric_and_its_reference_stays_with_the_pair(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -151,3 +152,24 @@ def test_pairs_beyond_an_hours_worth_are_kept_and_wait(tmp_path: Path, model: Pa
         until(lambda: adapter(http)["pairs_trained"] == 3)
         assert adapter(http)["pairs_queued"] == 2
         assert daemon.status()["finetune"]["pairs_waiting"] == 2
+
+
+def test_a_release_is_learned_from_though_the_client_leaves_before_the_answer(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        attack(http)
+        waiting = [pair["pair_id"] for pair in held(http)]
+        trained = adapter(http)["pairs_trained"]
+        body = b'{"action": "release"}'
+        head = f"POST /v1/quarantine/{waiting[0]} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with sqlite3.connect(daemon.data / "edged.db", isolation_level=None) as db:
+            # The daemon's writer waits for this lock, and the client for the writer.
+            db.execute("BEGIN IMMEDIATE")
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.connect(str(daemon.socket))
+                raw.sendall(head + body)
+                time.sleep(0.3)
+            until(lambda: daemon.status()["open_requests"] == 0)
+            time.sleep(0.3)
+            db.execute("COMMIT")
+        until(lambda: len(held(http)) < len(waiting))
+        until(lambda: adapter(http)["pairs_trained"] > trained, 20.0)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from edged.align.feedback.pair import PairRetired
 from edged.align.feedback.signals import record_pair
-from edged.align.journal import load_open_pairs, write_record
+from edged.align.journal import write_record
 from edged.align.metrics import series, summary, versions
 from edged.store import Store, utc_now
+from edged.store.feedback import get_pairs, open_pairs
 from tests.align.learning import published, scored
 
 
@@ -29,7 +30,7 @@ def test_pairs_versions_and_series_keep_their_order(tmp_path: Path) -> None:
             return pair_id
 
         store.write(record).result()
-    assert [row.chosen.text for row in store.read(lambda db: load_open_pairs(db, "base"))] == [
+    assert [row.chosen.text for row in store.read(lambda db: get_pairs(db, list(open_pairs(db))))] == [
         f"good {number}" for number in range(1, 6)
     ]
     found = store.read(lambda db: summary(db, "sam"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.cache import InflightPrefixes
+from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.scheduler.policies.base import Policy
 from edged.scheduler.policies.mace.policy import MACE, MaceSpare
 from edged.scheduler.policies.registry import ROWS

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from edged.align.feedback.pair import PairRetired, Record, StepSkipped, VersionSaved
-from edged.align.journal import Journal, load_open_pairs
+from edged.align.journal import Journal
 from edged.store import Store
 from edged.store.adapters import forget_adapter
 from edged.store.base_models import SHELVES, OtherBase, refuse_other_base, serve_base
+from edged.store.feedback import open_pairs
 from tests.align.learning import published, queue_pairs, scored, trained
 
 LIVE = (*SHELVES, "pairs")
@@ -77,7 +78,7 @@ def test_another_base_has_learned_nothing_and_is_trained_on_earlier_pairs_only_w
     progress = ("state", "epochs_done", "trained_version", "ref_chosen_logp", "ref_model")
     state = "skipped" if asked == "never" else "queued"
     assert [[pair[key] for key in progress] for pair in found["pairs"]] == [[state, 0, None, None, None]] * 3
-    assert len(store.read(lambda db: load_open_pairs(db, "B"))) == (0 if asked == "never" else 3)
+    assert len(store.read(open_pairs)) == (0 if asked == "never" else 3)
 
 
 def test_a_base_that_was_not_asked_for_is_refused_where_something_was_learned(store, tmp_path):
