@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.pair import VersionSaved
-from edged.engine.engine import Engine
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.engine.test_engine import generated
 from tests.models import tiny_model
 
@@ -22,19 +21,19 @@ PAGE = 8
 
 
 @contextmanager
-def held_still(engine: Engine) -> Iterator[None]:
+def held_still(engine: BuiltEngine) -> Iterator[None]:
     """What is submitted inside is in the engine's inbox together."""
     gate = threading.Event()
-    engine._commands.post(lambda: gate.wait(30) and None)
+    engine.built.commands.post(lambda: gate.wait(30) and None)
     try:
         yield
     finally:
         gate.set()
 
 
-def at_a_chunk(engine: Engine, name: str, tokens: int, then: Any) -> None:
+def at_a_chunk(engine: BuiltEngine, name: str, tokens: int, then: Any) -> None:
     """Call `then` on the engine thread when request `name` has computed `tokens` of its prompt, or more."""
-    serving, runner = engine._sequences, engine.parts.runner
+    serving, runner = engine.built.sequences, engine.built.runner
     run, done = runner.run, threading.Event()
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -88,7 +87,9 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
             engine,
             "long",
             4 * PAGE,
-            lambda sequence: engine._commands.post(lambda: held.append(engine._sequences._prefix_wait.waiting)),
+            lambda sequence: engine.built.commands.post(
+                lambda: held.append(engine.built.sequences._prefix_wait.waiting)
+            ),
         )
         with held_still(engine):
             engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -104,10 +105,12 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
         held: list[int] = []
 
         def come() -> None:
-            engine._sequences.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
-            held.append(engine._sequences._prefix_wait.waiting)
+            engine.built.sequences.add(
+                request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0
+            )
+            held.append(engine.built.sequences._prefix_wait.waiting)
 
-        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._commands.post(come))
+        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine.built.commands.post(come))
         engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
         client.wait(lambda: len(client.finished) == 2)
         assert held == [0]
@@ -130,7 +133,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
     common = random_ids(30 * PAGE, 1)
     prompts = [common + random_ids(5, 10 + i) for i in range(4)]
     with running_engine(tmp_path, serving__max_batch_tokens=32) as (engine, client):
-        serving = engine._sequences
+        serving = engine.built.sequences
         ends = {
             "cancelled": lambda sequence: serving.cancel("r0", "cancelled", time.monotonic()),
             "failed": lambda sequence: serving.fail([sequence.task.task_id], "made to fail", time.monotonic()),
@@ -145,7 +148,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
 
         def end(sequence: Any) -> None:
             # After the iteration, as the engine itself would.
-            engine._commands._commands.appendleft(lambda: end_now(sequence))
+            engine.built.commands._commands.appendleft(lambda: end_now(sequence))
 
         at_a_chunk(engine, "r0", 8 * PAGE, end)
         with held_still(engine):
@@ -174,7 +177,7 @@ def test_an_engine_that_stops_ends_those_who_wait(tmp_path: Path) -> None:
         assert len(client.finished) == 4
 
 
-def learn(engine: Engine, client: Client, adapter: str, seed: int) -> None:
+def learn(engine: BuiltEngine, client: Client, adapter: str, seed: int) -> None:
     version = engine.adapters().get(adapter, 0)
     engine.submit_pairs(random_pairs(4, adapter, seed, first_id=100 * seed))
     client.wait(lambda: engine.adapters().get(adapter, 0) > version)
@@ -192,7 +195,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine._commands._commands.appendleft(lambda: engine._finetuning.rollback("ann", 1))
+            engine.built.commands._commands.appendleft(lambda: engine.built.finetuning.rollback("ann", 1))
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):
