@@ -94,7 +94,7 @@ def running_engine(
     engine.start()
     try:
         yield engine, client
-        assert not engine.broken
+        assert not engine.broken, engine.broken[0]
         assert (engine.error is not None) is fails
     finally:
         engine.stop(5.0)
