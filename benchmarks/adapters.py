@@ -15,7 +15,6 @@ import benchmarks.support.prepared  # noqa: F401
 # isort: split
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,24 +26,22 @@ import torch
 
 from benchmarks.support.command import finish, option, parse
 from benchmarks.support.interleave import Spread, paired_ratio
+from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.align.adapters.adapter import AdapterFiles, Snapshot
 from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request, TokenEvent
-from edged.engine.sampling.params import Sampling
 from edged.models import demo_model_dir
 from edged.settings.load import AlignSettings, Settings
 from edged.tensors.cpu_threads import apart
 
-_LONGEST_WAIT_S = 600.0
 BATCH = 32
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 24
 ADAPTERS_IN_A_BATCH = (0, 1, 16)
 
 
-class Bench:
-    """An engine with random adapters in a temporary folder; times are seconds of the monotonic clock."""
+class Bench(LocalEngine):
+    """An engine with random adapters in a temporary folder."""
 
     def __init__(self, model: Path, adapters: Sequence[str], settings: dict[str, dict[str, Any]]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="edged-bench-")
@@ -53,49 +50,22 @@ class Bench:
         blank = Engine.build(made, model, lambda _: None, lambda _: None, folder)
         write_adapters(blank.adapter_files, adapters)
         del blank
-        self._token_s: dict[str, list[float]] = {}
-        self._finished = threading.Condition()
-        self._open = 0
         started = time.monotonic()
-        self.engine = Engine.build(made, model, self._deliver, lambda _: None, folder)
+        super().__init__(model, made, folder)
         self.start_s = time.monotonic() - started
-        self.engine.start()
         self._generator = np.random.default_rng(0)
 
-    def _deliver(self, events: list[Event]) -> None:
-        now = time.monotonic()
-        with self._finished:
-            for event in events:
-                if isinstance(event, TokenEvent):
-                    self._token_s[event.request_id].append(now)
-                elif isinstance(event, FinishEvent):
-                    if event.reason != "length":
-                        raise RuntimeError(f"a request ended with {event.reason}: {event.error}")
-                    self._open -= 1
-            self._finished.notify_all()
+    def ask_at_random(self, name: str, adapter: str | None, tokens: int = ANSWER_TOKENS) -> float:
+        """Submit a request with a random prompt; the moment at which it was asked (monotonic clock)."""
+        return self.ask(name, self._generator.integers(8, self.vocab, PROMPT_TOKENS).tolist(), tokens, adapter)
 
-    def ask(self, name: str, adapter: str | None, tokens: int = ANSWER_TOKENS) -> None:
-        """Submit a request with a random prompt."""
-        vocab = int(self.engine.status()["model"]["vocab_size"])
-        prompt = tuple(self._generator.integers(8, vocab, PROMPT_TOKENS).tolist())
-        with self._finished:
-            self._open += 1
-            self._token_s[name] = []
-        self.engine.submit(
-            Request(name, prompt, Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True), adapter)
-        )
-
-    def wait(self) -> dict[str, list[float]]:
-        """Until all are answered: the moments of every request's tokens since the last call."""
-        with self._finished:
-            if not self._finished.wait_for(lambda: not self._open or self.engine.error, _LONGEST_WAIT_S) or self._open:
-                raise RuntimeError(f"the engine: {self.engine.error or 'no answer in time'}")
-            found, self._token_s = self._token_s, {}
-        return found
+    def moments(self) -> dict[str, list[float]]:
+        """Wait until all are answered: the moments of every request's tokens since the last call."""
+        return {name: answer.token_s for name, answer in self.wait().items()}
 
     def close(self) -> None:
         """Stop the engine and remove its folder."""
-        self.engine.stop(0.0)
+        super().close()
         self._folder.cleanup()
 
 
@@ -120,8 +90,8 @@ def batch_cost(model: Path, rounds: int) -> dict[str, Any]:
         for number in range(rounds + 1):
             for count in ADAPTERS_IN_A_BATCH:
                 for index in range(BATCH):
-                    bench.ask(f"{number}-{count}-{index}", names[index % count] if count else None)
-                gap = _decode_gap(bench.wait())
+                    bench.ask_at_random(f"{number}-{count}-{index}", names[index % count] if count else None)
+                gap = _decode_gap(bench.moments())
                 if number:
                     gaps[count].append(gap)
     finally:
@@ -148,19 +118,17 @@ def registered_cost(model: Path, registered: int, active: int) -> dict[str, Any]
     bench = Bench(model, names, {"align": {"max_active_adapters": active, "max_loaded_adapters": active}})
     try:
         chosen = names[:: max(1, registered // active)][:active]
-        bench.ask("first of all", None)
-        bench.wait()
+        bench.ask_at_random("first of all", None)
+        bench.moments()
         found: dict[str, Any] = {"registered": registered, "active": active, "start_s": bench.start_s}
         for label in ("cold", "warm"):
-            bench.ask("stream", None, tokens=active * 8)
-            ttft = []
-            for name in chosen:
-                asked = time.monotonic()
-                bench.ask(f"{label} {name}", name, tokens=4)
-                ttft.append((f"{label} {name}", asked))
+            bench.ask_at_random("stream", None, tokens=active * 8)
+            asked_s = {}
+            for name in (f"{label} {name}" for name in chosen):
+                asked_s[name] = bench.ask_at_random(name, name.removeprefix(f"{label} "), tokens=4)
                 time.sleep(0.02)
-            moments = bench.wait()
-            waits = [1e3 * (moments[name][0] - asked) for name, asked in ttft]
+            moments = bench.moments()
+            waits = [1e3 * (moments[name][0] - asked) for name, asked in asked_s.items()]
             gaps = 1e3 * np.diff(moments["stream"])
             found[label] = {
                 "ttft_ms_p50": float(np.percentile(waits, 50)),

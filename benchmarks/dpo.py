@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, markdown, option, parse
 from benchmarks.support.interleave import (
+    LONGEST_WAIT_S,
     Conversation,
     Side,
     Spread,
@@ -36,7 +37,7 @@ from benchmarks.support.interleave import (
     take_turns,
 )
 from benchmarks.support.machine_limits import Machine, Sizes, dpo_step, measure_machine, report_header
-from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
+from benchmarks.support.random_llama import SHAPES, device_dtype, load_llama, write_random_llama, write_tokenizer
 from edged.align.feedback.pair_formats import read_pairs
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 
@@ -44,7 +45,6 @@ LONGEST_PAIR_TOKENS = 1024
 EDGED, TRL, TRL_FAST, TRL_SMALL = "edged", "TRL", "TRL without checkpointing", "TRL pair by pair"
 SIDES = (EDGED, TRL, TRL_FAST, TRL_SMALL)
 """TRL with its defaults; as fast as it can; and with one pair per forward, gradients accumulated, to save memory."""
-_LONGEST_WAIT_S = 600.0
 _TokenizedPair = dict[str, Any]
 
 
@@ -179,7 +179,7 @@ class _EdgedLearner:
                 for index, pair in enumerate(pairs)
             ]
         )
-        if not self._done.acquire(timeout=_LONGEST_WAIT_S) or self._problem:
+        if not self._done.acquire(timeout=LONGEST_WAIT_S) or self._problem:
             raise RuntimeError(f"edged's engine: {self._engine.error or self._problem or 'no step in time'}")
         return sum(self._losses) / len(self._losses)
 
@@ -211,7 +211,7 @@ def _make_trainer(
     """TRL as its documentation shows it, but for the precision, and with the pairs in their given order."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     on_gpu = job.device.startswith("cuda")
@@ -235,16 +235,9 @@ def _make_trainer(
         report_to="none",
         disable_tqdm=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=getattr(torch, job.dtype),
-        attn_implementation="sdpa",
-        trust_remote_code=False,
-        local_files_only=True,
-    )
     lora = LoraConfig(r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     return DPOTrainer(
-        model=model,
+        model=load_llama(model_dir, job.dtype),
         args=config,
         train_dataset=Dataset.from_list(texts),
         processing_class=AutoTokenizer.from_pretrained(job.model, trust_remote_code=False, local_files_only=True),

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.support.command import DEVICE, SIZE, finish, numbers, option, parse, say, table_of
 from benchmarks.support.interleave import Spread
+from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import (
     Machine,
     Sizes,
@@ -41,13 +42,8 @@ from benchmarks.support.machine_limits import (
     report_header,
 )
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.recorder import ReplayRecorder
-from edged.engine.build import EngineParts, build_parts_apart
-from edged.engine.engine import Engine
+from edged.engine.build import EngineParts
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.request import Request
-from edged.engine.sampling.params import Sampling
-from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 
 BATCHES = (1, 8, 32)
@@ -71,7 +67,6 @@ MIXES: dict[str, dict[str, float]] = {
 """Sampling parameters by name."""
 _WARM_UP = 2
 """Full iterations that do not count: buffers of the batch's size are allocated in them."""
-_LONGEST_WAIT_S = 600.0
 
 
 class ForwardClock:
@@ -120,23 +115,16 @@ class Ran:
     tokens: int
 
 
-class WatchedEngine:
+class WatchedEngine(LocalEngine):
     """An engine in process whose iterations are remembered."""
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
-        settings = Settings.model_validate({"model": {"device": device, "dtype": dtype}})
-        self._recorder = ReplayRecorder()
-        parts = build_parts_apart(settings, model, None, self._recorder.deliver)
-        self.vocab = parts.model.shape.vocab_size
         self.ran: list[Ran] = []
-        self._clock = ForwardClock(parts.model.device)
-        self._run = parts.runner.run
         self._names = count()
-        self._watch(parts)
-        self._engine = Engine(parts)
-        self._engine.start()
+        super().__init__(model, {"model": {"device": device, "dtype": dtype}}, watch=self._watch)
 
     def _watch(self, parts: EngineParts) -> None:
+        self._clock, self._run = ForwardClock(parts.model.device), parts.runner.run
         # Methods of single objects are watched.
         setattr(parts.runner, "run", self._watched)  # noqa: B010
         setattr(parts.model, "forward", self._clock.timed(parts.model.forward))  # noqa: B010
@@ -156,16 +144,9 @@ class WatchedEngine:
         ran: list[Ran] = []
         self.ran = ran
         for prompt in prompts:
-            sampling = Sampling(max_tokens=tokens, ignore_eos=True, seed=0, **mix)
-            name = f"watched {next(self._names)}"
-            self._recorder.expect(name, time.monotonic(), len(prompt))
-            self._engine.submit(Request(name, prompt, sampling))
-        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
+            self.ask(f"watched {next(self._names)}", prompt, tokens, seed=0, **mix)
+        self.wait()
         return ran
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.stop(0.0)
 
 
 def measure(model: Path, device: str, dtype: str, batches: Sequence[int]) -> dict[str, Any]:

@@ -31,19 +31,15 @@ import numpy as np
 import torch
 
 from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, finish, markdown, model_folder, option, parse
+from benchmarks.support.interleave import LONGEST_WAIT_S
+from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import read_pairs
-from edged.bench.recorder import ReplayRecorder
 from edged.bench.replay import load_pairs
-from edged.engine.build import build_parts_apart
-from edged.engine.engine import Engine
-from edged.engine.model_runner import FineTuneJob, RunnerOutput
-from edged.engine.request import Request
-from edged.engine.sampling.params import Sampling
-from edged.engine.sequence import Sequence as Running
-from edged.scheduler.task import Plan
+from edged.engine.build import EngineParts
+from edged.engine.model_runner import RunnerOutput
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer
@@ -57,7 +53,6 @@ FORWARD = "forward"
 """The kind of a packed forward; units have their own kinds' names."""
 BETWEEN = "between"
 """The kind of what is no piece: planning, bookkeeping, opening a step."""
-_LONGEST_WAIT_S = 600.0
 _PROMPT_TOKENS, _ANSWER_TOKENS = 64, 4
 
 
@@ -110,16 +105,9 @@ class Watch:
         self.pieces: list[Piece] = []
         self._run = run
 
-    def __call__(
-        self,
-        plan: Plan,
-        sequences: dict[int, Running],
-        jobs: dict[int, FineTuneJob],
-        interrupted: Callable[[], bool],
-        meanwhile: Callable[[], None],
-    ) -> RunnerOutput:
+    def __call__(self, *arguments: Any, **named: Any) -> RunnerOutput:
         """`ModelRunner.run`: units lie back to back at its end, the forward before them."""
-        work = self._run(plan, sequences, jobs, interrupted, meanwhile)
+        work = self._run(*arguments, **named)
         moment = time.monotonic() - sum(seconds for _, seconds in work.units)
         if work.forward_s:
             tokens = sum(count for _, count in (*work.prefilled, *work.finetuned))
@@ -130,21 +118,20 @@ class Watch:
         return work
 
 
-class Bench:
+class Bench(LocalEngine):
     """An engine that learns without pause while requests come one at a time."""
 
     def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
-        self._recorder = ReplayRecorder()
-        parts = build_parts_apart(settings, model, None, self._recorder.deliver)
+        super().__init__(model, settings, watch=self._watch)
+        self.engine.submit_pairs(list(pairs))
+
+    def _watch(self, parts: EngineParts) -> None:
         self.watch = Watch(parts.runner.run)
         setattr(parts.runner, "run", self.watch)  # noqa: B010 - a method of one object is watched
-        self.engine = Engine(parts)
-        self.engine.start()
-        self.engine.submit_pairs(list(pairs))
 
     def wait_until_learning(self) -> None:
         """Until the first step has been taken: what is loaded late is loaded then."""
-        deadline_s = time.monotonic() + _LONGEST_WAIT_S
+        deadline_s = time.monotonic() + LONGEST_WAIT_S
         while not self.engine.status()["finetune"]["steps"]:
             if self.engine.error or time.monotonic() > deadline_s:
                 raise RuntimeError(f"the engine: {self.engine.error or 'no step in time'}")
@@ -152,18 +139,10 @@ class Bench:
 
     def arrive(self, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
         """One request from its arrival to its end: the moments of its arrival and of its forward's start."""
-        sampling = Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-        arrived_s = time.monotonic()
-        self._recorder.expect(name, arrived_s, len(prompt))
-        self.engine.submit(Request(name, prompt, sampling))
-        self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)
-        finish = self._recorder.answers[name].finish
+        arrived_s = self.ask(name, prompt, _ANSWER_TOKENS)
+        finish = self.wait()[name].finish
         assert finish is not None, "a whole answer has ended"
         return arrived_s, arrived_s + finish.queue_s
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self.engine.stop(0.0)
 
 
 def measure(
@@ -175,11 +154,10 @@ def measure(
     try:
         bench.wait_until_learning()
         before = bench.engine.status()
-        vocab = int(before["model"]["vocab_size"])
         moments = []
         for number in range(requests):
             time.sleep(chance.expovariate(1.0 / mean_gap_s))
-            prompt = tuple(chance.randrange(3, vocab) for _ in range(_PROMPT_TOKENS))
+            prompt = tuple(chance.randrange(3, bench.vocab) for _ in range(_PROMPT_TOKENS))
             moments.append(bench.arrive(str(number), prompt))
         after = bench.engine.status()
     finally:

@@ -35,6 +35,7 @@ import torch
 
 from benchmarks.support.command import DEVICE, finish, flag, markdown, option, parse, table_of
 from benchmarks.support.interleave import (
+    LONGEST_WAIT_S,
     Conversation,
     Spread,
     open_sides,
@@ -43,15 +44,13 @@ from benchmarks.support.interleave import (
     sides_of,
     take_turns,
 )
+from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header
 from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scaled, whole_conversations
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.recorder import ReplayRecorder, percentiles_ms
+from edged.bench.recorder import percentiles_ms
 from edged.bench.traces import Arrival, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
-from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request
-from edged.engine.sampling.params import Sampling
-from edged.settings.load import Settings
+from edged.engine.request import Event, FinishEvent
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
@@ -61,7 +60,6 @@ CONTEXT_TOKENS = 2048
 RATES = ("requests_per_s", "prompt_tokens_per_s")
 SHARING, ALONE = "edged with prefix sharing", "edged without"
 SIDES = (SHARING, ALONE)
-_LONGEST_WAIT_S = 600.0
 _FIRST_ID = 3
 """Tokens below are left to those that mean something."""
 
@@ -86,22 +84,17 @@ class _ClosedLoop:
     """An engine that is kept at `concurrency` open requests."""
 
     def __init__(self, job: Job, shares: bool) -> None:
-        self._recorder = ReplayRecorder()
         self._concurrency = job.concurrency
         self._open: dict[str, int | None] = {}
         """Conversations by the request that is open."""
         self._changed = threading.Condition()
-        settings = Settings.model_validate(
-            {
-                "model": {"device": job.device, "dtype": job.dtype},
-                "cache": {"prefix_sharing": shares, "memory_mb": job.memory_mb},
-            }
-        )
-        self._engine = Engine.build(settings, Path(job.model), self._deliver, lambda _records: None, None)
-        self._engine.start()
+        settings: dict[str, dict[str, Any]] = {
+            "model": {"device": job.device, "dtype": job.dtype},
+            "cache": {"prefix_sharing": shares, "memory_mb": job.memory_mb},
+        }
+        self._local = LocalEngine(Path(job.model), settings, also=self._close_ended)
 
-    def _deliver(self, events: list[Event]) -> None:
-        self._recorder.deliver(events)
+    def _close_ended(self, events: list[Event]) -> None:
         with self._changed:
             for event in events:
                 if isinstance(event, FinishEvent):
@@ -110,17 +103,14 @@ class _ClosedLoop:
 
     def run(self, rows: Sequence[TraceRow], load: Sequence[Arrival]) -> dict[str, Any]:
         """Send the load, which `rows` became, as fast as it is answered; its figures."""
-        self._recorder = recorder = ReplayRecorder()
         waiting = [(str(number), conversation_of(row)) for number, row in enumerate(rows)]
         started = time.monotonic()
         while waiting:
             name, conversation = waiting.pop(self._next(waiting))
             self._open[name] = conversation
             arrival = load[int(name)]
-            recorder.expect(name, time.monotonic(), len(arrival.prompt_ids))
-            sampling = Sampling(max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True)
-            self._engine.submit(Request(name, arrival.prompt_ids, sampling))
-        answers = recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
+            self._local.ask(name, arrival.prompt_ids, arrival.output_tokens)
+        answers = self._local.wait().values()
         seconds = time.monotonic() - started
         ends = [answer.finish for answer in answers if answer.finish is not None]
         prompt_tokens = sum(end.prompt_tokens for end in ends)
@@ -142,11 +132,11 @@ class _ClosedLoop:
             return next((index for index, (_, talk) in enumerate(waiting) if talk not in going_on), None)
 
         with self._changed:
-            if not self._changed.wait_for(lambda: first() is not None or self._engine.error, _LONGEST_WAIT_S):
+            if not self._changed.wait_for(lambda: first() is not None or self._local.engine.error, LONGEST_WAIT_S):
                 raise RuntimeError("edged's engine: no answer in time")
             found = first()
         if found is None:
-            raise RuntimeError(f"edged's engine: {self._engine.error}")
+            raise RuntimeError(f"edged's engine: {self._local.engine.error}")
         return found
 
 

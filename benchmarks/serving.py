@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from benchmarks.support.interleave import (
     take_turns,
 )
 from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill, report_header
-from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
+from benchmarks.support.random_llama import SHAPES, device_dtype, load_llama, write_random_llama
 
 ADAPTER_RANK = 16
 EDGED, ADAPTED = "edged", "edged with an adapter"
@@ -51,7 +50,6 @@ CONTINUOUS, STATIC, LLAMA_CPP = "transformers continuous batching", "transformer
 PEERS = (CONTINUOUS, STATIC, LLAMA_CPP)
 Prompts = list[list[int]]
 Answers = list[list[int]]
-_LONGEST_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,44 +81,37 @@ def make_prompts(job: Job, seed: int) -> Prompts:
 def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Answers]:
     """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
     from benchmarks.adapters import write_adapters
+    from benchmarks.support.local_engine import LocalEngine
     from edged.engine.engine import Engine
-    from edged.engine.request import Event, FinishEvent, Request, TokenEvent
-    from edged.engine.sampling.params import Sampling
+    from edged.engine.request import Event, TokenEvent
     from edged.settings.load import Settings
 
     settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
     tokens: dict[str, list[int]] = {}
-    problems: list[str] = []
-    done = threading.Semaphore(0)
+    wrong: list[int] = []
 
-    def deliver(events: list[Event]) -> None:
+    def collect(events: list[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
-                if event.version != bool(adapter):
-                    problems.append(f"a token of version {event.version}, with adapter {adapter}")
                 tokens[event.request_id].append(event.token_id)
-            elif isinstance(event, FinishEvent):
-                if event.reason != "length":
-                    problems.append(f"{event.reason} {event.error}".strip())
-                done.release()
+                if event.version != bool(adapter):
+                    wrong.append(event.version)
 
     folder = Path(job.adapters) if adapter else None
     if adapter:
-        blank = Engine.build(settings, Path(job.model), deliver, lambda _records: None, folder)
+        blank = Engine.build(settings, Path(job.model), lambda _events: None, lambda _records: None, folder)
         write_adapters(blank.adapter_files, [adapter])
         del blank
-    engine = Engine.build(settings, Path(job.model), deliver, lambda _records: None, folder)
-    engine.start()
-    sampling = Sampling(max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
+    engine = LocalEngine(Path(job.model), settings, folder, also=collect)
 
     def answer(prompts: Prompts) -> Answers:
         tokens.clear()
         tokens.update({str(index): [] for index in range(len(prompts))})
         for index, prompt in enumerate(prompts):
-            engine.submit(Request(str(index), tuple(prompt), sampling, adapter))
-        for _ in prompts:
-            if not done.acquire(timeout=_LONGEST_WAIT_S) or problems:
-                raise RuntimeError(f"edged's engine: {engine.error or problems or 'no answer'}")
+            engine.ask(str(index), prompt, job.output_tokens, adapter)
+        engine.wait()
+        if wrong:
+            raise RuntimeError(f"edged's engine: tokens of version {wrong[0]}, with adapter {adapter}")
         return [tokens[str(index)] for index in range(len(prompts))]
 
     return answer
@@ -131,7 +122,7 @@ def start_continuous(job: Job) -> Callable[[Prompts], Answers]:
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    model = _load(job)
+    model = load_llama(job.model, job.dtype).to(job.device).eval()
     greedy = GenerationConfig(max_new_tokens=job.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     # Prefixes are never shared here: the prompts are random. All prompts may be computed in one pass, which is fastest.
     batching = ContinuousBatchingConfig(
@@ -153,7 +144,7 @@ def start_static(job: Job) -> Callable[[Prompts], Answers]:
     """`generate` on the whole batch: all prompts have one length, so that nothing is padded."""
     from transformers import GenerationConfig
 
-    model = _load(job)
+    model = load_llama(job.model, job.dtype).to(job.device).eval()
     greedy = GenerationConfig(
         max_new_tokens=job.output_tokens, min_new_tokens=job.output_tokens, do_sample=False, pad_token_id=0
     )
@@ -192,19 +183,6 @@ def start_llama_cpp(job: Job) -> Callable[[Prompts], Answers]:
         return [list(islice(llama.generate(prompt, temp=0.0), job.output_tokens)) for prompt in prompts]
 
     return answer
-
-
-def _load(job: Job) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        job.model,
-        dtype=getattr(torch, job.dtype),
-        attn_implementation="sdpa",
-        trust_remote_code=False,
-        local_files_only=True,
-    )
-    return model.to(job.device).eval()
 
 
 _START: dict[str, Callable[[Job], Callable[[Prompts], Answers]]] = {

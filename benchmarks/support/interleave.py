@@ -19,6 +19,8 @@ from benchmarks.support.checkout import environment
 from benchmarks.support.command import say
 
 _ERROR_TAIL_CHARS = 2000
+LONGEST_WAIT_S = 600.0
+"""How long a benchmark waits for an engine's answer or step."""
 
 
 class SideFailed(RuntimeError):

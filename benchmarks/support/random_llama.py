@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
@@ -60,6 +61,17 @@ def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", se
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config_of(shape), dtype=getattr(torch, dtype)).save_pretrained(directory)
     return directory
+
+
+def load_llama(directory: str, dtype: str) -> Any:
+    """The model of transformers as the peers use it, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=False,
+        local_files_only=True,
+    )
 
 
 def write_tokenizer(directory: Path, texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:

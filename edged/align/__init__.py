@@ -1,0 +1,1 @@
+"""Learning from preferences: signals, pairs, DPO steps, adapters and their versions."""

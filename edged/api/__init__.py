@@ -1,0 +1,1 @@
+"""The HTTP API: an aiohttp application over a table of routes."""

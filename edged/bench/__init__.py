@@ -1,0 +1,1 @@
+"""Trace replay and comparisons that users run."""

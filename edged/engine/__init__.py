@@ -1,0 +1,1 @@
+"""The engine thread: plan, run, complete."""

@@ -1,0 +1,1 @@
+"""Readings of the box in, limits of the engine out."""

@@ -1,0 +1,1 @@
+"""Which tokens of which task the next iteration computes."""

@@ -1,0 +1,1 @@
+"""Readings of the box: processor, memory, power, temperature."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from edged.align.feedback.pair import Record, TokenPair
+from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
@@ -56,26 +57,32 @@ class Client:
         return [event.token_id for event in self.tokens[request_id]]
 
 
-def check_pages_after_every_iteration(engine: Engine) -> None:
-    """A broken invariant of pool or trie ends the engine, and so the test."""
-    runner = engine.parts.runner
-    run = runner.run
+class BuiltEngine(Engine):
+    """An engine whose parts the test put together, checks after every iteration, and may replace methods of."""
 
-    def checked(*arguments: Any, **named: Any) -> Any:
-        work = run(*arguments, **named)
-        try:
-            check_pool(runner.pages.pool) if runner.pages.trie is None else check_trie(runner.pages.trie)
-        except AssertionError as error:
-            engine._loop._recovery.error = f"pages: {error}"
-        return work
+    def __init__(self, built: EngineParts) -> None:
+        super().__init__(built)
+        self.built = built
+        self.broken: list[str] = []
+        """Invariants of pool or trie that an iteration broke."""
+        runner = built.runner
+        run = runner.run
 
-    runner.run = checked  # type: ignore[method-assign]
+        def checked(*arguments: Any, **named: Any) -> Any:
+            work = run(*arguments, **named)
+            try:
+                check_pool(runner.pages.pool) if runner.pages.trie is None else check_trie(runner.pages.trie)
+            except AssertionError as error:
+                self.broken.append(str(error))
+            return work
+
+        runner.run = checked  # type: ignore[method-assign]
 
 
 @contextmanager
 def running_engine(
     tmp_path: Path, kind: str = "llama", data: str = "data", fails: bool = False, **settings: Any
-) -> Iterator[tuple[Engine, Client]]:
+) -> Iterator[tuple[BuiltEngine, Client]]:
     """An engine on a saved tiny model, which `fails` or not; `settings` are section__key overrides."""
     model = tmp_path / f"model-{kind}"
     if not model.exists():
@@ -84,11 +91,11 @@ def running_engine(
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     made: Settings = load_settings(environ={}, overrides=overrides)
     client = Client()
-    engine = Engine.build(made, model, client.deliver, client.journal, tmp_path / data)
-    check_pages_after_every_iteration(engine)
+    engine = BuiltEngine.build(made, model, client.deliver, client.journal, tmp_path / data)
     engine.start()
     try:
         yield engine, client
+        assert not engine.broken, engine.broken[0]
         assert (engine.error is not None) is fails
     finally:
         engine.stop(5.0)

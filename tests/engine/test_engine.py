@@ -15,10 +15,9 @@ from peft import PeftModel
 
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.pair import PairRetired, PairScored, VersionPublished, VersionSaved
-from edged.engine.engine import Engine
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.request import EngineBusy, RequestRefused
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.models import ARCHITECTURES, tiny_model
 
 
@@ -81,7 +80,7 @@ def test_plans_made_ahead_change_no_answer(tmp_path: Path) -> None:
     assert answers["on"] == answers["off"]
 
 
-def learnt(engine: Engine, client: Client, adapter: str, seed: int, pairs: int = 8) -> int:
+def learnt(engine: BuiltEngine, client: Client, adapter: str, seed: int, pairs: int = 8) -> int:
     """Teach an adapter; returns its version."""
     before = len(client.of(PairRetired))
     engine.submit_pairs(random_pairs(pairs, adapter, seed, first_id=before + 1))
@@ -241,10 +240,10 @@ def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_pat
         assert learnt(engine, client, "ann", 1, pairs=4) == 1
         client.wait(lambda: client.of(VersionSaved))
         written: Future[None] = Future()
-        saver = engine._finetuning._writer
+        saver = engine.built.finetuning._writer
         journal, saver._journal = saver._journal, lambda records: (journal(records), written)[1]
         assert learnt(engine, client, "ann", 5, pairs=4) == 2
-        while engine._finetuning.next_due_s() is not None:
+        while engine.built.finetuning.next_due_s() is not None:
             time.sleep(0.01)
         gone = engine.forget("ann")
         try:
@@ -329,7 +328,7 @@ def test_what_can_never_fit_is_refused_and_a_full_queue_says_so(tmp_path: Path) 
         client.wait(lambda: len(client.finished) == 20 - len(refused))
 
 
-def _refusal(engine: Engine, seed: int) -> str:
+def _refusal(engine: BuiltEngine, seed: int) -> str:
     try:
         engine.submit(request(f"r{seed}", random_ids(20, seed), tokens=50))
     except EngineBusy as error:

@@ -22,12 +22,11 @@ from edged.align.feedback.pair import (
     VersionSaved,
     VersionTested,
 )
-from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
 from edged.scheduler.task import Plan
 from edged.store import StoreError
 from tests.align.test_guard import SETTINGS, score
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 
 
 def test_a_pair_is_trained_on_for_its_epochs_and_scored_once(tmp_path: Path) -> None:
@@ -135,22 +134,22 @@ def test_pairs_longer_than_the_batch_and_the_window_are_trained_in_chunks(tmp_pa
         assert status["free"] + status["cached"] == status["total"]
 
 
-def take_pages_of_steps(engine: Engine, times: int) -> list[int]:
+def take_pages_of_steps(engine: BuiltEngine, times: int) -> list[int]:
     """Preempt the step under way in some iterations, as a scheduler short of pages would; returns whom it hit."""
     hit: list[int] = []
     rng = np.random.default_rng(0)
-    plan_of = engine._loop._plan
+    plan_of = engine.built.scheduler.plan
 
-    def plan() -> Plan:
-        made = plan_of()
-        for task_id, task in engine._finetuning._tasks.items():
+    def plan(*arguments: Any) -> Plan:
+        made = plan_of(*arguments)
+        for task_id, task in engine.built.finetuning._tasks.items():
             if task.held_pages and len(hit) < times and rng.random() < 0.5:
                 hit.append(task_id)
                 made.grants[:] = [grant for grant in made.grants if grant.task is not task]
                 made.preempt.append(task)
         return made
 
-    engine._loop._plan = plan  # type: ignore[method-assign]
+    engine.built.scheduler.plan = plan  # type: ignore[method-assign]
     return hit
 
 
@@ -186,7 +185,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
 def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, keep_graph: bool) -> None:
     settings = {"guard__held_out_share": 0.0, "align__keep_graph": keep_graph, "align__window_tokens": 60}
     with running_engine(tmp_path, **settings) as (engine, client):
-        run = engine.parts.runner.run
+        run = engine.built.runner.run
         pieces: list[tuple[int, int]] = []
 
         def interrupted(*arguments: Any, **named: Any) -> RunnerOutput:
@@ -195,7 +194,7 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
             pieces.append((len(work.finetuned), len(work.units)))
             return work
 
-        engine.parts.runner.run = interrupted  # type: ignore[method-assign]
+        engine.built.runner.run = interrupted  # type: ignore[method-assign]
         engine.submit_pairs(random_pairs(4, "ann") + random_pairs(4, "bob", seed=1, first_id=5))
         client.wait(lambda: len(client.of(PairRetired)) == 8)
     assert {record.state for record in client.of(PairRetired)} == {"trained"}
@@ -288,7 +287,7 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
-        trainer = engine.parts.trainer
+        trainer = engine.built.trainer
         load = trainer.adapter_cache.load
 
         def damaged(adapter: str) -> Any:
@@ -300,8 +299,8 @@ def test_an_adapter_that_cannot_be_read_is_not_ready_before_it_can_be(
             patch.setattr(trainer.adapter_cache, "load", damaged)
             engine.submit_pairs(random_pairs(2, "ann") + random_pairs(2, "bob", first_id=3))
             client.wait(lambda: len(client.of(PairRetired)) == 2)
-            assert engine._commands.ask(lambda: list(trainer.pair_queues.ready())).result(10) == []
-        engine._commands.ask(lambda: engine._finetuning._loader.fetch("ann")).result(10)
+            assert engine.built.commands.ask(lambda: list(trainer.pair_queues.ready())).result(10) == []
+        engine.built.commands.ask(lambda: engine.built.finetuning._loader.fetch("ann")).result(10)
         client.wait(lambda: len(client.of(PairRetired)) == 4)
     assert [record.adapter for record in client.of(PairRetired)] == ["bob", "bob", "ann", "ann"]
 
@@ -311,7 +310,7 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
     written: Future[None] = Future()
     names = ["ann", "bob", "cy"]
     with running_engine(tmp_path, **settings) as (engine, client):
-        saver = engine._finetuning._writer
+        saver = engine.built.finetuning._writer
         journal, saver._journal = saver._journal, lambda records: (journal(records), written)[1]
         handed: list[str] = []
         submit = saver._thread.submit
@@ -343,7 +342,7 @@ def test_versions_are_written_one_at_a_time_and_all_of_them_at_the_end(tmp_path:
 RARELY_SAVED = {"guard__held_out_share": 0.0, "store__save_every_s": 3600.0}
 
 
-def learn_twice(engine: Engine, client: Client) -> None:
+def learn_twice(engine: BuiltEngine, client: Client) -> None:
     """Two steps of two pairs, one after the other."""
     for turn in range(2):
         engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
@@ -395,19 +394,19 @@ def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_
     """The good version is in memory, with the optimizer's moments, or left it with its adapter."""
     settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.001, "store__keep_versions": 2}
     with running_engine(tmp_path, **settings) as (engine, client):
-        versions, adapter_cache = engine.parts.trainer._versions, engine.parts.trainer.adapter_cache
+        versions, adapter_cache = engine.built.trainer._versions, engine.built.trainer.adapter_cache
         for turn in range(4):
             engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
             client.wait(lambda turn=turn: len(client.of(VersionSaved)) == turn + 1)
             if turn == 0:
-                good = engine._commands.ask(lambda: adapter_cache.get("ann").copied()).result(20)
+                good = engine.built.commands.ask(lambda: adapter_cache.get("ann").copied()).result(20)
         wait_idle(engine)
         assert engine.adapter_files.versions("ann") == [3, 4]
-        learner = engine.parts.trainer.pair_queues.learner("ann")
+        learner = engine.built.trainer.pair_queues.learner("ann")
         learner.best, learner.good, learner.foreign = score(1, 9, 10), good if kept else None, 1
         wanted = good.snapshot() if kept else engine.adapter_files.load("ann", 3)
-        engine._commands.ask(lambda: versions.judge(learner, score(4, 1, 10), SETTINGS)).result(20)
-        restored = engine._commands.ask(lambda: adapter_cache.get("ann").copied()).result(20).snapshot()
+        engine.built.commands.ask(lambda: versions.judge(learner, score(4, 1, 10), SETTINGS)).result(20)
+        restored = engine.built.commands.ask(lambda: adapter_cache.get("ann").copied()).result(20).snapshot()
         for found, expected in ((restored.weights, wanted.weights), (restored.optimizer, wanted.optimizer)):
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
@@ -421,7 +420,7 @@ def test_a_rollback_that_is_overtaken_by_a_forgetting_says_so(tmp_path: Path) ->
         client.wait(lambda: bool(client.of(VersionSaved)))
         both: list[Future[Any]] = []
         # In one turn of the inbox: nothing is written between them.
-        engine._commands.post(lambda: both.extend([engine.rollback("ann", 0), engine.forget("ann")]))
+        engine.built.commands.post(lambda: both.extend([engine.rollback("ann", 0), engine.forget("ann")]))
         client.wait(lambda: len(both) == 2)
         both[1].result(20)
         with pytest.raises(UnknownAdapter):

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionSaved
 from edged.align.pair_queues import AdapterQueue
-from edged.engine.engine import Engine
-from edged.scheduler.task import Plan, Unit
-from tests.engine.harness import Client, random_pairs, running_engine, wait_idle
+from edged.scheduler.task import Unit
+from tests.engine.harness import BuiltEngine, Client, random_pairs, running_engine, wait_idle
 
 USERS = ("ann", "bob", "cyd")
 FIRST, SECOND = 100, 200
@@ -27,23 +26,24 @@ FIRST, SECOND = 100, 200
 class Watch:
     """The units that an engine ran; and, before each plan, a check of what the trainer counts."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: BuiltEngine) -> None:
         self.units: list[Unit] = []
-        trainer, run, plan = engine.parts.trainer, engine.parts.runner.run, engine._loop._plan
+        trainer, runner, sequences = engine.built.trainer, engine.built.runner, engine.built.sequences
+        run, prepare = runner.run, sequences.prepare
 
         def watched(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
             self.units += [unit for unit, _ in work.units]
             return work
 
-        def checked() -> Plan:
+        def checked(now: float) -> None:
             learners = trainer.pair_queues.learners.values()
             due = {x.name for x in learners if x.step is None and (x.queue or trainer.pair_queues.test_due(x))}
             assert set(trainer.pair_queues.ready()) == due
             assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in learners)
-            return plan()
+            prepare(now)
 
-        engine.parts.runner.run, engine._loop._plan = watched, checked  # type: ignore[method-assign]
+        runner.run, sequences.prepare = watched, checked  # type: ignore[method-assign]
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
@@ -51,7 +51,7 @@ class Watch:
 
 
 @contextmanager
-def three_users(tmp_path: Path, data: str, **settings: Any) -> Iterator[tuple[Engine, Client, Watch]]:
+def three_users(tmp_path: Path, data: str, **settings: Any) -> Iterator[tuple[BuiltEngine, Client, Watch]]:
     """All three have learnt once and are in memory; fine-tuning is paused, and each has brought one pair more."""
     settings = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0, **settings}
     with running_engine(tmp_path, data=data, **settings) as (engine, client):
@@ -142,10 +142,10 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
     with three_users(tmp_path, "broken") as (engine, client, watch):
 
         def spoil() -> None:
-            weights = engine.parts.trainer.state("bob").weights
+            weights = engine.built.trainer.state("bob").weights
             next(iter(weights.values()))[1].data[0] = float("nan")
 
-        engine._commands.ask(spoil).result(10)
+        engine.built.commands.ask(spoil).result(10)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert watch.steps() == [3]
@@ -156,23 +156,23 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
         assert_same_weights(whole, client, name)
 
 
-def in_the_middle(engine: Engine, command: Callable[[], Any]) -> list[tuple[str, ...]]:
+def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple[str, ...]]:
     """Give the engine a command while a shared step is in its backward pass; returns whose it was, once it is done."""
     hit: list[tuple[str, ...]] = []
-    plan_of = engine._loop._plan
+    prepare = engine.built.sequences.prepare
 
-    def plan() -> Plan:
-        for job in list(engine._finetuning.jobs.values()):
+    def prepared(now: float) -> None:
+        prepare(now)
+        for job in list(engine.built.finetuning.jobs.values()):
             kinds = [kind for kind, _ in job.step.units_left()]
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)
                 command()
-                engine._commands.run_pending()
+                engine.built.commands.run_pending()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
-                engine._finetuning.open_due_steps(time.monotonic(), False)
-        return plan_of()
+                engine.built.finetuning.open_due_steps(time.monotonic(), False)
 
-    engine._loop._plan = plan  # type: ignore[method-assign]
+    engine.built.sequences.prepare = prepared  # type: ignore[method-assign]
     return hit
 
 
@@ -232,7 +232,7 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
 def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "stranded") as (engine, client, watch):
-        trainer = engine.parts.trainer
+        trainer = engine.built.trainer
         close_step = trainer._close_step
 
         def fails_for_the_first(learner: AdapterQueue, *rest: Any) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.pair import VersionSaved
-from edged.engine.engine import Engine
 from edged.engine.sequence import SequenceStatus
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine, wait_idle
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.engine.test_engine import generated
 from tests.models import tiny_model
 
@@ -23,19 +22,19 @@ PAGE = 8
 
 
 @contextmanager
-def held_still(engine: Engine) -> Iterator[None]:
+def held_still(engine: BuiltEngine) -> Iterator[None]:
     """What is submitted inside is in the engine's inbox together."""
     gate = threading.Event()
-    engine._commands.post(lambda: gate.wait(30) and None)
+    engine.built.commands.post(lambda: gate.wait(30) and None)
     try:
         yield
     finally:
         gate.set()
 
 
-def at_a_chunk(engine: Engine, name: str, tokens: int, then: Any) -> None:
+def at_a_chunk(engine: BuiltEngine, name: str, tokens: int, then: Any) -> None:
     """Call `then` on the engine thread when request `name` has computed `tokens` of its prompt, or more."""
-    serving, runner = engine._sequences, engine.parts.runner
+    serving, runner = engine.built.sequences, engine.built.runner
     run, done = runner.run, threading.Event()
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -64,9 +63,9 @@ def test_tenants_neither_wait_for_each_other_nor_find_what_another_computed(tmp_
     assert client.ids("a1") == client.ids("b1") == client.ids("a2") == client.ids("c1")
 
 
-def held_back(engine: Engine) -> int:
+def held_back(engine: BuiltEngine) -> int:
     """How many sequences wait for a prefix."""
-    return sum(each.status is SequenceStatus.WAITING_PREFIX for each in engine._sequences.by_task.values())
+    return sum(each.status is SequenceStatus.WAITING_PREFIX for each in engine.built.sequences.by_task.values())
 
 
 def test_requests_that_wait_together_compute_their_common_prefix_once(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_follower_goes_on_when_its_own_part_is_computed(tmp_path: Path) -> Non
             engine,
             "long",
             4 * PAGE,
-            lambda sequence: engine._commands.post(lambda: held.append(held_back(engine))),
+            lambda sequence: engine.built.commands.post(lambda: held.append(held_back(engine))),
         )
         with held_still(engine):
             engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
@@ -110,10 +109,12 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
         held: list[int] = []
 
         def come() -> None:
-            engine._sequences.add(request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0)
+            engine.built.sequences.add(
+                request("late", common + random_ids(5 * PAGE, 3), tokens=2), time.monotonic() + 60.0
+            )
             held.append(held_back(engine))
 
-        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine._commands.post(come))
+        at_a_chunk(engine, "long", 5 * PAGE, lambda sequence: engine.built.commands.post(come))
         engine.submit(request("long", common + random_ids(40 * PAGE, 2), tokens=2))
         client.wait(lambda: len(client.finished) == 2)
         assert held == [0]
@@ -136,7 +137,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
     common = random_ids(30 * PAGE, 1)
     prompts = [common + random_ids(5, 10 + i) for i in range(4)]
     with running_engine(tmp_path, serving__max_batch_tokens=32) as (engine, client):
-        serving = engine._sequences
+        serving = engine.built.sequences
         ends = {
             "cancelled": lambda sequence: serving.cancel("r0", "cancelled", time.monotonic()),
             "failed": lambda sequence: serving.fail([sequence.task.task_id], "made to fail", time.monotonic()),
@@ -151,7 +152,7 @@ def test_a_leader_that_does_not_get_there_leaves_its_followers_to_the_next(how: 
 
         def end(sequence: Any) -> None:
             # After the iteration, as the engine itself would.
-            engine._commands._commands.appendleft(lambda: end_now(sequence))
+            engine.built.commands._commands.appendleft(lambda: end_now(sequence))
 
         at_a_chunk(engine, "r0", 8 * PAGE, end)
         with held_still(engine):
@@ -180,7 +181,7 @@ def test_an_engine_that_stops_ends_those_who_wait(tmp_path: Path) -> None:
         assert len(client.finished) == 4
 
 
-def learn(engine: Engine, client: Client, adapter: str, seed: int) -> None:
+def learn(engine: BuiltEngine, client: Client, adapter: str, seed: int) -> None:
     version = engine.adapters().get(adapter, 0)
     engine.submit_pairs(random_pairs(4, adapter, seed, first_id=100 * seed))
     client.wait(lambda: engine.adapters().get(adapter, 0) > version)
@@ -198,7 +199,7 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine._commands._commands.appendleft(lambda: engine._trainer.rollback("ann", 1))
+            engine.built.commands._commands.appendleft(lambda: engine.built.trainer.rollback("ann", 1))
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):

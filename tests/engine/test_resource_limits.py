@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from edged.align.feedback.pair import PairRetired
-from edged.engine.engine import Engine
 from edged.engine.kv.store import KvStore
 from edged.governors.limits import EngineLimits
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 
 CPU = torch.device("cpu")
 BIG = {"cache__memory_mb": 64, "cache__page_size": 16, "serving__max_sequences": 8}
 
 
-def answer(engine: Engine, client: Client, *requests: Any) -> list[list[int]]:
+def answer(engine: BuiltEngine, client: Client, *requests: Any) -> list[list[int]]:
     for one in requests:
         engine.submit(one)
     names = [one.request_id for one in requests]
@@ -38,7 +37,7 @@ def until(condition: Any, what: str) -> None:
         time.sleep(0.01)
 
 
-def pages(engine: Engine) -> dict[str, int]:
+def pages(engine: BuiltEngine) -> dict[str, int]:
     return engine.status()["pages"]
 
 
@@ -86,7 +85,7 @@ def test_pages_that_find_no_memory_to_be_moved_with_stay_and_are_moved_later(
 ) -> None:
     with running_engine(tmp_path, **BIG) as (engine, client):
         (alone,) = answer(engine, client, request("a", random_ids(60, 1), 200))
-        move, left = engine.parts.runner.kv.move_pages, [3]
+        move, left = engine.built.runner.kv.move_pages, [3]
 
         def move_pages(moved: dict[int, int]) -> None:
             left[0] -= 1
@@ -94,7 +93,7 @@ def test_pages_that_find_no_memory_to_be_moved_with_stay_and_are_moved_later(
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
             move(moved)
 
-        monkeypatch.setattr(engine.parts.runner.kv, "move_pages", move_pages)
+        monkeypatch.setattr(engine.built.runner.kv, "move_pages", move_pages)
         # What is cached lies below what comes now.
         answer(engine, client, *(request(f"x{n}", random_ids(200, 100 + n)) for n in range(8)))
         engine.submit(request("b", [3, *random_ids(60, 1)[1:]], 200))

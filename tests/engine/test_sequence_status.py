@@ -43,7 +43,7 @@ def test_an_illegal_change_is_refused_and_legal_lives_pass(tmp_path: Path, monke
         for index, user in enumerate(("ann", "bob", "ann", "bob")):
             engine.submit(request(f"r{index}", random_ids(60, index), 30, adapter=user))
         client.wait(lambda: len(client.finished) == 4)
-        table = engine._sequences
+        table = engine.built.sequences
         sequence = Sequence(request("odd", [5]), None, 0, 0.0, [5], None)  # type: ignore[arg-type]
         with pytest.raises(AssertionError, match=r"ARRIVED cannot become .*DECODE"):
             table.move(sequence, SequenceStatus.DECODE)

@@ -8,25 +8,24 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.pair import PairRetired, StepSkipped
-from edged.engine.engine import Engine
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import RunnerOutput
-from tests.engine.harness import random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import answers
 
 
-def once_something_ended(engine: Engine) -> list[int]:
+def once_something_ended(engine: BuiltEngine) -> list[int]:
     """Accounting for the first iteration in which an answer ends raises; returns how often it did."""
-    loop, raised = engine._loop, []
-    account = loop._record
+    scheduler, raised = engine.built.scheduler, []
+    complete = scheduler.complete
 
     def broken(*arguments: Any) -> None:
-        if not raised and loop._stats.outcomes["length"]:
+        if not raised and engine.stats.outcomes["length"]:
             raised.append(1)
             raise RuntimeError("the accounts are closed")
-        account(*arguments)
+        complete(*arguments)
 
-    loop._record = broken  # type: ignore[method-assign]
+    scheduler.complete = broken  # type: ignore[method-assign]
     return raised
 
 
@@ -57,7 +56,7 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
 
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
         monkeypatch.setattr(ServedModel, "check_device", lost)
-        monkeypatch.setattr(engine.parts.runner, "run", run)
+        monkeypatch.setattr(engine.built.runner, "run", run)
         engine.submit_pairs(random_pairs(4))
         engine.submit(request("r", random_ids(9, 1)))
         client.wait(lambda: "r" in client.finished)
@@ -68,12 +67,12 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
 
 def test_a_device_that_is_lost_in_a_unit_skips_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
-        trainer = engine.parts.trainer
+        trainer = engine.built.trainer
         opened = trainer.open
 
         def open_broken(*arguments: Any) -> Any:
             step = opened(*arguments)
-            monkeypatch.setattr(step, "run_unit", lambda: lost(engine.parts.model))
+            monkeypatch.setattr(step, "run_unit", lambda: lost(engine.built.model))
             return step
 
         monkeypatch.setattr(ServedModel, "check_device", lost)

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from edged.align.feedback.pair import PairRetired, StepSkipped
-from edged.engine.engine import Engine
 from edged.settings.load import AlignSettings
 from edged.tensors.oom import StepSize, out_of_memory
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 from tests.models import save_tiny
 
 MARK = 251
@@ -75,12 +74,12 @@ def while_learning(left: list[int]) -> Callable[[torch.Tensor], bool]:
     return when
 
 
-def layer(engine: Engine) -> torch.nn.Module:
-    return engine.parts.model.layers[1]
+def layer(engine: BuiltEngine) -> torch.nn.Module:
+    return engine.built.model.layers[1]
 
 
-def embeddings(engine: Engine) -> torch.nn.Module:
-    return engine.parts.model.model.get_input_embeddings()
+def embeddings(engine: BuiltEngine) -> torch.nn.Module:
+    return engine.built.model.model.get_input_embeddings()
 
 
 def rows(hidden: torch.Tensor) -> int:
@@ -88,7 +87,12 @@ def rows(hidden: torch.Tensor) -> int:
 
 
 def answers(
-    engine: Engine, client: Client, run: str, prompts: list[list[int]], tokens: int = 12, adapter: str | None = None
+    engine: BuiltEngine,
+    client: Client,
+    run: str,
+    prompts: list[list[int]],
+    tokens: int = 12,
+    adapter: str | None = None,
 ) -> list[list[int]]:
     """The greedy answers to `prompts`, asked at once; none may fail."""
     names = [f"{run}-{i}" for i in range(len(prompts))]
@@ -174,17 +178,17 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
             return left[0] >= 0
 
         if where == "pages":
-            allocate = engine.parts.runner.pages.allocate
+            allocate = engine.built.runner.pages.allocate
 
             def starved(pages: int) -> list[int]:
                 if twice():
                     raise MemoryError
                 return allocate(pages)
 
-            monkeypatch.setattr(engine.parts.runner.pages, "allocate", starved)
+            monkeypatch.setattr(engine.built.runner.pages, "allocate", starved)
             assert answers(engine, client, "short", prompts, tokens=20) == wanted
         else:
-            head = engine.parts.model.model.get_output_embeddings()
+            head = engine.built.model.model.get_output_embeddings()
             module = {"embeddings": embeddings(engine), "layer": layer(engine), "head": head}[where]
             with shortage(module, twice):
                 assert answers(engine, client, "short", prompts, tokens=20) == wanted
@@ -194,7 +198,7 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Path, keep_graph: bool) -> None:
     with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
-        engine.parts.trainer.size.first_pause_s = 0.01
+        engine.built.trainer.size.first_pause_s = 0.01
         left = [3]
 
         with shortage(layer(engine), while_learning(left)):
@@ -211,7 +215,7 @@ def test_a_step_that_found_no_memory_holds_none_when_it_is_tried_again(
     tmp_path: Path, keep_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
-        trainer = engine.parts.trainer
+        trainer = engine.built.trainer
         trainer.size.first_pause_s = 0.01
         opened, alive = trainer.open, []
         steps: list[weakref.ref[object]] = []
@@ -236,7 +240,7 @@ def test_a_step_that_found_no_memory_holds_none_when_it_is_tried_again(
 def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Path) -> None:
     prompts = [random_ids(30, seed) for seed in range(3)]
     with running_engine(tmp_path, align__keep_graph=False, guard__held_out_share=0.0) as (engine, client):
-        engine.parts.trainer.size.first_pause_s = 0.01
+        engine.built.trainer.size.first_pause_s = 0.01
         wanted = answers(engine, client, "before", prompts)
         pairs = random_pairs(4, adapter="ann")
         pairs[1] = replace(pairs[1], prompt=(*pairs[1].prompt[:-1], MARK))
@@ -256,7 +260,7 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_graph: bool) -> None:
     with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
-        engine.parts.trainer.size.first_pause_s = 1e-5
+        engine.built.trainer.size.first_pause_s = 1e-5
         left = [20]
 
         with shortage(layer(engine), while_learning(left)):
@@ -271,10 +275,10 @@ def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_grap
 
 def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
-        engine.parts.trainer.size.first_pause_s = 0.01
+        engine.built.trainer.size.first_pause_s = 0.01
         engine.submit_pairs(random_pairs(4))
         client.wait(lambda: len(client.of(PairRetired)) == 4)
-        load, left = engine.parts.slots._lora.load, [2]
+        load, left = engine.built.slots._lora.load, [2]
 
         def starved(*arguments: Any) -> None:
             left[0] -= 1
@@ -282,7 +286,7 @@ def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, m
                 raise MemoryError
             load(*arguments)
 
-        monkeypatch.setattr(engine.parts.slots._lora, "load", starved)
+        monkeypatch.setattr(engine.built.slots._lora, "load", starved)
         engine.submit_pairs(random_pairs(4, seed=1, first_id=5))
         client.wait(lambda: len(client.of(PairRetired)) == 8, 20)
         assert left[0] < 0

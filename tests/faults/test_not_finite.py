@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from edged.align.feedback.pair import PairRetired, VersionPublished, VersionSaved
-from edged.engine.engine import Engine
-from tests.engine.harness import random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import MARK, answers, embeddings
 
 
 @contextmanager
-def not_a_number(engine: Engine) -> Iterator[None]:
+def not_a_number(engine: BuiltEngine) -> Iterator[None]:
     """The activations of every token MARK are NaN."""
 
     def hook(_: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
@@ -40,7 +39,7 @@ def test_the_answer_ends_with_the_reason_and_others_are_as_before(tmp_path: Path
         wanted = answers(engine, client, "before", prompts)
         finite = answers(engine, client, "finite", [bad])
         engine.forget("nobody")
-        engine._commands.post(lambda: engine.parts.runner.pages.trie.expire((None, 0)))
+        engine.built.commands.post(lambda: engine.built.runner.pages.trie.expire((None, 0)))
         with not_a_number(engine):
             engine.submit(request("bad", bad))
             assert answers(engine, client, "beside", prompts) == wanted
@@ -65,14 +64,14 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
 
         def spoil() -> None:
             # As an overflow in the optimizer would: published, served, and not a number.
-            trainer = engine.parts.trainer
+            trainer = engine.built.trainer
             state = trainer.state("ann")
             with torch.no_grad():
                 state.parameters()[1].fill_(float("nan"))
             state.version = state.newest_number = spoilt + 1
             trainer._versions.publish(trainer.pair_queues.learner("ann"), spoilt, "trained")
 
-        engine._commands.ask(spoil).result()
+        engine.built.commands.ask(spoil).result()
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))
         assert answers(engine, client, "ben-beside", [prompt], adapter="ben") == wanted["ben"]
         client.wait(lambda: "ann-spoilt" in client.finished)

@@ -113,7 +113,7 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
         wanted = answers(engine, client, "before", prompts)
         engine.submit_pairs(random_pairs(30))
         client.wait(lambda: engine.status()["finetune"]["steps"] > 0 or not engine.status()["queue"]["finetune"])
-        policy = engine.parts.scheduler.policy
+        policy = engine.built.scheduler.policy
         whole = policy.plan
 
         def fail(*_: object) -> None:
@@ -138,7 +138,7 @@ def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytes
     with running_engine(tmp_path, scheduler__plan_ahead="on") as (engine, client):
         prompts = [random_ids(40, seed) for seed in range(3)]
         wanted = answers(engine, client, "before", prompts)
-        policy = engine.parts.scheduler.policy
+        policy = engine.built.scheduler.policy
         whole = policy.plan
         calls = [0]
 

@@ -190,13 +190,13 @@ def test_an_iteration_that_failed_names_the_requests_that_it_cost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_engine(tmp_path) as (engine, client):
-        run = engine.parts.runner.run
+        run = engine.built.runner.run
 
         def once(*arguments: Any, **named: Any) -> Any:
-            engine.parts.runner.run = run  # type: ignore[method-assign]
+            engine.built.runner.run = run  # type: ignore[method-assign]
             raise RuntimeError("the kernel failed")
 
-        engine.parts.runner.run = once  # type: ignore[method-assign]
+        engine.built.runner.run = once  # type: ignore[method-assign]
         engine.submit(request("poor", [5, 6, 7]))
         client.wait(lambda: "poor" in client.finished)
         engine.submit(request("lucky", [5, 6, 7]))

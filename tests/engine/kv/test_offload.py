@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from edged.engine.engine import Engine
 from edged.engine.kv.offload import CopyStream, DiskOffload, HostOffload, KvOffload, pick_spill
 from edged.engine.kv.store import KvStore
 from edged.settings.load import CacheSettings
-from tests.engine.harness import random_ids, request, running_engine
+from tests.engine.harness import BuiltEngine, random_ids, request, running_engine
 from tests.engine.test_engine import generated, learnt
 from tests.models import tiny_model
 
@@ -135,9 +134,9 @@ def test_where_pages_go_follows_the_settings_and_the_device(tmp_path: Path, capl
     assert "cache.spill disk is not possible" in caplog.text
 
 
-def wait_for_the_disk(engine: Engine) -> None:
+def wait_for_the_disk(engine: BuiltEngine) -> None:
     """As long as it takes: an iteration's 20 ms may pass while something else runs."""
-    spill = engine.parts.runner.pages.offload
+    spill = engine.built.runner.pages.offload
     if isinstance(spill, DiskOffload):
         spill._wait_s = spill._left_s = 30.0
 

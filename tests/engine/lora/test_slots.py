@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from edged.align.feedback.pair import PairRetired, VersionSaved
-from edged.engine.engine import Engine
 from edged.engine.sequences import SequenceTable
-from tests.engine.harness import Client, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 
 TWO_SLOTS = {"guard__held_out_share": 0.0, "align__max_active_adapters": 2, "model__max_context_tokens": 500}
 
 
-def teach(engine: Engine, client: Client, *names: str) -> None:
+def teach(engine: BuiltEngine, client: Client, *names: str) -> None:
     """Each has learnt something, so that it needs a slot."""
     for i, name in enumerate(names):
         before = len(client.of(PairRetired))
@@ -22,7 +21,7 @@ def teach(engine: Engine, client: Client, *names: str) -> None:
         client.wait(lambda before=before: len(client.of(PairRetired)) == before + 2)
 
 
-def take_both_slots(engine: Engine, client: Client) -> None:
+def take_both_slots(engine: BuiltEngine, client: Client) -> None:
     """Long answers of ann and ben have begun."""
     for name in ("ann", "ben"):
         engine.submit(request(name, random_ids(20, 1), 400, adapter=name))
@@ -82,10 +81,10 @@ def test_an_adapter_that_is_on_disk_is_learnt_when_slots_are_scarce(
         teach(engine, client, "ann", "ben", "eve")
         client.wait(lambda: {"ann", "ben", "eve"} == {record.adapter for record in client.of(VersionSaved)})
         monkeypatch.setattr(SequenceTable, "waiting_for_slot", property(lambda _: True))
-        load, loads = engine.parts.trainer.adapter_cache.load, []
-        monkeypatch.setattr(engine.parts.trainer.adapter_cache, "load", lambda name: loads.append(name) or load(name))
+        load, loads = engine.built.trainer.adapter_cache.load, []
+        monkeypatch.setattr(engine.built.trainer.adapter_cache, "load", lambda name: loads.append(name) or load(name))
         take_both_slots(engine, client)
-        client.wait(lambda: not engine.parts.trainer.adapter_cache.resident("eve"))
+        client.wait(lambda: not engine.built.trainer.adapter_cache.resident("eve"))
         before = len(client.of(PairRetired))
         engine.submit_pairs(random_pairs(2, "eve", seed=9, first_id=1000))
         client.wait(lambda: len(client.of(PairRetired)) == before + 2)
