@@ -180,7 +180,7 @@ class Daemon:
         self._tell_ready(services)
         engine = services.engine
         async with _beside(self._manager.watch(lambda: engine.heartbeat.last_sign_s, lambda: _status(services))):
-            while not self._stop.is_set() and not engine.error:
+            while not (self._stop.is_set() or engine.error or services.store.failed):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
                 if self._journal is not None:
@@ -201,8 +201,8 @@ class Daemon:
         await _in_thread(services.upkeep.stop, "edged-stopper")
         if self._journal is not None:
             self._journal.flush()
-        if engine.error:
-            logs.event(log, logging.ERROR, "engine_failed", engine.error)
+        if failed := engine.error or services.store.failed:
+            logs.event(log, logging.ERROR, "engine_failed" if engine.error else "store_failed", failed)
             return 1
         seconds = time.monotonic() - started
         logs.event(log, logging.INFO, "stopped", f"edged has stopped after {seconds:.1f} s", seconds=round(seconds, 2))

@@ -14,7 +14,7 @@ from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import bad_request, send_pieces
+from edged.api.errors import bad_request, send_pieces, unavailable
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, read_body
@@ -35,6 +35,8 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     services, caller = services_of(request), caller_of(request)
     body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
+    if services.store.suspect:
+        raise unavailable(services.store.suspect, "store_suspect")
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")

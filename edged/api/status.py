@@ -61,9 +61,9 @@ def refused(services: Services) -> int:
 def look_at_store(store: Store) -> tuple[int | None, str]:
     """(pairs that wait for a decision, None where they cannot be read; what is wrong with the database, or "")."""
     try:
-        return store.read(count_quarantined), store.problem
+        return store.read(count_quarantined), store.suspect or store.problem
     except StoreError as error:
-        return None, store.problem or str(error)
+        return None, store.suspect or store.problem or str(error)
 
 
 def visible(body: Json, caller: Caller) -> Json:

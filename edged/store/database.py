@@ -8,6 +8,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 GROUP_WRITES = 512
 """Most writes that share one commit (and so one fsync)."""
+_NOT_SYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 BUSY_S = 30.0
 """How long a write waits for another program, such as `sqlite-utils`, that holds the file's write lock."""
 _READS_END_S = 5.0
@@ -62,6 +64,9 @@ class Store:
         self.path = Path(path)
         self.errors = 0
         """Reads and writes that failed since start."""
+        self.failed = ""
+        """Why nothing is written any more, though the store is open: the disk did not keep what it was told to."""
+        self._mark = self.path.with_name(f"{self.path.name}.suspect")
         try:
             # What people said is in here and under it: others of this box have no business there.
             self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -130,9 +135,23 @@ class Store:
                 self._reads -= 1
                 self._gate.notify_all()
 
+    @property
+    def suspect(self) -> str:
+        """Why the disk under the database is not to be trusted, with the way out; "" once the mark is removed."""
+        if not self._mark.exists():
+            return ""
+        return (
+            f'the disk failed under the database (see "{self._mark}"): no feedback is taken until somebody has looked '
+            f"at it (dmesg, edged doctor; edged restore takes a backup), and has removed that file"
+        )
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreError(f'database "{self.path}" is closed')
+
+    def _refuse_if_failed(self) -> None:
+        if self.failed:
+            raise StoreError(self.failed)
 
     def close(self) -> None:
         """Commit everything that was queued, then close; reads that still run are cut off. Calling it again does
@@ -226,6 +245,7 @@ class Store:
 
     def _run_alone(self, write: _Write) -> None:
         try:
+            self._refuse_if_failed()
             with self._writer.ensure_autocommit_on():
                 result = write.fn(self._writer)
         except BaseException as error:
@@ -239,6 +259,7 @@ class Store:
         failures: list[tuple[_Write, BaseException]] = []
         connection = self._writer.conn
         try:
+            self._refuse_if_failed()
             connection.execute("BEGIN IMMEDIATE")
             for write in writes:
                 try:
@@ -256,7 +277,8 @@ class Store:
                 log.warning("database %s can be written again", self.path)
                 self.problem = ""
         except BaseException as error:
-            self._writer.rollback()
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.rollback()
             self._failed(str(self._explained(error)) if isinstance(error, sqlite3.Error) else str(error))
             results, failures = [], [(write, error) for write in writes]
         for write, result in results:
@@ -274,6 +296,8 @@ class Store:
         """SQLite's error with the file's name and, where there is one, the way out; it is counted."""
         self.errors += 1
         text = str(error)
+        if getattr(error, "sqlite_errorcode", None) in _NOT_SYNCED:
+            self._distrust(text)
         way_out = ""
         if "not a database" in text or "malformed" in text:
             way_out = f": the file is damaged{_RESTORE}"
@@ -284,6 +308,17 @@ class Store:
         elif "unable to open" in text or "readonly" in text:
             way_out = ": check that this user may write to the file and its folder"
         return StoreError(f'database "{self.path}": {text}{way_out}')
+
+    def _distrust(self, reason: str) -> None:
+        """A sync failed: what the system forgot of it a second try would not find, so there is none."""
+        self.failed = (
+            f'database "{self.path}": the disk did not keep what was written ({reason}); edged ends, and takes no '
+            f'feedback when it is started again, until "{self._mark}" is removed: see dmesg for what the disk has'
+        )
+        with contextlib.suppress(OSError):
+            self._mark.write_text(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
+            sync(self._mark)
+            sync(self._mark.parent)
 
 
 def _may_follow(write: _Write | None) -> bool:

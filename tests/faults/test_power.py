@@ -24,7 +24,7 @@ import pytest
 
 from tests.api.live import running
 from tests.faults.power.disk import Call, Disk, Record, build_disklog, paths_of, read_log
-from tests.faults.test_disk import check_trained_once, integrity, teach, until
+from tests.faults.test_disk import check_trained_once, greedy, integrity, teach, until
 from tests.faults.test_killed import SETTINGS, newest_whole
 from tests.models import save_tiny
 
@@ -223,3 +223,32 @@ def test_without_one_of_the_syncs_a_promise_is_broken(life: Life, tmp_path: Path
     assert any(map(SYNCED[what], life.paths)), "nothing of the kind is synced"
     moments = cuts(life, tmp_path / "kept", 400, 5, SYNCED[what])
     assert any(problem(life, tmp_path / "kept", now_s) for now_s in moments)
+
+
+def test_a_disk_that_does_not_sync_ends_the_daemon_and_takes_no_feedback_until_somebody_looked(tmp_path: Path) -> None:
+    model, taken = save_tiny(tmp_path / "tiny"), set[int]()
+    with logged_daemon(tmp_path, model, DISKLOG_FAIL="fsync:30:5:.db-wal") as (http, process):
+        with contextlib.suppress(httpx2.TransportError):
+            for number in range(200):
+                answer = teach(http, number)
+                if answer.status_code != 200:
+                    break
+                taken.add(number)
+            assert answer.status_code == 503
+            # Whoever wrote what could not be synced heard of that; those who came after, of the mark.
+            assert answer.json()["error"]["code"] in ("store_failed", "store_suspect")
+        assert process.wait(30) == 1
+    log, mark = (tmp_path / "log").read_text(), tmp_path / "data" / "edged.db.suspect"
+    assert "the disk did not keep what was written (disk I/O error)" in log
+    assert f'takes no feedback when it is started again, until "{mark}" is removed' in log
+    assert "Traceback" not in log
+    with running(tmp_path, model, **SETTINGS) as daemon, daemon.http() as http:
+        assert greedy(http)
+        refused = teach(http, 500)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_suspect")
+        assert any(str(mark) in problem for problem in daemon.status()["degraded"])
+        mark.unlink()
+        assert teach(http, 501).status_code == 200
+        until(lambda: not http.get("/v1/adapters/sam").json()["pairs_queued"], lambda: daemon.log, within_s=60)
+        assert daemon.stop() == 0
+    check_trained_once(tmp_path / "data", taken | {501})

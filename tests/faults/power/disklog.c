@@ -2,7 +2,8 @@
 
    Each record in DISKLOG_FILE is a `struct record` and its payload. Calls pass one by one, so that the order of
    records is the order of calls; a record is written when its call has ended, and only if it succeeded.
-   DISKLOG_FAIL = "KIND:NUMBER:ERRNO" has the call of that kind (fsync, write or rename) with that number fail. */
+   DISKLOG_FAIL = "KIND:NUMBER:ERRNO:END" has the call of that kind (fsync, write or rename) with that number fail, of
+   those on paths that end in END. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -39,6 +40,7 @@ static uint64_t root_node;
 static unsigned char tracked[1 << 16];
 static enum kind failing;
 static long failing_at, failing_errno, seen;
+static char failing_end[64];
 
 #define REAL(name) ((__typeof__(&name))real(#name))
 
@@ -67,16 +69,26 @@ __attribute__((constructor)) static void begin(void)
         log_file = high;
     }
     char kind[16];
-    if (fail && sscanf(fail, "%15[a-z]:%ld:%ld", kind, &failing_at, &failing_errno) == 3)
+    if (fail && sscanf(fail, "%15[a-z]:%ld:%ld:%63s", kind, &failing_at, &failing_errno, failing_end) >= 3)
         failing = !strcmp(kind, "fsync") ? FSYNC : !strcmp(kind, "write") ? WRITE : RENAME;
 }
 
-static int fails(enum kind kind)
+static int fails(enum kind kind, const char *path)
 {
-    if (kind != failing || ++seen != failing_at)
+    size_t length = strlen(path), end = strlen(failing_end);
+    if (kind != failing || length < end || strcmp(path + length - end, failing_end) || ++seen != failing_at)
         return 0;
     errno = failing_errno;
     return 1;
+}
+
+static int fails_on(enum kind kind, int fd)
+{
+    char link[64], path[PATH_MAX];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = kind == failing ? readlink(link, path, sizeof path - 1) : 0;
+    path[n < 0 ? 0 : n] = 0;
+    return fails(kind, path);
 }
 
 static void put(enum kind kind, uint64_t node, uint64_t parent, uint64_t other, int64_t offset, const void *payload,
@@ -239,7 +251,7 @@ int renameat(int from_folder, const char *from, int to_folder, const char *to)
     int from_below = place(from_folder, from, one, &old, &parent), to_below = place(to_folder, to, two, &new, &other);
     if (from_below)
         lstat(one, &info);
-    int result = from_below && fails(RENAME) ? -1 : REAL(renameat)(from_folder, from, to_folder, to);
+    int result = from_below && fails(RENAME, from) ? -1 : REAL(renameat)(from_folder, from, to_folder, to);
     if (!result && from_below && to_below) {
         int n = snprintf(names, sizeof names, "%s/%s", old, new);
         put(RENAME, info.st_ino, parent, other, 0, names, n);
@@ -272,7 +284,7 @@ ssize_t write(int fd, const void *data, size_t length)
     if (!is_tracked(fd))
         return REAL(write)(fd, data, length);
     pthread_mutex_lock(&turn);
-    ssize_t done = fails(WRITE) ? -1 : REAL(write)(fd, data, length);
+    ssize_t done = fails_on(WRITE, fd) ? -1 : REAL(write)(fd, data, length);
     if (done > 0)
         put(WRITE, node_of(fd), 0, 0, lseek(fd, 0, SEEK_CUR) - done, data, done);
     pthread_mutex_unlock(&turn);
@@ -284,7 +296,7 @@ static ssize_t pwrite_logged(int fd, const void *data, size_t length, off_t offs
     if (!is_tracked(fd))
         return REAL(pwrite)(fd, data, length, offset);
     pthread_mutex_lock(&turn);
-    ssize_t done = fails(WRITE) ? -1 : REAL(pwrite)(fd, data, length, offset);
+    ssize_t done = fails_on(WRITE, fd) ? -1 : REAL(pwrite)(fd, data, length, offset);
     if (done > 0)
         put(WRITE, node_of(fd), 0, 0, offset, data, done);
     pthread_mutex_unlock(&turn);
@@ -310,7 +322,7 @@ int ftruncate64(int fd, off64_t size) { return truncated(fd, size); }
 static int synced(int fd, int (*sync)(int))
 {
     pthread_mutex_lock(&turn);
-    int known = is_tracked(fd), result = known && fails(FSYNC) ? -1 : sync(fd);
+    int known = is_tracked(fd), result = known && fails_on(FSYNC, fd) ? -1 : sync(fd);
     if (!result && known)
         put(FSYNC, node_of(fd), 0, 0, 0, "", 0);
     pthread_mutex_unlock(&turn);
