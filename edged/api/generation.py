@@ -173,8 +173,14 @@ class Generation:
         self.answers = [
             ChoiceText(index, f"{ask.completion_id}-{index}", services.codec, ask) for index in range(ask.choices)
         ]
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        """Events, and the error of a choice that was not let in."""
         self._unfinished: dict[str, ChoiceText] = {}
+        self._entering: asyncio.Task[None] | None = None
+        self._inside: set[str] = set()
+        """Requests that the engine has."""
+        self._outside = 0
+        """Choices that have not entered, once the first has."""
         self._written: Future[tuple[int, ...]] | None = None
         self._signalled = False
         """Whether the record led to a signal about the answer before."""
@@ -185,30 +191,48 @@ class Generation:
         return max(answer.version for answer in self.answers)
 
     async def start(self) -> None:
-        """When it is their turn, submit one engine request per choice; their prompt is computed once.
+        """Submit the first choice when it is the tenant's turn, and the others one by one behind the caller.
 
-        Raises EngineBusy, RequestRefused.
+        Their prompt is computed once. Raises EngineBusy, RequestRefused.
         """
+        self._unfinished = {answer.request_id: answer for answer in self.answers}
         asked_s = time.monotonic()
         await self._services.admission.enter(self.ask.tenant, self.ask.choices)
-        ids = [answer.request_id for answer in self.answers]
-        self._unfinished = {answer.request_id: answer for answer in self.answers}
-        self._services.event_router.expect(ids, self._queue)
-        for index, request_id in enumerate(ids):
-            request = Request(
-                request_id=request_id,
-                prompt_ids=self.ask.prompt_ids,
-                sampling=_nth(self.ask.sampling, index),
-                adapter=self.ask.adapter,
-                service=self.ask.service,
-                tenant=self.ask.tenant if self._services.settings.cache.share_across == "user" else "",
-                user=self.ask.user,
-            )
-            try:
-                self._services.engine.submit(request, asked_s)
-            except Exception:
-                self._cancel()
-                raise
+        self._outside = self.ask.choices - 1
+        self._submit(self.answers[0], asked_s)
+        if self._outside:
+            self._entering = asyncio.create_task(self._enter_others(asked_s))
+
+    async def _enter_others(self, asked_s: float) -> None:
+        """Submit the other choices, each when it is the tenant's turn."""
+        try:
+            for answer in self.answers[1:]:
+                await self._services.admission.enter(self.ask.tenant, begun=True)
+                self._outside -= 1
+                self._submit(answer, asked_s)
+        except Exception as error:
+            # Whoever iterates `updates` hears of it.
+            self._queue.put_nowait(error)
+
+    def _submit(self, answer: ChoiceText, asked_s: float) -> None:
+        """Hand a choice that has entered to the engine."""
+        ask, services = self.ask, self._services
+        request = Request(
+            request_id=answer.request_id,
+            prompt_ids=ask.prompt_ids,
+            sampling=_nth(ask.sampling, answer.index),
+            adapter=ask.adapter,
+            service=ask.service,
+            tenant=ask.tenant if services.settings.cache.share_across == "user" else "",
+            user=ask.user,
+        )
+        services.event_router.expect([request.request_id], self._queue)
+        self._inside.add(answer.request_id)
+        try:
+            services.engine.submit(request, asked_s)
+        except Exception:
+            self._cancel()
+            raise
 
     @property
     def tokens(self) -> int:
@@ -220,6 +244,8 @@ class Generation:
         while self._unfinished:
             touched: dict[int, ChoiceText] = {}
             for event in await _take_all(self._queue):
+                if isinstance(event, BaseException):
+                    raise event
                 answer = self._unfinished.get(event.request_id)
                 if answer is None:
                     continue
@@ -298,18 +324,23 @@ class Generation:
             return
         answer.end(event)
         del self._unfinished[event.request_id]
-        self._services.admission.leave(1)
+        self._inside.discard(event.request_id)
+        self._services.admission.leave()
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
             raise unavailable("the daemon stopped before the answer was complete", "cancelled")
 
     def _cancel(self) -> None:
+        if self._entering is not None:
+            self._entering.cancel()
+        self._services.admission.withdraw(self._outside)
+        self._outside = 0
         self._services.event_router.drop(self._unfinished)
-        for request_id in self._unfinished:
+        for request_id in self._inside:
             self._services.engine.cancel(request_id)
-        if self._unfinished:
-            self._services.admission.leave(len(self._unfinished))
+            self._services.admission.leave()
+        self._inside.clear()
         self._unfinished.clear()
 
     def _record(self, db: Database, taught: bool) -> tuple[int, ...]:
@@ -360,7 +391,7 @@ def _nth(sampling: Sampling, index: int) -> Sampling:
     return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
 
 
-async def _take_all(queue: asyncio.Queue[Event]) -> list[Event]:
+async def _take_all(queue: asyncio.Queue[Any]) -> list[Any]:
     """Wait for an event; take all that are there, so that a slow reader catches up in one go."""
     events = [await queue.get()]
     while not queue.empty():

@@ -18,9 +18,9 @@ class Scene:
         self.admission = TenantQueue(at_once, most_waiting, lambda: self.now)
         self.order: list[str] = []
 
-    async def ask(self, tenant: str, choices: int = 1) -> asyncio.Task[None]:
+    async def ask(self, tenant: str, choices: int = 1, begun: bool = False) -> asyncio.Task[None]:
         async def run() -> None:
-            await self.admission.enter(tenant, choices)
+            await self.admission.enter(tenant, choices, begun)
             self.order.append(tenant)
 
         task = asyncio.create_task(run())
@@ -29,8 +29,8 @@ class Scene:
         await asyncio.sleep(0)
         return task
 
-    async def end(self, choices: int = 1) -> None:
-        self.admission.leave(choices)
+    async def end(self) -> None:
+        self.admission.leave()
         await asyncio.sleep(0)
 
 
@@ -66,13 +66,49 @@ async def test_when_too_many_wait_the_flood_is_turned_away_and_the_others_stay()
         await late
 
 
-async def test_a_request_larger_than_all_room_goes_alone() -> None:
-    scene = Scene(4, 100)
-    await scene.ask("ann", 9)
-    await scene.ask("bob", 1)
-    assert scene.order == ["ann"]
-    await scene.end(9)
-    assert scene.order == ["ann", "bob"]
+async def test_the_choices_of_a_request_take_turns_with_others() -> None:
+    scene = Scene(1, 100)
+    await scene.ask("ann", 5)
+    assert scene.admission.waiting == 4
+    await scene.ask("ann", begun=True)
+    await scene.ask("bob")
+    await scene.end()
+    await scene.ask("ann", begun=True)
+    for _ in range(2):
+        await scene.end()
+    assert scene.order == ["ann", "ann", "bob", "ann"]
+    scene.admission.withdraw(2)
+    assert scene.admission.waiting == 0
+
+
+async def test_a_request_larger_than_all_room_goes_alone_and_what_has_begun_is_not_turned_away() -> None:
+    scene = Scene(1, 2)
+    await scene.ask("ann", 5)
+    begun = await scene.ask("ann", begun=True)
+    refused = await scene.ask("bob")
+    with pytest.raises(QueueFull):
+        await refused
+    assert not begun.done()
+    assert scene.admission.waiting == 4
+    await scene.end()
+    for _ in range(3):
+        await scene.ask("ann", begun=True)
+        await scene.end()
+    assert scene.order == ["ann"] * 5
+    assert scene.admission.waiting == 0
+
+
+async def test_a_request_that_has_begun_and_leaves_takes_the_rest_with_it() -> None:
+    scene = Scene(1, 10)
+    await scene.ask("ann", 3)
+    gone = await scene.ask("ann", begun=True)
+    scene.admission.leave()
+    gone.cancel()
+    await asyncio.sleep(0)
+    scene.admission.withdraw(2)
+    assert scene.admission.waiting == 0
+    await scene.ask("bob", 11)
+    assert scene.order == ["ann", "bob"], "its seat is free"
 
 
 async def test_a_client_that_leaves_while_waiting_leaves_no_hole() -> None:
@@ -92,7 +128,7 @@ async def test_a_client_that_leaves_at_the_moment_of_its_turn_gives_it_on() -> N
     await scene.ask("ann")
     gone = await scene.ask("bob")
     await scene.ask("cy")
-    scene.admission.leave(1)
+    scene.admission.leave()
     gone.cancel()
     for _ in range(3):
         await asyncio.sleep(0)
@@ -106,7 +142,7 @@ async def test_a_turn_that_comes_to_one_who_is_leaving_goes_to_the_next() -> Non
     await scene.ask("cy")
     for task in gone:
         task.cancel()
-    scene.admission.leave(1)
+    scene.admission.leave()
     late = await scene.ask("dan")
     for _ in range(3):
         await asyncio.sleep(0)

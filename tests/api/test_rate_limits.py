@@ -185,6 +185,28 @@ async def test_one_users_flood_does_not_hold_up_another(small: LiveDaemon) -> No
     assert await asyncio.to_thread(small.idle)
 
 
+async def test_a_request_for_as_many_choices_as_there_are_seats_does_not_hold_up_another(small: LiveDaemon) -> None:
+    async with small.async_openai() as client:
+        ended: list[str] = []
+
+        async def chat(user: str, choices: int, tokens: int) -> Any:
+            fields = {"max_tokens": tokens, "n": choices, "extra_body": {"ignore_eos": True}}
+            answer = await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
+            ended.append(user)
+            return answer
+
+        flood = [asyncio.create_task(chat("ann", 16, 150)) for _ in range(2)]
+        await waiting(small, 15)
+        for _ in range(3):
+            await chat("bob", 1, 1)
+        assert ended == ["bob"] * 3, "bob waited for a whole request of ann's"
+        answers = await asyncio.gather(*flood)
+        assert [len(answer.choices) for answer in answers] == [16, 16]
+        assert all(answer.usage.completion_tokens == 16 * 150 for answer in answers)
+        assert len((await chat("ann", 100, 1)).choices) == 100, "more than may wait"
+    assert await asyncio.to_thread(small.idle)
+
+
 async def test_a_full_queue_turns_the_flood_away_and_not_the_others(small: LiveDaemon) -> None:
     async with small.async_openai() as client:
 
