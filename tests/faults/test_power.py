@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -87,7 +86,7 @@ def is_ready(http: httpx2.Client) -> bool:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
-    """Teaching, a rollback, more teaching, the end of one user; then kill -9."""
+    """Teaching, a rollback, more teaching, the end of one user; then SIGTERM, so that no call is cut off."""
     folder = tmp_path_factory.mktemp("power")
     model = save_tiny(folder / "tiny")
     (folder / "data").mkdir()
@@ -112,8 +111,8 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         assert http.delete("/v1/adapters/bob").status_code == 200
         made.forgotten_s = time.monotonic()
         learn(range(20, 24))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.terminate()
+        assert process.wait(60) == 0, (folder / "log").read_text()
     made.records = read_log(folder / "calls")
     made.paths = list(paths_of(made.records, made.root_node))
     disk = Disk(made.root_node)
