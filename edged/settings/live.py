@@ -1,0 +1,15 @@
+"""Settings that change while their readers live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Live(Generic[T]):
+    """A cell with the settings in force: a part keeps the cell, reads `now` each time it decides, and keeps no copy."""
+
+    now: T
