@@ -37,3 +37,16 @@ def test_what_the_database_does_not_know_does_not_count_as_checked(audit: Module
     assert audit.understand([SAFE, SKIPPED]).unknown == ("torch",)
     assert not audit.understand([SAFE, SKIPPED]).problem
     assert "knows none" in audit.understand([SKIPPED]).problem
+
+
+def test_other_versions_than_the_tested_ones_are_named(audit: ModuleType) -> None:
+    installed = [audit.Package(name, version, 1, ()) for name, version in (("Jinja2", "3.1.6"), ("aiohttp", "3.9.0"))]
+    installed += [audit.Package("torch", "2.13.0+cpu", 1, ()), audit.Package("own", "1.0", 1, ())]
+    named = audit.compare(installed, "# made by hand\njinja2==3.1.6\naiohttp==3.14.5\n")
+    assert named == ["aiohttp 3.9.0: tested with 3.14.5", "own 1.0: not among those tested"]
+
+
+def test_the_constraints_hold_what_the_project_needs(audit: ModuleType) -> None:
+    needed = audit.tomllib.loads((audit.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    named = {line.partition("==")[0].lower().replace("_", "-") for line in audit.CONSTRAINTS.read_text().splitlines()}
+    assert {audit.Requirement(line).name for line in needed} - named == {"torch"}

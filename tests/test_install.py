@@ -211,6 +211,27 @@ def test_a_jetson_without_nvidias_torch_gets_no_other_unless_it_is_told_to(tmp_p
     assert tried(TEGRA_RELEASE=str(tmp_path / "none")).returncode == 0
 
 
+def test_tested_versions_are_installed_but_in_the_place_of_what_the_system_brings(tmp_path: Path) -> None:
+    """As on a Jetson, whose torch was built for the numpy beside it."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *--local*) ;; *) echo "numpy==1.26.4"; echo "Typing-Extensions @ file:///x";; esac\n'
+    )
+    python.chmod(0o755)
+    source = f". {INSTALL.parent / 'environment.sh'}; constraints_for {tmp_path} 2.8.0"
+    names = {
+        skip: {
+            line.partition("==")[0]
+            for line in subprocess.check_output(["bash", "-c", skip + source], text=True).splitlines()
+        }
+        for skip in ("", "SKIP_CONSTRAINTS=1; ")
+    }
+    assert {"torch", "aiohttp"} <= names[""]
+    assert not {"numpy", "typing_extensions"} & names[""]
+    assert names["SKIP_CONSTRAINTS=1; "] == {"torch"}
+
+
 def test_modules_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
     """Root installs from wherever it stands, which may be a folder of somebody else's."""
     for name in ("torch", "pip", "hashlib", "sysconfig"):

@@ -1,6 +1,6 @@
-"""What `tools/audit` does: pip-audit over what edged needs, and the installed files against their packages' own hashes.
+"""What `tools/audit` does with the packages that edged needs.
 
-Owns which packages those are and how findings are told. Must not know edged.
+pip-audit looks them up, their files are compared with their own hashes, and their versions with constraints.txt.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+_MACHINES = ("torch", "pip", "setuptools")
 AUDIT_S = 300.0
 """How long the vulnerability database may take."""
 
@@ -118,6 +120,17 @@ def understand(found: list[dict[str, Any]]) -> Known:
     return Known(vulnerabilities, unknown)
 
 
+def compare(packages: list[Package], constraints: str) -> list[str]:
+    """How installed versions differ from the lines `NAME==VERSION`; torch and the installers are the machine's own."""
+    pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line and not line.startswith("#"))
+    tested = {canonicalize_name(name): version.strip() for name, version in pins.items()}
+    return [
+        f"{item.name} {item.version}: {f'tested with {wanted}' if wanted else 'not among those tested'}"
+        for item in packages
+        if (name := canonicalize_name(item.name)) not in _MACHINES and (wanted := tested.get(name)) != item.version
+    ]
+
+
 def main() -> int:
     """Returns the exit code that `tools/audit` documents."""
     parser = argparse.ArgumentParser(prog="tools/audit", description=__doc__)
@@ -127,12 +140,19 @@ def main() -> int:
     packages = sorted((examine(found) for found in requirements(needed)), key=lambda item: item.name.lower())
     known = ask(packages)
     changed = [f"{item.name} {item.version}: {file}" for item in packages for file in item.changed]
+    others = compare(packages, CONSTRAINTS.read_text()) if CONSTRAINTS.is_file() else None
     if as_json:
-        print(json.dumps({"packages": [asdict(item) for item in packages], **asdict(known)}, indent=2))
+        found = {"packages": [asdict(item) for item in packages], **asdict(known), "other_versions": others}
+        print(json.dumps(found, indent=2))
     else:
         files = sum(item.files for item in packages)
         print(f"{len(packages)} packages, {files} files: {len(changed)} differ from what was installed")
         print("\n".join(f"  {line}" for line in changed) or "  all are as their packages' own hashes say")
+        if others is None:
+            print(f"NOT compared with the tested versions: {CONSTRAINTS} is missing")
+        else:
+            print(f"{len(others)} have another version than was tested (constraints.txt)")
+            print("".join(f"  {line}\n" for line in others), end="")
         if known.problem:
             print(f"NOT checked for known vulnerabilities: {known.problem}")
             print("  what was checked are the hashes above; the versions are: tools/audit --json")

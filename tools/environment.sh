@@ -6,6 +6,8 @@ TORCH_AT_LEAST=2.6
 TEGRA_RELEASE=${TEGRA_RELEASE:-/etc/nv_tegra_release} # there is one on a Jetson
 CPU_TORCH=${CPU_TORCH:-} # not empty: on a Jetson too, the CPU build will do
 CPU_INDEX=https://download.pytorch.org/whl/cpu
+CONSTRAINTS="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/constraints.txt"
+SKIP_CONSTRAINTS=${SKIP_CONSTRAINTS:-} # not empty: whatever versions pyproject.toml allows
 # No interpreter below looks for modules in the current folder: whoever can write there would run code as this user.
 export PYTHONSAFEPATH=1
 
@@ -65,6 +67,17 @@ make_venv() {
     fi
 }
 
+# What pip may install into environment $1 with torch $2: the tested versions. What the environment sees of the system,
+# such as the numpy that a Jetson's torch was built for, stays as it is.
+constraints_for() { # environment, torch's version
+    local seen name
+    echo "torch==$2"
+    [ -z "$SKIP_CONSTRAINTS" ] || return 0
+    freeze() { "$1/bin/python" -m pip --disable-pip-version-check freeze "${@:2}" 2>/dev/null | sed -E 's/[ =].*//' | LC_ALL=C sort; }
+    seen=$(LC_ALL=C comm -23 <(freeze "$1") <(freeze "$1" --local))
+    for name in $seen; do printf '^%s==\n' "${name//[-_.]/[-_.]}"; done | grep --invert-match --ignore-case --file=- "$CONSTRAINTS" || true
+}
+
 # Install edged into environment $1: pip's arguments follow, such as "--editable .". PIP_OPTIONS are given to every pip.
 # A torch that is there is never replaced; else the pinned CPU build is installed.
 install_edged() {
@@ -84,7 +97,7 @@ install_edged() {
     "$venv/bin/python" -c 'import sys; least, have = ([int(part) for part in text.split("+")[0].split(".")[:2]] for text in sys.argv[1:]); sys.exit(have < least)' \
         "$TORCH_AT_LEAST" "${found%% *}" || fail "torch ${found%% *} (${found#* }) is too old: edged needs $TORCH_AT_LEAST or newer"
     constraints=$(mktemp)
-    echo "torch==${found%% *}" >"$constraints"
+    constraints_for "$venv" "${found%% *}" >"$constraints"
     "${pip[@]}" --constraint "$constraints" "$@" || { rm -f "$constraints"; return 1; }
     rm -f "$constraints"
 }
