@@ -20,8 +20,8 @@ import torch
 from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
 from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
+from edged.cli.bench import compare as compare_command
 from edged.cli.bench import replay as replay_command
-from edged.cli.compare import compare as compare_command
 from edged.cli.main import FailingGroup
 from edged.client.client import DaemonError
 from edged.engine.engine import Engine

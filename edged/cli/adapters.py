@@ -8,18 +8,15 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import click
 
 from edged.cli.metrics import NO_ADAPTER, fetch_metrics, plot, table, verdict
-from edged.cli.options import shown, with_client
+from edged.cli.options import asks_daemon, explain_os_errors
 from edged.cli.output import make_table, moment, number, short, size
 from edged.client.client import Client, DaemonError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -32,45 +29,56 @@ def adapters() -> None:
 
 
 @adapters.command("list")
-@shown
-@with_client
+@asks_daemon
 def list_(client: Client) -> Any:
     """All adapters: a verdict, what waits and is held, size on disk, last use."""
     data = fetch_metrics(client, with_series=False)
     titles = ("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
-    return data, lambda: make_table(*titles, rows=map(_row, data["adapters"])) if data["adapters"] else NO_ADAPTER
-
-
-def _row(item: dict[str, Any]) -> list[str]:
-    counts = (str(item[f"pairs_{state}"]) for state in ("seen", "queued", "quarantined"))
-    name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
-    return [name, item["verdict"], *counts, size(item["disk_bytes"]), used]
+    rows = (
+        (
+            *(f"{item['adapter']} v{item['version']}", item["verdict"]),
+            *(str(item[f"pairs_{state}"]) for state in ("seen", "queued", "quarantined")),
+            *(size(item["disk_bytes"]), moment(item["last_used_at"])),
+        )
+        for item in data["adapters"]
+    )
+    return data, lambda: make_table(*titles, rows=rows) if data["adapters"] else NO_ADAPTER
 
 
 @adapters.command()
 @click.argument("name")
-@shown
-@with_client
+@asks_daemon
 def show(client: Client, name: str) -> Any:
     """One adapter: metrics, versions, and how it came about."""
     data = client.get(_path(name))
-    return data, lambda: [verdict(data), table([data]), _versions(data), plot(data)]
-
-
-def _versions(data: dict[str, Any]) -> RenderableType:
-    return make_table(
-        *("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer"),
-        rows=(_version_row(item, data) for item in data["versions"]),
-        caption="held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it "
-        "became; version 0 is the untrained adapter",
+    titles = ("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer")
+    caption = (
+        "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
+        "version 0 is the untrained adapter"
     )
+    rows = (_version_row(item, data) for item in data["versions"])
+    return data, lambda: [verdict(data), table([data]), make_table(*titles, rows=rows, caption=caption), plot(data)]
+
+
+def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
+    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
+    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
+    return [
+        str(item["version"]),
+        moment(item["created_at"]),
+        item["reason"],
+        f"{round(share * pairs)} of {pairs}" if pairs else "–",
+        number(item["kl_nats"]),
+        "–" if change is None else f"{100 * change:+.1f} %",
+        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
+        short(item.get("answer") or "–"),
+    ]
 
 
 @adapters.command()
 @click.argument("name")
 @click.argument("version", type=click.IntRange(0))
-@shown
-@with_client
+@asks_daemon
 def rollback(client: Client, name: str, version: int) -> Any:
     """Serve an earlier VERSION of NAME again.
 
@@ -83,8 +91,7 @@ def rollback(client: Client, name: str, version: int) -> Any:
 
 @adapters.command()
 @click.argument("name")
-@shown
-@with_client
+@asks_daemon
 def mend(client: Client, name: str) -> Any:
     """Test the language of NAME's version now; where it is broken, go back to the newest that is not.
 
@@ -117,8 +124,7 @@ def mend(client: Client, name: str) -> Any:
 @adapters.command()
 @click.argument("name")
 @click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write.")
-@shown
-@with_client
+@asks_daemon
 def export(client: Client, name: str, output: Path) -> Any:
     """Write NAME's newest version as a PEFT folder.
 
@@ -126,7 +132,7 @@ def export(client: Client, name: str, output: Path) -> Any:
     """
     refuse_full(output)
     headers, chunks = client.download(f"{_path(name)}/export")
-    try:
+    with explain_os_errors(f"{output} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         # Half an adapter would be in the way of the next try.
         with tempfile.TemporaryDirectory(dir=output) as whole, tempfile.TemporaryFile(dir=whole) as packed:
@@ -135,8 +141,6 @@ def export(client: Client, name: str, output: Path) -> Any:
             _unpack(packed, Path(whole))
             for file in _FILES:
                 (Path(whole) / file).rename(output / file)
-    except OSError as error:
-        raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
     version = int(headers["X-Edged-Version"])
     data = {"adapter": name, "version": version, "path": str(output)}
     return data, f"{name} version {version} is in {output}"
@@ -165,8 +169,7 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
 @adapters.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--user", "-u", required=True, metavar="NAME", help="Whose newest version it becomes.")
-@shown
-@with_client
+@asks_daemon
 def import_(client: Client, source: Path, user: str) -> Any:
     """Serve the PEFT adapter in SOURCE for NAME: a folder, or its adapter_model.safetensors.
 
@@ -179,13 +182,10 @@ def import_(client: Client, source: Path, user: str) -> Any:
 def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str, Any]:
     """Give the daemon the adapter in `folder` as the user's newest version."""
     packed = io.BytesIO()
-    try:
-        with tarfile.open(fileobj=packed, mode="w:") as tar:
-            for name in _FILES:
-                tar.add(folder / name, arcname=name)
-    except OSError as error:
-        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
-    return client.upload(f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
+    with explain_os_errors(f"{folder} cannot be read"), tarfile.open(fileobj=packed, mode="w:") as tar:
+        for name in _FILES:
+            tar.add(folder / name, arcname=name)
+    return client.call("POST", f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
 
 
 def _checked(source: Path) -> Path:
@@ -205,8 +205,7 @@ def _checked(source: Path) -> Path:
 @adapters.command()
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@shown
-@with_client
+@asks_daemon
 def forget(client: Client, name: str, yes: bool) -> Any:
     """Delete everything learned for NAME.
 
@@ -217,46 +216,24 @@ def forget(client: Client, name: str, yes: bool) -> Any:
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
     data = client.call("DELETE", _path(name))
-    return data, _forgotten(name, data), 0 if data["verified"] else 1
-
-
-def _forgotten(name: str, data: dict[str, Any]) -> str:
-    """What forgetting came to, in a few lines."""
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
-    lines = [
-        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
-        f"the name and {searched['texts']} texts"
+    found = [
+        f"the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)" for item in searched["found"]
     ]
-    lines += [f"FOUND the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)"
-              for item in searched["found"]]  # fmt: skip
-    lines += [f"FOUND {path}" for path in searched["files"]]
-    if data["verified"]:
-        lines.append("nothing was found" + ("" if data["vacuumed"] else "; the file keeps its size, see the log"))
-    if searched["said_by_others"]:
-        lines.append(f"{searched['said_by_others']} rows of other users hold the same words")
-    if searched["new_rows"]:
-        lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
-    lines.append(
+    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the file keeps its size, see the log"
+    others, new = searched["said_by_others"], searched["new_rows"]
+    text = [
+        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
+        f"the name and {searched['texts']} texts",
+        *(f"FOUND {what}" for what in [*found, *searched["files"]]),
+        nothing if data["verified"] else None,
+        f"{others} rows of other users hold the same words" if others else None,
+        f"{new} rows came after it had begun, and stay" if new else None,
         f"copies made before still hold {name}: backups (a restore brings {name} back), folders put aside by a "
-        "restore, exports"
-    )
-    return "\n".join(lines)
+        "restore, exports",
+    ]
+    return data, text, 0 if data["verified"] else 1
 
 
 def _path(name: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}"
-
-
-def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
-    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
-    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
-    return [
-        str(item["version"]),
-        moment(item["created_at"]),
-        item["reason"],
-        f"{round(share * pairs)} of {pairs}" if pairs else "–",
-        number(item["kl_nats"]),
-        "–" if change is None else f"{100 * change:+.1f} %",
-        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
-        short(item.get("answer") or "–"),
-    ]

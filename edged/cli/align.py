@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,8 +63,7 @@ def rebuild(
 
     recipe = Recipe(epochs or settings.align.epochs, lr or settings.align.learning_rate, seed)
     result = work.train(recipe, lambda step, of, loss: show_progress(f"step {step} of {of}, loss {loss:.3f}"))
-    if sys.stderr.isatty():
-        show_progress("")
+    show_progress("")
     version = None
     with tempfile.TemporaryDirectory(prefix="edged-") as scratch:
         folder = output or Path(scratch)

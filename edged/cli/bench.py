@@ -1,4 +1,5 @@
-"""`edged bench`: measure this machine with recorded loads. The engine runs inside the command; no daemon is asked."""
+"""`edged bench`: measure this machine with recorded loads, or simulate another. The engine runs inside the command; no
+daemon is asked."""
 
 from __future__ import annotations
 
@@ -8,27 +9,52 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.compare import compare
-from edged.cli.options import (
-    pair_format_option,
-    policy_option,
-    rate_option,
-    retrain_rate_option,
-    seed_option,
-    shown,
-    trace_option,
-)
+from edged.cli.options import explain_os_errors, policy_option, seed_option, shown
 from edged.cli.output import make_table, number, percent, show_progress
 from edged.cli.settings import load_settings
-from edged.cli.simulate import simulate
 from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from edged.bench.compare import Workload
     from edged.bench.replay import Progress, ReplayPlan
 
-    Replay = Callable[[ReplayPlan, Progress], dict[str, Any]]
+    Run = Callable[[ReplayPlan, Progress], dict[str, Any]]
+
+_ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
+pair_format_option = click.option(
+    "--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True
+)
+trace_option = click.option(
+    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+)
+rate_option = click.option(
+    "--rate",
+    "rate_per_s",
+    type=_ABOVE_ZERO,
+    help="Requests per second; default: 70 % of a burst's.",
+)
+retrain_rate_option = click.option(
+    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
+)
+
+
+class Values(click.ParamType):
+    """Several values in one option, separated by commas; `count` says how many where the number is fixed."""
+
+    name = "list"
+
+    def __init__(self, each: click.ParamType, count: int | None = None) -> None:
+        self._each, self._count = each, count
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        values = tuple(self._each.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+        if not values or (self._count and len(values) != self._count):
+            self.fail(f"{value!r}: give {self._count or 'one or more'} values, separated by commas", param, ctx)
+        return values if self._count else tuple(dict.fromkeys(values))
 
 
 @click.group()
@@ -51,9 +77,7 @@ def bench() -> None:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
 @seed_option
 @shown
-def replay(
-    model: str, config: Path | None, policy: str | None, run: Replay | None = None, **load: Any
-) -> tuple[dict[str, Any], Callable[[], RenderableType]]:
+def replay(model: str, config: Path | None, policy: str | None, run: Run | None = None, **load: Any) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -70,11 +94,9 @@ def replay(
 
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
-    try:
+    with explain_os_errors():
         plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, **load)
         report = (run or run_replay)(plan, show_progress)
-    except OSError as error:
-        raise DaemonError(str(error)) from None
     return report, lambda: screen(report)
 
 
@@ -146,6 +168,139 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     return table
 
 
+@bench.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
+@click.option(
+    "--pairs", type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay; not for simulations."
+)
+@pair_format_option
+@click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
+@click.option("--config", "-c", type=click.Path(exists=True, dir_okay=False), help="TOML file with further settings.")
+@click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
+@click.option(
+    "--policies", type=Values(click.STRING), default="fcfs,mace", show_default=True, metavar="NAMES", help="Policies."
+)
+@click.option(
+    "--retrain-rates", type=Values(click.FloatRange(0.0, 1.0)), default="0.1", show_default=True, metavar="SHARES",
+    help="Pairs per request.",
+)  # fmt: skip
+@click.option("--rates", type=Values(_ABOVE_ZERO), default=(), metavar="RATES", help="Requests per second.")
+@click.option(
+    "--loads", type=Values(_ABOVE_ZERO), default=(), metavar="SHARES",
+    help="Rates as shares of the requests per second of a burst, which is measured once; default: 0.7.",
+)  # fmt: skip
+@click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", show_default=True, metavar="NUMBERS")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long each sends.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulations at once.")
+@shown
+def compare(
+    folder: Path,
+    policies: tuple[str, ...],
+    retrain_rates: tuple[float, ...],
+    rates: tuple[float, ...],
+    loads: tuple[float, ...],
+    seeds: tuple[int, ...],
+    jobs: int,
+    kind: type[Workload] | None = None,
+    **load: Any,
+) -> Any:
+    """Run every policy at every retrain rate, request rate and seed, and compare their figures.
+
+    Lists are separated by commas. Each run is a process of its own; policies take turns. FOLDER gets one JSON per run:
+    called again, the command does only what is missing or failed.
+    """
+    from edged.bench.compare import Axes, Workload
+    from edged.bench.compare import compare as run
+    from edged.bench.summary import Runs, summarise
+
+    if bool(load["pairs"]) == bool(load["device"]):
+        raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
+    if jobs > 1 and not load["device"]:
+        raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
+    workload = (kind or Workload)(**load)
+    axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
+    for policy in policies:
+        load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
+    with explain_os_errors():
+        manifest = run(workload, axes, folder, show_progress, jobs)
+        runs = Runs.read(folder)
+    rows, capacity = summarise(runs), manifest["capacity_per_s"]
+
+    def text() -> RenderableType:
+        for name, reason in runs.failed.items():
+            click.echo(f"{name} failed: {reason}", err=True)
+        return table(rows)
+
+    return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
+
+
+def table(rows: list[dict[str, Any]]) -> RenderableType:
+    """Medians with their range over seeds, and under them the ratios to adainf's and to fcfs'."""
+    from edged.bench.summary import BASELINES, METRICS
+
+    def cell(values: dict[str, Any], digits: int) -> str:
+        ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
+        return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
+
+    made = make_table(
+        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in METRICS)),
+        caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
+    )
+    for row in rows:
+        share = "" if row["load"] is None else f" ({percent(row['load'])})"
+        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
+        made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
+    return made
+
+
+def middle(value: dict[str, float] | None, digits: int) -> str:
+    """A median with its range."""
+    if value is None:
+        return "–"
+    median, low, high = (f"{value[key]:,.{digits}f}" for key in ("median", "low", "high"))
+    return median if low == high else f"{median} ({low}–{high})"
+
+
+@bench.command()
+@trace_option
+@click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
+@click.option(
+    "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
+)
+@click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
+@policy_option
+@rate_option
+@retrain_rate_option
+@click.option(
+    "--pair-tokens",
+    type=Values(click.IntRange(1), 3),
+    default="100,60,60",
+    show_default=True,
+    metavar="PROMPT,CHOSEN,REJECTED",
+    help="Mean lengths of a preference pair.",
+)
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
+@seed_option
+@shown
+def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
+    """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
+
+    The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
+    lengths and no contents, so nothing is said about alignment.
+    """
+    from edged.runtime.process import prepare
+
+    prepare()
+    from edged.simulator.simulation import SimulationPlan
+    from edged.simulator.simulation import simulate as run
+
+    settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
+    report = run(SimulationPlan(settings=settings, **load), show_progress)
+    return report, lambda: screen(report)
+
+
 def screen(report: dict[str, Any]) -> RenderableType:
     """The report as one table of what was measured."""
     load, model = report["load"], report["model"]
@@ -205,7 +360,3 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{scheduler['preemptions']} preemptions",
         ),
     ]
-
-
-bench.add_command(compare)
-bench.add_command(simulate)

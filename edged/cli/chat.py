@@ -1,19 +1,21 @@
-"""`edged chat`: a conversation in the terminal whose feedback the model learns from."""
+"""`edged chat`, a conversation in the terminal whose feedback the model learns from, and `edged ask`, one question."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
 from edged.cli.metrics import held
-from edged.cli.options import user_option, with_client
-from edged.cli.session import Options, Session
+from edged.cli.options import json_option, user_option, with_client
+from edged.cli.output import print_json
 from edged.client.client import Client, DaemonError
 
+ROUTE = "/v1/chat/completions"
 HELP = """\
 /up, /down     the last answer was good, or not
 /edit [TEXT]   the answer should have been TEXT; without TEXT an editor opens
@@ -25,34 +27,182 @@ CANDIDATES = 2
 PATIENCE_S = 2.0
 """How long the prompt waits for what was taught to be learned."""
 _ASK_S = 0.1
+_max_tokens_option = click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
+_temperature_option = click.option(
+    "--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer."
+)
 
 
 @click.command()
 @user_option
 @click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer.")
+@_max_tokens_option
+@_temperature_option
 @with_client
-def chat(client: Client, **options: Any) -> None:
+def chat(client: Client, user: str, **options: Any) -> None:
     """Talk with the model and tell it what you prefer.
 
     /up, /down, /edit, /regen and /pick give feedback on the last answer; /help lists all commands.
     """
-    session = Session(client, Options(**options))
-    user = session.options.user
+    repl = Repl(Session(client, user, **options))
     model = client.get("/v1/status")["model"]["name"]
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing for input())
 
-        who = f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
-        click.echo(click.style(f"{who}. /help lists the commands.", dim=True))
+        whose = (
+            f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
+        )
+        click.secho(f"{whose}. /help lists the commands.", dim=True)
     for item in client.get("/v1/adapters")["adapters"]:
         if item["adapter"] == user and (waiting := held(item)):
-            click.echo(click.style(waiting, dim=True))
-    repl = Repl(session)
+            click.secho(waiting, dim=True)
     for line in _lines():
         if not repl.handle(line):
             break
+
+
+@click.command()
+@click.argument("prompt")
+@user_option
+@click.option("--system", default="", metavar="TEXT", help="A system message before the prompt.")
+@_max_tokens_option
+@_temperature_option
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@json_option
+@with_client
+def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
+    """Print the answer to PROMPT as it is generated.
+
+    PROMPT "-" reads standard input. With --json: the API's chat.completion object, whose id feedback can name.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise DaemonError("the prompt is empty")
+    session = Session(client, **options)
+    session.say(text)
+    if as_json:
+        return print_json(session.candidates(1))
+    for piece in session.stream():
+        click.echo(piece, nl=False)
+    return click.echo()
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """An answer as the daemon stored it. `cut` says that it ended at the token limit."""
+
+    completion_id: str
+    choice: int
+    text: str
+    cut: bool = False
+
+
+class Session:
+    """A conversation up to the last question, its answer, and candidates that wait for a pick."""
+
+    def __init__(self, client: Client, user: str, system: str, **sampling: Any) -> None:
+        """`sampling` is what the request says of answers; None leaves a choice to the daemon."""
+        self.client, self.user = client, user
+        self._system, self._sampling = system, sampling
+        self.clear()
+
+    def clear(self) -> None:
+        """Start over; only the system message stays."""
+        self._messages = [{"role": "system", "content": self._system}] if self._system else []
+        self._settle(None)
+
+    def say(self, text: str) -> None:
+        """Add the user's message; the next `stream` or `candidates` answers it."""
+        if self.answer is not None:
+            self._messages.append({"role": "assistant", "content": self.answer.text})
+        self._messages.append({"role": "user", "content": text})
+        self._settle(None)
+
+    def stream(self) -> Iterator[str]:
+        """Ask for an answer to the last question and yield its text in pieces; afterwards `answer` is set.
+
+        When the iteration is left early, the daemon stops generating; a question without any answer is taken back.
+        """
+        pieces: list[str] = []
+        completion_id, reason = "", ""
+        try:
+            for event in self.client.events(ROUTE, {**self._body(), "stream": True}):
+                completion_id = event["id"]
+                for choice in event["choices"]:
+                    reason = choice.get("finish_reason") or reason
+                    if piece := choice["delta"].get("content"):
+                        pieces.append(piece)
+                        yield piece
+        except BaseException:
+            self._take_back()
+            raise
+        self._settle(StoredAnswer(completion_id, 0, "".join(pieces), reason == "length"))
+
+    def candidates(self, count: int) -> dict[str, Any]:
+        """Ask for `count` answers to the last question: the daemon's response object.
+
+        They wait in `open_candidates` for `pick`.
+        """
+        try:
+            response = self.client.post(ROUTE, {**self._body(), "n": count})
+        except BaseException:
+            self._take_back()
+            raise
+        self.open_candidates = [
+            StoredAnswer(
+                response["id"], item["index"], item["message"]["content"] or "", item["finish_reason"] == "length"
+            )
+            for item in response["choices"]
+        ]
+        return response
+
+    def pick(self, number: int) -> dict[str, Any]:
+        """Choose candidate `number` (from 1): it becomes the answer, and the others are rejected in its favour."""
+        if not 1 <= number <= len(self.open_candidates):
+            raise DaemonError(f"there is no candidate {number}: choose 1 to {len(self.open_candidates)}")
+        answer = self.open_candidates[number - 1]
+        result = self._feedback(answer, "chosen")
+        self._settle(answer)
+        return result
+
+    def rate(self, signal: str, text: str | None = None) -> dict[str, Any]:
+        """Feedback on the last answer: "up", "down", or "edit" with the `text` that it should have been."""
+        result = self._feedback(self.last_answer(), signal, text)
+        if text is not None:
+            self.answer = replace(self.last_answer(), text=text)
+        return result
+
+    def regenerate(self) -> None:
+        """Report that the last answer was not wanted (when there is a user to learn for); `stream` then replaces it."""
+        answer = self.last_answer()
+        if self.user:
+            self._feedback(answer, "regenerate")
+
+    def last_answer(self) -> StoredAnswer:
+        """The answer that feedback is about. Raises DaemonError when there is none."""
+        if self.answer is None:
+            raise DaemonError("there is no answer yet to give feedback on")
+        return self.answer
+
+    def _settle(self, answer: StoredAnswer | None) -> None:
+        self.answer = answer
+        self.open_candidates: list[StoredAnswer] = []
+
+    def _take_back(self) -> None:
+        """Drop a question that got no answer, so that the conversation stays well-formed."""
+        if self.answer is None:
+            self._messages.pop()
+
+    def _feedback(self, answer: StoredAnswer, signal: str, text: str | None = None) -> dict[str, Any]:
+        if not self.user:
+            raise DaemonError("feedback teaches one user's adapter: start with --user NAME")
+        body: dict[str, Any] = {"completion_id": answer.completion_id, "choice": answer.choice, "signal": signal}
+        return self.client.post("/v1/feedback", body if text is None else {**body, "text": text})
+
+    def _body(self) -> dict[str, Any]:
+        """The request for an answer to the last question. The model's name is left to the daemon, which serves one."""
+        asked = {"user": self.user or None, **self._sampling}
+        return {"messages": self._messages, **{key: value for key, value in asked.items() if value is not None}}
 
 
 class Repl:
@@ -101,7 +251,7 @@ class Repl:
             for piece in self.session.stream():
                 click.echo(piece, nl=False)
         except KeyboardInterrupt:
-            click.echo(click.style(" (stopped)", dim=True))
+            click.secho(" (stopped)", dim=True)
             return
         answer = self.session.last_answer()
         click.echo(click.style(" (cut at the token limit)", dim=True) if answer.cut else "")
@@ -127,7 +277,7 @@ class Repl:
         self.session.candidates(CANDIDATES)
         for index, candidate in enumerate(self.session.open_candidates, 1):
             click.echo(click.style(f"{index}  ", bold=True) + candidate.text)
-        return click.echo(click.style("1 or 2 chooses; anything else goes on without choosing", dim=True))
+        return click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
     def _choose(self, index: int) -> None:
         if not self.session.open_candidates:
@@ -136,12 +286,12 @@ class Repl:
 
     def _new(self, _: str) -> None:
         self.session.clear()
-        click.echo(click.style("a new conversation", dim=True))
+        click.secho("a new conversation", dim=True)
 
     def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
         what = f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else result.get("reason") or "no pair yet"
-        click.echo(click.style(f"noted: {what}", dim=True))
+        click.secho(f"noted: {what}", dim=True)
         if pairs:
             self._open.append(result["id"])
             self._look_after(PATIENCE_S)
@@ -151,15 +301,16 @@ class Repl:
         until, feedback, self._open = time.monotonic() + patience_s, self._open, []
         for number, feedback_id in enumerate(feedback, 1):
             latest = patience_s > 0 and number == len(feedback)
-            found = self.session.progress(feedback_id)
-            while latest and not (found["settled"] or found["blocked"]) and time.monotonic() < until:
+            while True:
+                found = self.session.client.get(f"/v1/feedback/{feedback_id}")
+                if not latest or found["settled"] or found["blocked"] or time.monotonic() >= until:
+                    break
                 time.sleep(_ASK_S)
-                found = self.session.progress(feedback_id)
             if not found["settled"]:
                 self._open.append(feedback_id)
             if found["settled"] or latest:
                 said = "; ".join(dict.fromkeys(pair["text"] for pair in found["pairs"]))
-                click.echo(click.style(f"  {said}", dim=True))
+                click.secho(f"  {said}", dim=True)
 
 
 def _lines() -> Iterator[str]:

@@ -18,7 +18,10 @@ COMMANDS = (
     *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
 )
 """Each is a click command of its name, in the module of its name unless MODULES has another."""
-MODULES = {"export": "feedback", "restore": "backup", "config": "configure", "doctor": "doctor.command"}
+MODULES = {
+    **{"ask": "chat", "export": "feedback", "quarantine": "feedback", "backup": "store", "restore": "store"},
+    **{"config": "configure", "reload": "configure", "token": "configure", "doctor": "doctor.command"},
+}
 
 EXPECTED = (
     ("edged.client.client", "DaemonError"),

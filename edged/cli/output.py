@@ -56,10 +56,10 @@ def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = F
 
 
 def show_progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next."""
+    """One line on stderr: a terminal's is overwritten by the next, or by "" wiped away."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-    else:
+    elif line:
         click.echo(line, err=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from edged.cli.options import shown, with_client
+from edged.cli.options import asks_daemon
 from edged.cli.output import number, show_progress
 from edged.client.client import Client, DaemonError
 
@@ -25,8 +25,7 @@ _TOLD_EVERY = 20_000
 )  # fmt: skip
 @click.option("--output", "-o", default="edged-trace.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--record", is_flag=True, help="The next SECONDS instead of the last ones.")
-@shown
-@with_client
+@asks_daemon
 def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
     """Write what the engine did in the last SECONDS as a trace.
 

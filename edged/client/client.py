@@ -148,10 +148,6 @@ class Client:
         """Send `body` to `path` and return the JSON answer."""
         return self.call("POST", path, body)
 
-    def upload(self, path: str, data: bytes, content_type: str) -> dict[str, Any]:
-        """POST bytes to `path` and return the JSON answer. Raises like `call`."""
-        return _object(self._body(self._open("POST", path, data, content_type)))
-
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
         return _object(self._body(self._open(method, path, body)))

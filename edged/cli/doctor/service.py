@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 
 import edged
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
-from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
 from edged.cli.settings import served_settings
 from edged.client.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.refusal import REFUSED
 from edged.settings.load import Settings
 
-_UNITS = (SERVICE, SOCKET)
+SERVICE, SOCKET = "edged.service", "edged.socket"
+_FOLDERS = (
+    *("etc/systemd/system", "run/systemd/system", "usr/local/lib/systemd/system"),
+    *("usr/lib/systemd/system", "lib/systemd/system"),
+)
+
+
+def unit_file(root: Path, name: str) -> Path | None:
+    """The unit file that systemd takes; None where there is none."""
+    return next((path for folder in _FOLDERS if (path := root / folder / name).is_file()), None)
+
+
+def _values(root: Path, unit: str, name: str) -> list[str]:
+    """What the unit's file sets `name` to, line by line; empty without a file."""
+    path = unit_file(root, unit)
+    lines = path.read_text(errors="replace").splitlines() if path is not None else []
+    return [line.partition("=")[2].strip() for line in lines if line.startswith(f"{name}=")]
+
+
+def account(root: Path) -> pwd.struct_passwd | None:
+    """Whom the service's unit names as its user; None without a unit, and where the account is root or not there."""
+    names = _values(root, SERVICE, "User")
+    try:
+        entry = pwd.getpwnam(names[-1] if names else "root")
+    except KeyError:
+        return None
+    return entry if entry.pw_uid != 0 else None
 
 
 def units(it: Examination) -> Finding:
     """Installed, without mistakes, watched, and started at boot."""
-    found = [path for name in _UNITS if (path := unit_file(it.root, name)) is not None]
+    found = [path for name in (SERVICE, SOCKET) if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
         return doubtful(seen, "`sudo tools/install` from a checkout")
@@ -34,7 +60,7 @@ def units(it: Examination) -> Finding:
     seen = f"{names} installed, with a watchdog"
     if not (it.root / "run/systemd/system").is_dir():
         return fine(f"{seen}; systemd does not run here")
-    _, states = output_of(["systemctl", "is-enabled", *_UNITS], it.left_s(2.0))
+    _, states = output_of(["systemctl", "is-enabled", SERVICE, SOCKET], it.left_s(2.0))
     about = _told(it)
     if about["ActiveState"] == "activating":
         return _starting(about)
@@ -61,15 +87,10 @@ def _starting(told: dict[str, str]) -> Finding:
     return doubtful(seen, "ask again in a moment; `journalctl -u edged -e` says more")
 
 
-def _systemds_socket(it: Examination) -> Path | None:
-    unit = unit_file(it.root, SOCKET)
-    lines = unit.read_text().splitlines() if unit is not None else []
-    return next((Path(line.partition("=")[2]) for line in lines if line.startswith("ListenStream=/")), None)
-
-
 def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
     """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
-    sockets, theirs, told = it.sockets, _systemds_socket(it), _told(it)
+    listens = (Path(value) for value in _values(it.root, SOCKET, "ListenStream") if value.startswith("/"))
+    sockets, theirs, told = it.sockets, next(listens, None), _told(it)
     if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
         # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
         sockets = tuple(path for path in sockets if path != theirs)
