@@ -23,20 +23,15 @@ if TYPE_CHECKING:
     Run = Callable[[ReplayPlan, Progress], dict[str, Any]]
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
-pair_format_option = click.option(
-    "--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True
-)
+pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
     "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
 )
 rate_option = click.option(
-    "--rate",
-    "rate_per_s",
-    type=_ABOVE_ZERO,
-    help="Requests per second; default: 70 % of a burst's.",
+    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
 )
 retrain_rate_option = click.option(
-    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
+    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, help="Pairs per request."
 )
 
 
@@ -69,12 +64,12 @@ def bench() -> None:
     help="Preference pairs, in the order in which users give them.",
 )  # fmt: skip
 @pair_format_option
-@click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
+@click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @policy_option
 @rate_option
 @retrain_rate_option
-@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
 def replay(model: str, config: Path | None, policy: str | None, run: Run | None = None, **load: Any) -> Any:
@@ -105,17 +100,17 @@ def replay(model: str, config: Path | None, policy: str | None, run: Run | None 
     "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
     help="A model's directory, or a config.json alone (configs/models has some).",
 )  # fmt: skip
-@click.option("--quantize", default="", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option(
     "--device-memory", type=click.FloatRange(0.0, min_open=True), metavar="GIB",
     help="Memory of the box, or of its GPU where that has its own; default: what is here.",
 )  # fmt: skip
-@click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of K/V that must fit.")
+@click.option("--context", type=click.IntRange(1), default=8192, help="Tokens of K/V that must fit.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @shown
 def memory(
-    model: Path, quantize: str, device: Any, device_memory: float | None, context: int, config: Path | None
+    model: Path, quantize: str | None, device: Any, device_memory: float | None, context: int, config: Path | None
 ) -> Any:
     """Say whether a model fits a box, with K/V pages, adapters and training, from its configuration alone.
 
@@ -130,7 +125,7 @@ def memory(
     from edged.engine.model.memory_plan import total_bytes
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
-    overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
+    overrides = {"model.quantize": quantize, "model.max_context_tokens": context}
     plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)
     return plan, lambda: memory_screen(plan), 0 if plan["fits"] else 1
 
@@ -175,31 +170,29 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     "--pairs", type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay; not for simulations."
 )
 @pair_format_option
-@click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
+@click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(exists=True, dir_okay=False), help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
+@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help="Policies.")
 @click.option(
-    "--policies", type=Values(click.STRING), default="fcfs,mace", show_default=True, metavar="NAMES", help="Policies."
-)
-@click.option(
-    "--retrain-rates", type=Values(click.FloatRange(0.0, 1.0)), default="0.1", show_default=True, metavar="SHARES",
+    "--retrain-rates", type=Values(click.FloatRange(0.0, 1.0)), default="0.1", metavar="SHARES",
     help="Pairs per request.",
 )  # fmt: skip
-@click.option("--rates", type=Values(_ABOVE_ZERO), default=(), metavar="RATES", help="Requests per second.")
+@click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
 @click.option(
-    "--loads", type=Values(_ABOVE_ZERO), default=(), metavar="SHARES",
+    "--loads", type=Values(_ABOVE_ZERO), metavar="SHARES",
     help="Rates as shares of the requests per second of a burst, which is measured once; default: 0.7.",
 )  # fmt: skip
-@click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", show_default=True, metavar="NUMBERS")
-@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long each sends.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulations at once.")
+@click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", metavar="NUMBERS")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long each sends.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Simulations at once.")
 @shown
 def compare(
     folder: Path,
     policies: tuple[str, ...],
     retrain_rates: tuple[float, ...],
-    rates: tuple[float, ...],
-    loads: tuple[float, ...],
+    rates: tuple[float, ...] | None,
+    loads: tuple[float, ...] | None,
     seeds: tuple[int, ...],
     jobs: int,
     kind: type[Workload] | None = None,
@@ -219,7 +212,7 @@ def compare(
     if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
     workload = (kind or Workload)(**load)
-    axes = Axes(policies, retrain_rates, seeds, rates, loads or (() if rates else (0.7,)))
+    axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:
         load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
     with explain_os_errors():
@@ -277,11 +270,10 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
     "--pair-tokens",
     type=Values(click.IntRange(1), 3),
     default="100,60,60",
-    show_default=True,
     metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
 )
-@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="Virtual time to send.")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
 @shown
 def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:

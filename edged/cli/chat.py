@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,16 +35,16 @@ _temperature_option = click.option(
 
 @click.command()
 @user_option
-@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @_max_tokens_option
 @_temperature_option
 @with_client
-def chat(client: Client, user: str, **options: Any) -> None:
+def chat(client: Client, user: str | None, **options: Any) -> None:
     """Talk with the model and tell it what you prefer.
 
     /up, /down, /edit, /regen and /pick give feedback on the last answer; /help lists all commands.
     """
-    repl = Repl(Session(client, user, **options))
+    conversation = Conversation(client, user=user, **options)
     model = client.get("/v1/status")["model"]["name"]
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing for input())
@@ -57,14 +57,14 @@ def chat(client: Client, user: str, **options: Any) -> None:
         if item["adapter"] == user and (waiting := held(item)):
             click.secho(waiting, dim=True)
     for line in _lines():
-        if not repl.handle(line):
+        if not conversation.handle(line):
             break
 
 
 @click.command()
 @click.argument("prompt")
 @user_option
-@click.option("--system", default="", metavar="TEXT", help="A system message before the prompt.")
+@click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @_max_tokens_option
 @_temperature_option
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
@@ -78,215 +78,171 @@ def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise DaemonError("the prompt is empty")
-    session = Session(client, **options)
-    session.say(text)
+    body = _request(**options)
+    body["messages"].append({"role": "user", "content": text})
     if as_json:
-        return print_json(session.candidates(1))
-    for piece in session.stream():
-        click.echo(piece, nl=False)
+        return print_json(client.post(ROUTE, body))
+    for event in client.events(ROUTE, {**body, "stream": True}):
+        for choice in event["choices"]:
+            click.echo(choice["delta"].get("content") or "", nl=False)
     return click.echo()
+
+
+def _request(system: str | None, user: str | None, **sampling: Any) -> dict[str, Any]:
+    """The request for an answer, but for the question. What is None, and the model's name, is left to the daemon."""
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = {"messages": messages, "user": user or None, **sampling}
+    return {key: value for key, value in asked.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An answer as the daemon stored it. `cut` says that it ended at the token limit."""
+    """An answer as the daemon stored it."""
 
     completion_id: str
     choice: int
     text: str
-    cut: bool = False
 
 
-class Session:
-    """A conversation up to the last question, its answer, and candidates that wait for a pick."""
+class Conversation:
+    """What was said up to the last question, its answer, and candidates that wait for a pick."""
 
-    def __init__(self, client: Client, user: str, system: str, **sampling: Any) -> None:
-        """`sampling` is what the request says of answers; None leaves a choice to the daemon."""
-        self.client, self.user = client, user
-        self._system, self._sampling = system, sampling
-        self.clear()
-
-    def clear(self) -> None:
-        """Start over; only the system message stays."""
-        self._messages = [{"role": "system", "content": self._system}] if self._system else []
-        self._settle(None)
-
-    def say(self, text: str) -> None:
-        """Add the user's message; the next `stream` or `candidates` answers it."""
-        if self.answer is not None:
-            self._messages.append({"role": "assistant", "content": self.answer.text})
-        self._messages.append({"role": "user", "content": text})
-        self._settle(None)
-
-    def stream(self) -> Iterator[str]:
-        """Ask for an answer to the last question and yield its text in pieces; afterwards `answer` is set.
-
-        When the iteration is left early, the daemon stops generating; a question without any answer is taken back.
-        """
-        pieces: list[str] = []
-        completion_id, reason = "", ""
-        try:
-            for event in self.client.events(ROUTE, {**self._body(), "stream": True}):
-                completion_id = event["id"]
-                for choice in event["choices"]:
-                    reason = choice.get("finish_reason") or reason
-                    if piece := choice["delta"].get("content"):
-                        pieces.append(piece)
-                        yield piece
-        except BaseException:
-            self._take_back()
-            raise
-        self._settle(StoredAnswer(completion_id, 0, "".join(pieces), reason == "length"))
-
-    def candidates(self, count: int) -> dict[str, Any]:
-        """Ask for `count` answers to the last question: the daemon's response object.
-
-        They wait in `open_candidates` for `pick`.
-        """
-        try:
-            response = self.client.post(ROUTE, {**self._body(), "n": count})
-        except BaseException:
-            self._take_back()
-            raise
-        self.open_candidates = [
-            StoredAnswer(
-                response["id"], item["index"], item["message"]["content"] or "", item["finish_reason"] == "length"
-            )
-            for item in response["choices"]
-        ]
-        return response
-
-    def pick(self, number: int) -> dict[str, Any]:
-        """Choose candidate `number` (from 1): it becomes the answer, and the others are rejected in its favour."""
-        if not 1 <= number <= len(self.open_candidates):
-            raise DaemonError(f"there is no candidate {number}: choose 1 to {len(self.open_candidates)}")
-        answer = self.open_candidates[number - 1]
-        result = self._feedback(answer, "chosen")
-        self._settle(answer)
-        return result
-
-    def rate(self, signal: str, text: str | None = None) -> dict[str, Any]:
-        """Feedback on the last answer: "up", "down", or "edit" with the `text` that it should have been."""
-        result = self._feedback(self.last_answer(), signal, text)
-        if text is not None:
-            self.answer = replace(self.last_answer(), text=text)
-        return result
-
-    def regenerate(self) -> None:
-        """Report that the last answer was not wanted (when there is a user to learn for); `stream` then replaces it."""
-        answer = self.last_answer()
-        if self.user:
-            self._feedback(answer, "regenerate")
-
-    def last_answer(self) -> StoredAnswer:
-        """The answer that feedback is about. Raises DaemonError when there is none."""
-        if self.answer is None:
-            raise DaemonError("there is no answer yet to give feedback on")
-        return self.answer
-
-    def _settle(self, answer: StoredAnswer | None) -> None:
-        self.answer = answer
-        self.open_candidates: list[StoredAnswer] = []
-
-    def _take_back(self) -> None:
-        """Drop a question that got no answer, so that the conversation stays well-formed."""
-        if self.answer is None:
-            self._messages.pop()
-
-    def _feedback(self, answer: StoredAnswer, signal: str, text: str | None = None) -> dict[str, Any]:
-        if not self.user:
-            raise DaemonError("feedback teaches one user's adapter: start with --user NAME")
-        body: dict[str, Any] = {"completion_id": answer.completion_id, "choice": answer.choice, "signal": signal}
-        return self.client.post("/v1/feedback", body if text is None else {**body, "text": text})
-
-    def _body(self) -> dict[str, Any]:
-        """The request for an answer to the last question. The model's name is left to the daemon, which serves one."""
-        asked = {"user": self.user or None, **self._sampling}
-        return {"messages": self._messages, **{key: value for key, value in asked.items() if value is not None}}
-
-
-class Repl:
-    """Turns typed lines into calls of the session and shows the results."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, client: Client, system: str | None, user: str | None, **sampling: Any) -> None:
+        self._client, self._user = client, user
+        self._opening = _request(system, user, **sampling)
         self._open: list[str] = []
         """Feedback that was not learned within PATIENCE_S: every line that is typed looks after it."""
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/up": lambda _: self._noted(session.rate("up")),
-            "/down": lambda _: self._noted(session.rate("down")),
-            "/edit": self._edit,
-            "/regen": self._regenerate,
-            "/pick": self._pick,
-            "/new": self._new,
-            "/help": lambda _: click.echo(HELP),
-        }
+        self._clear()
 
     def handle(self, line: str) -> bool:
         """One typed line; False ends the conversation. It goes on after failures, which are shown, and after Ctrl-C."""
         text = line.strip()
         command, _, argument = text.partition(" ")
         try:
-            if command in ("/quit", "/exit"):
-                return False
-            if self.session.open_candidates and text in map(str, range(1, CANDIDATES + 1)):
-                self._choose(int(text))
-            elif command in self.commands:
-                self.commands[command](argument.strip())
-            elif command.startswith("/"):
-                click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
-            elif text:
-                self.session.say(text)
-                self._answer()
+            match command:
+                case "/quit" | "/exit":
+                    return False
+                case "/up" | "/down":
+                    self._noted(self._feedback(self._last_answer(), command[1:]))
+                case "/edit":
+                    self._edit(argument.strip())
+                case "/regen":
+                    self._regenerate()
+                case "/pick" if argument:
+                    self._pick(argument.strip())
+                case "/pick":
+                    self._offer()
+                case "/new":
+                    self._clear()
+                    click.secho("a new conversation", dim=True)
+                case "/help":
+                    click.echo(HELP)
+                case _ if self._candidates and text in map(str, range(1, CANDIDATES + 1)):
+                    self._pick(text)
+                case _ if command.startswith("/"):
+                    click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
+                case _ if text:
+                    self._say(text)
             self._look_after(0.0)
         except DaemonError as error:
             click.echo(f"edged: {error}", err=True)
         except KeyboardInterrupt:
-            self.session.client.close()
+            self._client.close()
         return True
 
-    def _answer(self) -> None:
-        """Stream the next answer; Ctrl-C stops it, not the conversation."""
-        try:
-            for piece in self.session.stream():
-                click.echo(piece, nl=False)
-        except KeyboardInterrupt:
-            click.secho(" (stopped)", dim=True)
-            return
-        answer = self.session.last_answer()
-        click.echo(click.style(" (cut at the token limit)", dim=True) if answer.cut else "")
+    def _clear(self) -> None:
+        """Start over; only the system message stays."""
+        self._messages = list(self._opening["messages"])
+        self._settle(None)
 
-    def _regenerate(self, _: str) -> None:
-        self.session.regenerate()
-        self._answer()
+    def _settle(self, answer: StoredAnswer | None) -> None:
+        self._answer = answer
+        self._candidates: list[StoredAnswer] = []
+
+    def _last_answer(self) -> StoredAnswer:
+        """The answer that feedback is about. Raises DaemonError when there is none."""
+        if self._answer is None:
+            raise DaemonError("there is no answer yet to give feedback on")
+        return self._answer
+
+    def _say(self, text: str) -> None:
+        if self._answer is not None:
+            self._messages.append({"role": "assistant", "content": self._answer.text})
+        self._messages.append({"role": "user", "content": text})
+        self._settle(None)
+        self._stream()
+
+    def _stream(self) -> None:
+        """Answer the last question, and print the answer as it comes; Ctrl-C stops it, not the conversation.
+
+        A question without any answer is taken back, so that the conversation stays well-formed.
+        """
+        text, completion_id, reason = "", "", ""
+        try:
+            for event in self._client.events(ROUTE, {**self._opening, "messages": self._messages, "stream": True}):
+                completion_id = event["id"]
+                for choice in event["choices"]:
+                    reason = choice.get("finish_reason") or reason
+                    piece = choice["delta"].get("content") or ""
+                    text += piece
+                    click.echo(piece, nl=False)
+        except (DaemonError, KeyboardInterrupt) as ended:
+            if self._answer is None:
+                self._messages.pop()
+            if isinstance(ended, DaemonError):
+                raise
+            self._client.close()
+            return click.secho(" (stopped)", dim=True)
+        self._settle(StoredAnswer(completion_id, 0, text))
+        return click.secho(" (cut at the token limit)" if reason == "length" else "", dim=True)
+
+    def _regenerate(self) -> None:
+        """Answer again; where there is a user to learn for, report that the last answer was not wanted."""
+        answer = self._last_answer()
+        if self._user:
+            self._feedback(answer, "regenerate")
+        self._stream()
 
     def _edit(self, argument: str) -> None:
-        before = self.session.last_answer().text
-        edited = click.edit(before) if not argument and sys.stdin.isatty() else None
+        answer = self._last_answer()
+        edited = click.edit(answer.text) if not argument and sys.stdin.isatty() else None
         text = argument or (edited or "").strip()
         if not text:
             raise DaemonError("the edited answer is empty, so nothing was sent: /edit TEXT")
-        self._noted(self.session.rate("edit", text))
+        result = self._feedback(answer, "edit", text=text)
+        self._answer = replace(answer, text=text)
+        self._noted(result)
 
-    def _pick(self, argument: str) -> None:
-        if argument:
-            if not argument.isdecimal():
-                raise DaemonError(f'"{argument}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
-            return self._choose(int(argument))
-        self.session.last_answer()
-        self.session.candidates(CANDIDATES)
-        for index, candidate in enumerate(self.session.open_candidates, 1):
+    def _offer(self) -> None:
+        """Ask for candidates; they wait for a pick."""
+        self._last_answer()
+        response = self._client.post(ROUTE, {**self._opening, "messages": self._messages, "n": CANDIDATES})
+        self._candidates = [
+            StoredAnswer(response["id"], item["index"], item["message"]["content"] or "")
+            for item in response["choices"]
+        ]
+        for index, candidate in enumerate(self._candidates, 1):
             click.echo(click.style(f"{index}  ", bold=True) + candidate.text)
-        return click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
+        click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
-    def _choose(self, index: int) -> None:
-        if not self.session.open_candidates:
+    def _pick(self, number: str) -> None:
+        """A candidate, counted from 1, becomes the answer, and the others are rejected in its favour."""
+        if not number.isdecimal():
+            raise DaemonError(f'"{number}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
+        if not self._candidates:
             raise DaemonError("there are no candidates to pick from: /pick asks for two")
-        self._noted(self.session.pick(index))
+        if not 1 <= int(number) <= len(self._candidates):
+            raise DaemonError(f"there is no candidate {number}: choose 1 to {len(self._candidates)}")
+        answer = self._candidates[int(number) - 1]
+        result = self._feedback(answer, "chosen")
+        self._settle(answer)
+        self._noted(result)
 
-    def _new(self, _: str) -> None:
-        self.session.clear()
-        click.secho("a new conversation", dim=True)
+    def _feedback(self, answer: StoredAnswer, signal: str, **text: str) -> dict[str, Any]:
+        if not self._user:
+            raise DaemonError("feedback teaches one user's adapter: start with --user NAME")
+        about = {"completion_id": answer.completion_id, "choice": answer.choice}
+        return self._client.post("/v1/feedback", {**about, "signal": signal, **text})
 
     def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
@@ -302,7 +258,7 @@ class Repl:
         for number, feedback_id in enumerate(feedback, 1):
             latest = patience_s > 0 and number == len(feedback)
             while True:
-                found = self.session.client.get(f"/v1/feedback/{feedback_id}")
+                found = self._client.get(f"/v1/feedback/{feedback_id}")
                 if not latest or found["settled"] or found["blocked"] or time.monotonic() >= until:
                     break
                 time.sleep(_ASK_S)

@@ -47,9 +47,7 @@ def show(config: Path | None) -> Any:
 
 
 @config.command()
-@click.option(
-    "--output", "-o", default="edged.toml", show_default=True, type=click.Path(path_type=Path), help='"-" is stdout.'
-)
+@click.option("--output", "-o", default="edged.toml", type=click.Path(path_type=Path), help='"-" is stdout.')
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(output: Path, force: bool) -> None:
     """Write an annotated file with every setting at its default."""
@@ -90,12 +88,10 @@ def token() -> None:
 
 @token.command()
 @click.argument("name")
-@click.option(
-    "--roles", default="use,train", show_default=True, metavar="LIST", help="Of use, train, metrics and admin."
-)
-@click.option("--users", default="", metavar="LIST", help='For whom it speaks: names, beginnings with "*", or "*".')
+@click.option("--roles", default="use,train", metavar="LIST", help="Of use, train, metrics and admin.")
+@click.option("--users", metavar="LIST", help='For whom it speaks: names, beginnings with "*", or "*".')
 @shown
-def new(name: str, roles: str, users: str) -> Any:
+def new(name: str, roles: str, users: str | None) -> Any:
     """Make a token, show it this once, and print the line for the settings.
 
     The settings keep its hash alone: whoever reads them cannot use it.

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import click
@@ -20,9 +20,6 @@ import click
 from edged.cli.options import asks_daemon, explain_os_errors, json_option, with_client
 from edged.cli.output import make_table, moment, number, print_json, progress_bar, short, show_progress
 from edged.client.client import Client, DaemonError, Refused
-
-if TYPE_CHECKING:
-    from edged.align.feedback.pair_formats import Format
 
 MOST_SHOWN = 20
 """Bad lines that are listed one by one; --json lists all."""
@@ -64,20 +61,27 @@ def feedback() -> None:
 
 @feedback.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--user", "-u", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user.")
 @click.option(
-    "--user", "-u", default="", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user."
-)
-@click.option(
-    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged", show_default=True,
+    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged",
     help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
 )  # fmt: skip
-@click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
+@click.option(
+    "--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.", show_default=False
+)
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
 @click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
 @json_option
 @with_client
 def import_(
-    client: Client, file: Path, user: str, format_: Format, skip: int, limit: int | None, no_wait: bool, as_json: bool
+    client: Client,
+    file: Path,
+    user: str | None,
+    format_: Any,
+    skip: int,
+    limit: int | None,
+    no_wait: bool,
+    as_json: bool,
 ) -> None:
     """Learn from the preference pairs of FILE, and wait until each has its outcome.
 
@@ -115,7 +119,7 @@ def import_(
 
 
 def send(
-    client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
+    client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
 ) -> ImportedLines:
     """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
 
@@ -134,7 +138,7 @@ def send(
     return result
 
 
-def _send(client: Client, user: str, pair: dict[str, Any] | str, result: ImportedLines) -> str:
+def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines) -> str:
     """Post one line's pair and count what became of it; returns what is wrong with it, or "".
 
     It waits while the daemon is too busy. Raises DaemonError when the next ones would fare no better.
@@ -160,7 +164,7 @@ def _send(client: Client, user: str, pair: dict[str, Any] | str, result: Importe
     return ""
 
 
-def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str, int], str | None]:
+def follow(client: Client, feedback_ids: list[str], user: str | None) -> tuple[dict[str, int], str | None]:
     """Wait until all this feedback has its outcome: (pairs by state, what the queued ones wait for).
 
     It waits no longer for what does not come by itself, nor beyond Ctrl-C.
@@ -178,7 +182,7 @@ def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str
             if found["blocked"]:
                 break
             if sys.stderr.isatty():
-                sent = f"{total} pairs imported{user and f' for {user}'}"
+                sent = f"{total} pairs imported for {user}" if user else f"{total} pairs imported"
                 line = f"{sent}; learning: {total - len(waiting)} of {total}, waits for {why}"
                 show_progress(line[: shutil.get_terminal_size().columns - 1])
             time.sleep(ASK_S)
@@ -200,20 +204,20 @@ def _outcomes(states: dict[str, int], why: str | None) -> str:
 
 @click.command()
 @click.option(
-    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl", show_default=True,
+    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl",
     help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
 )  # fmt: skip
-@click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
-@click.option("--since", default="", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
+@click.option("--user", "-u", metavar="NAME", help="Only this user's pairs.")
+@click.option("--since", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
 @click.option("--texts", is_flag=True, help="trl: the pairs about plain prompts; else those about chats.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write instead of stdout.")
 @with_client
-def export(client: Client, format_: str, user: str, since: str, texts: bool, output: Path | None) -> None:
+def export(client: Client, format_: str, texts: bool, output: Path | None, **only: str | None) -> None:
     """Write the collected pairs as JSON lines.
 
     A file for TRL holds pairs of one kind, as it is read as a table. What a format cannot say is left out and counted.
     """
-    asked = urlencode({name: value for name, value in (("user", user), ("since", since)) if value})
+    asked = urlencode({name: value for name, value in only.items() if value})
     left_out: Counter[str] = Counter()
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     written = explain_os_errors(f"{output or 'stdout'} cannot be written")
@@ -245,7 +249,7 @@ def _converted(
             left_out[str(error)] += 1
 
 
-def _report(result: ImportedLines, user: str) -> None:
+def _report(result: ImportedLines, user: str | None) -> None:
     for bad in result.bad[:MOST_SHOWN]:
         click.echo(f"line {bad['line']}: {bad['error']}", err=True)
     if len(result.bad) > MOST_SHOWN:
@@ -259,7 +263,7 @@ def _report(result: ImportedLines, user: str) -> None:
 
 
 _pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))
-_all_of_user_option = click.option("--user", "-u", default="", metavar="NAME", help="All pairs of this user.")
+_all_of_user_option = click.option("--user", "-u", metavar="NAME", help="All pairs of this user.")
 
 
 @click.group()
@@ -268,9 +272,9 @@ def quarantine() -> None:
 
 
 @quarantine.command("list")
-@click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
+@click.option("--user", "-u", metavar="NAME", help="Only this user's pairs.")
 @asks_daemon
-def list_(client: Client, user: str) -> Any:
+def list_(client: Client, user: str | None) -> Any:
     """The pairs that wait for a decision, newest first."""
     data = client.get(f"/v1/quarantine?user={quote(user, safe='')}" if user else "/v1/quarantine")
     if not data["pairs"]:
@@ -285,7 +289,7 @@ def list_(client: Client, user: str) -> Any:
 @_pairs_argument
 @_all_of_user_option
 @asks_daemon
-def release(client: Client, pairs: tuple[int, ...], user: str) -> Any:
+def release(client: Client, pairs: tuple[int, ...], user: str | None) -> Any:
     """Learn from PAIRS after all, or from all of --user.
 
     Released pairs are trusted: they are not judged again.
@@ -297,12 +301,12 @@ def release(client: Client, pairs: tuple[int, ...], user: str) -> Any:
 @_pairs_argument
 @_all_of_user_option
 @asks_daemon
-def drop(client: Client, pairs: tuple[int, ...], user: str) -> Any:
+def drop(client: Client, pairs: tuple[int, ...], user: str | None) -> Any:
     """Never learn from PAIRS, or from all of --user."""
     return _decide(client, pairs, user, "drop")
 
 
-def _decide(client: Client, pairs: tuple[int, ...], user: str, action: str) -> tuple[dict[str, Any], str]:
+def _decide(client: Client, pairs: tuple[int, ...], user: str | None, action: str) -> tuple[dict[str, Any], str]:
     if bool(pairs) == bool(user):
         raise DaemonError("give either the numbers of pairs (see edged quarantine list) or --user NAME")
     decided = [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in pairs]

@@ -20,9 +20,11 @@ COMMANDS = (
 """Each is a click command of its name, in the module of its name unless MODULES has another."""
 MODULES = {
     **{"ask": "chat", "export": "feedback", "quarantine": "feedback", "backup": "store", "restore": "store"},
+    "align": "adapters",
     **{"config": "configure", "reload": "configure", "token": "configure", "doctor": "doctor.command"},
 }
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = (
     ("edged.client.client", "DaemonError"),
     ("edged.settings.load", "ConfigError"),
@@ -76,7 +78,7 @@ class LazyGroup(FailingGroup):
         return command
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=LazyGroup, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="edged")
 def cli() -> None:
     """Serve a language model on this box and align it to each user while it serves."""

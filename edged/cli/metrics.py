@@ -31,12 +31,12 @@ LANGUAGE = {
 
 
 @click.command()
-@click.option("--user", "-u", default="", metavar="NAME", help="Only this user's adapter.")
+@click.option("--user", "-u", metavar="NAME", help="Only this user's adapter.")
 @click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
 @interval_option
 @json_option
 @with_client
-def metrics(client: Client, user: str, watch: bool, interval_s: float, as_json: bool) -> None:
+def metrics(client: Client, user: str | None, watch: bool, interval_s: float, as_json: bool) -> None:
     """How well each adapter knows its user: a verdict, reward accuracy and more.
 
     All are means over the pairs as they came, each scored by the adapter before it is trained on. CLPD is the mean of
@@ -49,7 +49,7 @@ def metrics(client: Client, user: str, watch: bool, interval_s: float, as_json: 
     show(fetch, screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
 
 
-def fetch_metrics(client: Client, user: str = "", *, with_series: bool) -> dict[str, Any]:
+def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool) -> dict[str, Any]:
     """`{"adapters": [summary, ...]}`, each with its `series` when asked. Raises DaemonError for an unknown `user`."""
     adapters = client.get("/v1/adapters")["adapters"]
     if user:

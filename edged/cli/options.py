@@ -23,12 +23,10 @@ config_option = click.option(
     "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
 )
 interval_option = click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds per refresh."
+    "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh."
 )
-user_option = click.option(
-    "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
-)
-seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+user_option = click.option("--user", "-u", metavar="NAME", help="Whose adapter answers; none: the base model.")
+seed_option = click.option("--seed", type=click.IntRange(0), default=0)
 policy_option = click.option(
     "--policy",
     metavar="NAME",
@@ -53,13 +51,11 @@ def _say_waiting(message: str) -> None:
 def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--socket`, `--url` and `--token`, and pass a connected client as the first argument."""
 
-    @click.option(
-        "--socket", "socket_path", default="", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET]."
-    )
-    @click.option("--url", default="", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
-    @click.option("--token", default="", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
+    @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET].")
+    @click.option("--url", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
+    @click.option("--token", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
     @functools.wraps(function)
-    def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:
+    def command(*args: Any, socket_path: str | None, url: str | None, token: str | None, **kwargs: Any) -> Any:
         with Client(find_address(socket_path, url, token), patience_s=_LOADING_S, on_wait=_say_waiting) as client:
             return function(client, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.options import interval_option, json_option, with_client
-from edged.cli.output import duration, make_table, number, percent, show
+from edged.cli.output import duration, make_table, number, percent, show, size
 from edged.cli.plot import sparkline
 from edged.cli.store import describe
 from edged.client.client import Client
@@ -109,23 +109,19 @@ def trouble_rows(table: Table, data: dict[str, Any]) -> None:
     tuning = data["finetune"]
     for sentence in data["degraded"]:
         table.add_row("degraded", sentence, style="red")
-    if why := _standstill(tuning):
+    standstill = "" if tuning["enabled"] else "paused, or off (align.enabled)"
+    if not standstill and tuning["held"]:
+        standstill = "held back by a governor, whose reason is below"
+    if why := tuning["reason"] or standstill:
         table.add_row("not learning", why)
     held = data["quarantine"]["pairs"]
     if held is None:
         table.add_row("quarantine", "unknown: the database cannot be read")
     elif held:
-        alarms = ", ".join(tuning["alarms"])
-        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
+        alarm = f" (alarm: {', '.join(tuning['alarms'])})" if tuning["alarms"] else ""
+        table.add_row("quarantine", f"{held} pairs wait for a decision{alarm}")
     if data["model"]["trust_remote_code"]:
         table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
-
-
-def _standstill(tuning: dict[str, Any]) -> str:
-    """Why no pair is learned now; empty where they are."""
-    if not tuning["enabled"]:
-        return tuning["reason"] or "paused, or off (align.enabled)"
-    return tuning["reason"] or ("held back by a governor, whose reason is below" if tuning["held"] else "")
 
 
 def box_rows(table: Table, device: dict[str, Any]) -> None:
@@ -135,15 +131,14 @@ def box_rows(table: Table, device: dict[str, Any]) -> None:
         heat += f" of at most {device['temperature_limit_c']:.0f} °C"
     pressure = device["memory_pressure_some_percent"]
     waited = "" if pressure is None else f", {number(pressure, 0)} % of the time waited for"
-    free = f"{_gib(device['memory_available_bytes'])} of {_gib(device['memory_total_bytes'])} free"
+    free = f"{size(device['memory_available_bytes'])} of {size(device['memory_total_bytes'])} free"
     cpu = f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}"
-    table.add_row("box", cpu, "memory", f"{_gib(device['process_rss_bytes'])} used here, {free}{waited}")
+    table.add_row("box", cpu, "memory", f"{size(device['process_rss_bytes'])} used here, {free}{waited}")
     gpu = [] if device["gpu_percent"] is None else [f"{number(device['gpu_percent'], 0)} % busy"]
     if device["gpu_clock_hz"] and device["gpu_clock_max_hz"]:
         gpu.append(f"{device['gpu_clock_hz'] / 1e6:.0f} of {device['gpu_clock_max_hz'] / 1e6:.0f} MHz")
-    power = [] if device["power_w"] is None else [f"{number(device['power_w'], 1)} W"]
-    power += [device["power_mode"]] if device["power_mode"] else []
-    power += ["on battery"] if device["on_battery"] else []
+    watts = None if device["power_w"] is None else number(device["power_w"], 1, "W")
+    power = list(filter(None, (watts, device["power_mode"], device["on_battery"] and "on battery")))
     if gpu or power:
         table.add_row("GPU", ", ".join(gpu) or "–", "power", ", ".join(power) or "–")
 
@@ -159,12 +154,9 @@ def governor_rows(table: Table, governors: dict[str, Any]) -> None:
     share = f"fine-tuning {percent(power['finetune_share'])} of the time: {reasons}" if reasons else nothing
     table.add_row("for neighbours", held, "for heat, power", share)
     if energy is not None:
-        spent = f"{_joules(energy['joules_per_output_token'])} a token, {_joules(energy['joules_per_pair'])} a pair"
+        token, pair = (number(energy[f"joules_per_{of}"], 2, "J") for of in ("output_token", "pair"))
+        spent = f"{token} a token, {pair} a pair"
         table.add_row("energy", spent, "", "")
-
-
-def _joules(value: float | None) -> str:
-    return "–" if value is None else f"{number(value, 2)} J"
 
 
 def _spilled(prefix: dict[str, Any]) -> str:
@@ -205,11 +197,7 @@ def _predictions(cost: dict[str, Any]) -> str:
 
 
 def _quantiles(values: dict[str, Any], digits: int) -> str:
-    return f"p50 {number(values['p50'], digits)} ms, p95 {number(values['p95'], digits)} ms"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
+    return ", ".join(f"{name} {number(values[name], digits, 'ms')}" for name in ("p50", "p95"))
 
 
 def _count(value: int | None) -> str:

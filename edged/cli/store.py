@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, shown
-from edged.cli.output import make_table, number, show_progress, size
+from edged.cli.output import make_table, number, progress_bar, size
 from edged.cli.settings import load_settings, settings_of
-from edged.client.client import Client, DaemonError, NotRunning
+from edged.client.client import Client, NotRunning
 
 if TYPE_CHECKING:
     from edged.store.restore import Contents
@@ -78,14 +77,7 @@ def describe(data: dict[str, Any]) -> str:
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Folder of a daemon that is stopped.")
 @config_option
 @asks_daemon
-def backup(
-    client: Client,
-    file: Path,
-    only_verify: bool,
-    all_versions: bool,
-    data_dir: Path | None,
-    config: Path | None,
-) -> Any:
+def backup(client: Client, file: Path, only_verify: bool, **source: Any) -> Any:
     """Write database, adapters, profiles and settings to FILE, a tar (.gz: compressed).
 
     A running daemon goes on serving and learning meanwhile; of one that is stopped, the data folder is read.
@@ -96,7 +88,7 @@ def backup(
 
     with explain_os_errors(f"{file} cannot be written"):
         if not only_verify:
-            with _chunks(client, data_dir, config, all_versions) as (total, chunks):
+            with _chunks(client, **source) as (total, chunks):
                 write_file(_watched(chunks, total), file)
         contents = verify(file)
     return _summary(file, contents), f"{file}: {_described(file, contents)}; verified"
@@ -169,13 +161,11 @@ def _chunks(
     from edged.store.lock import FolderLock
 
     settings = settings_of(config)
-    try:
-        folder = (data_dir or data_folder(settings.store.data_dir, os.environ)).expanduser()
+    folder = (data_dir or data_folder(settings.store.data_dir, os.environ)).expanduser()
+    with explain_os_errors(f'data folder "{folder}" cannot be used'):
         if not (folder / DATABASE_FILE).is_file():
             raise BackupError(f'{also}data folder "{folder}" has no {DATABASE_FILE}: there is nothing to back up')
         lock = FolderLock(folder)
-    except OSError as error:
-        raise DaemonError(f'data folder "{folder}" cannot be used: {error.strerror}') from None
     try:
         with staged(folder, to_toml(without_secrets(settings)), lambda: None, all_versions) as stage:
             yield total_bytes(stage), stream(stage, folder)
@@ -185,14 +175,12 @@ def _chunks(
 
 def _watched(chunks: Iterator[bytes], total: int) -> Iterator[bytes]:
     """The chunks; on a terminal, how many there were."""
-    done, told = 0, sys.stderr.isatty() and not click.get_current_context().params["as_json"]
-    for chunk in chunks:
-        yield chunk
-        done += len(chunk)
-        if told:
-            show_progress(f"{size(min(done, total))} of {size(total)}")
-    if told:
-        show_progress("")
+    done, quiet = 0, click.get_current_context().params["as_json"]
+    with progress_bar("", quiet=quiet) as show:
+        for chunk in chunks:
+            yield chunk
+            done = min(done + len(chunk), total)
+            show(done, total, f"{size(done)} of {size(total)}")
 
 
 def _summary(file: Path, contents: Contents) -> dict[str, Any]:

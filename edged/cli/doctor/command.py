@@ -20,13 +20,11 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @config_option
 @click.option("--socket", metavar="PATH", help="Where the daemon listens [EDGED_SOCKET].")
 @click.option(
-    "--least-free", "least_free_mb", type=click.IntRange(0), default=2048, show_default=True,
-    help="Disk space that should be free / 2^20.",
-)  # fmt: skip
+    "--least-free", "least_free_mb", type=click.IntRange(0), default=2048, help="Disk space that should be free / 2^20."
+)
 @click.option(
-    "--within", "within_s", type=click.FloatRange(1.0), default=8.0, show_default=True,
-    help="Most seconds that all checks may take.",
-)  # fmt: skip
+    "--within", "within_s", type=click.FloatRange(1.0), default=8.0, help="Most seconds that all checks may take."
+)
 @shown
 def doctor(config: Path | None, socket: str | None, least_free_mb: int, within_s: float) -> Any:
     """Look for what stands in edged's way on this box.
