@@ -17,10 +17,10 @@ from urllib.parse import quote
 
 import click
 
-from edged.cli.metrics import NO_ADAPTER, fetch_metrics, plot, table, verdict
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, json_option, seed_option, with_client
 from edged.cli.output import make_table, moment, number, percent, print_json, print_text, short, show_progress, size
 from edged.cli.settings import means_installed, served_settings, settings_of
+from edged.cli.status import NO_ADAPTER, fetch_metrics, metrics_plot, metrics_table, verdict
 from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def show(client: Client, name: str) -> Any:
         "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
         "version 0 is the untrained adapter"
     )
-    rows = (_version_row(item, data) for item in data["versions"])
-    return data, lambda: [verdict(data), table([data]), make_table(*titles, rows=rows, caption=caption), plot(data)]
+    versions = make_table(*titles, rows=(_version_row(item, data) for item in data["versions"]), caption=caption)
+    return data, lambda: [verdict(data), metrics_table([data]), versions, metrics_plot(data)]
 
 
 def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
@@ -337,7 +337,8 @@ def _quieten() -> None:
     transformers_logging.set_verbosity_error()
     for name in ("torch.utils._pytree", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.simplefilter("ignore", kind)
 
 
 def _adopt(client: Client, work: Rebuild, folder: Path) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from edged.cli.metrics import held
 from edged.cli.options import json_option, user_option, with_client
 from edged.cli.output import print_json
+from edged.cli.status import held
 from edged.client.client import Client, DaemonError
 
 ROUTE = "/v1/chat/completions"

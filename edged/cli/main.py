@@ -19,11 +19,10 @@ COMMANDS = (
 )
 """Each is a click command of its name, in the module of its name unless MODULES has another."""
 MODULES = {
-    **{"ask": "chat", "export": "feedback", "quarantine": "feedback", "backup": "store", "restore": "store"},
-    "align": "adapters",
-    **{"config": "configure", "reload": "configure", "token": "configure", "doctor": "doctor.command"},
+    **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
+    **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
+    **{"metrics": "status", "doctor": "doctor.command"},
 }
-
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = (
     ("edged.client.client", "DaemonError"),

@@ -22,9 +22,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 config_option = click.option(
     "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
 )
-interval_option = click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh."
-)
 user_option = click.option("--user", "-u", metavar="NAME", help="Whose adapter answers; none: the base model.")
 seed_option = click.option("--seed", type=click.IntRange(0), default=0)
 policy_option = click.option(

@@ -1,10 +1,9 @@
-"""How results are shown: JSON, number formats, a screen that refreshes."""
+"""How results are shown: JSON, tables, progress, number formats."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.table import Table
 
 PIPE_WIDTH = 140
 """Columns of a table that goes to a file or pipe."""
 
 
-def print_json(value: Any, indent: int | None = 2) -> None:
-    """`value` as JSON on stdout; `indent` None gives one line."""
-    click.echo(json.dumps(value, indent=indent, ensure_ascii=False))
+def print_json(value: Any) -> None:
+    """`value` as JSON on stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def make_console() -> Console:
@@ -119,37 +118,3 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // smaller} {small_unit}"
     return f"{whole} s"
-
-
-def show(
-    fetch: Callable[[], dict[str, Any]],
-    render: Callable[[dict[str, Any]], RenderableType],
-    line: Callable[[dict[str, Any]], str],
-    *,
-    as_json: bool,
-    watch: bool,
-    interval_s: float,
-) -> None:
-    """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
-
-    With `as_json` every refresh is one JSON document (one line each when watching).
-    """
-    if as_json and not watch:
-        return print_json(fetch())
-    console = make_console()
-    if not watch:
-        return console.print(render(fetch()))
-    try:
-        if as_json or not console.is_terminal:
-            while True:
-                data = fetch()
-                click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
-                time.sleep(interval_s)
-        from rich.live import Live
-
-        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval_s)
-                live.update(render(fetch()), refresh=True)
-    except KeyboardInterrupt:
-        return None

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edged.cli.options import config_option, shown
+from edged.cli.options import config_option, explain_os_errors, shown
 from edged.cli.output import make_table, number, progress_bar
 from edged.cli.settings import settings_of
-from edged.client.client import DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,14 +40,12 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     from edged.store.data_dir import data_folder
 
     transformers_logging.disable_progress_bar()
-    try:
+    with explain_os_errors():
         model_dir, name = find_model(settings.model)
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
         folder = data_folder(settings.store.data_dir, os.environ)
         with progress_bar("loading") as progress:
             measured = profile_device(named, model_dir, folder, output, quick, progress)
-    except OSError as error:
-        raise DaemonError(str(error)) from None
     data = {"path": str(measured.path), **measured.profile.model_dump(mode="json")}
     return data, lambda: screen(measured.profile.model_dump(), str(measured.path))
 

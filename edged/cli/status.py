@@ -1,16 +1,20 @@
-"""`edged status`: what the daemon is doing now."""
+"""`edged status` and `edged metrics`: what the daemon is doing now, and how well each adapter predicts its user."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
-from edged.cli.options import interval_option, json_option, with_client
-from edged.cli.output import duration, make_table, number, percent, show, size
-from edged.cli.plot import sparkline
+from edged.cli.options import json_option, with_client
+from edged.cli.output import duration, make_console, make_table, number, percent, print_json, size
+from edged.cli.plot import line_plot, sparkline
 from edged.cli.store import describe
-from edged.client.client import Client
+from edged.client.client import Client, DaemonError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,16 +29,64 @@ BIN_ROWS = (
     ("units", "finetune_units", "magenta", "units"),
     ("latency", "latency_ms", "yellow", "ms"),
 )
+PLOT_WIDTH = 36
+PLOT_HEIGHT = 6
+FIRST_PAIR = 10
+"""Where curves begin: means over fewer pairs say nothing."""
+
+NO_ADAPTER = 'no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"'
+LANGUAGE = {
+    "held_out_kl_nats": "KL {:.2f} nats/token",
+    "neutral_nll_change": "neutral text {:+.1%}",
+    "chosen_logratio_per_token_recent": "chosen answers {:+.2f} nats/token",
+    "answer_tokens_recent": "{:.0f} tokens an answer",
+    "answer_repetition_recent": "{:.0%} repeated",
+}
+
+
+def watched(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--watch`, `--interval` and `--json`: how `show` shows."""
+    interval = click.option("--interval", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh.")
+    return click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")(interval(json_option(command)))
+
+
+def show(
+    fetch: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any]], RenderableType],
+    line: Callable[[dict[str, Any]], str],
+    *,
+    as_json: bool,
+    watch: bool,
+    interval: float,
+) -> None:
+    """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
+
+    With `as_json` every refresh is one JSON document (one line each when watching). `interval` is in seconds.
+    """
+    console = make_console()
+    if not watch:
+        return print_json(fetch()) if as_json else console.print(render(fetch()))
+    try:
+        while as_json or not console.is_terminal:
+            data = fetch()
+            click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
+            time.sleep(interval)
+        from rich.live import Live
+
+        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(render(fetch()), refresh=True)
+    except KeyboardInterrupt:
+        return None
 
 
 @click.command()
-@click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
-@interval_option
-@json_option
+@watched
 @with_client
-def status(client: Client, watch: bool, interval_s: float, as_json: bool) -> None:
+def status(client: Client, **how: Any) -> None:
     """What the daemon does now: queues, speed, bins, learning."""
-    show(lambda: client.get("/v1/status"), screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
+    show(lambda: client.get("/v1/status"), screen, line, **how)
 
 
 def line(data: dict[str, Any]) -> str:
@@ -206,3 +258,129 @@ def _count(value: int | None) -> str:
         return "–"
     units = ((10**9, "B"), (10**6, "M"), (10**3, "k"))
     return next((f"{value / size:.1f} {unit}" for size, unit in units if value >= size), str(value))
+
+
+@click.command()
+@click.option("--user", "-u", metavar="NAME", help="Only this user's adapter.")
+@watched
+@with_client
+def metrics(client: Client, user: str | None, **how: Any) -> None:
+    """How well each adapter knows its user: a verdict, reward accuracy and more.
+
+    All are means over the pairs as they came, each scored by the adapter before it is trained on. CLPD is the mean of
+    log p(chosen) - log p(rejected) in nats; the reward margin is the same against the base model, times beta.
+    """
+    with_series = not how["as_json"]
+    show(lambda: fetch_metrics(client, user, with_series=with_series), metrics_screen, metrics_line, **how)
+
+
+def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool) -> dict[str, Any]:
+    """`{"adapters": [summary, ...]}`, each with its `series` when asked. Raises DaemonError for an unknown `user`."""
+    adapters = client.get("/v1/adapters")["adapters"]
+    if user:
+        known = ", ".join(item["adapter"] for item in adapters) or "none yet"
+        adapters = [item for item in adapters if item["adapter"] == user]
+        if not adapters:
+            raise DaemonError(f'no adapter is called "{user}": it appears with the first pair (known: {known})')
+    if with_series:
+        adapters = [client.get(f"/v1/adapters/{quote(item['adapter'], safe='')}") for item in adapters]
+    return {"adapters": adapters}
+
+
+def metrics_line(data: dict[str, Any]) -> str:
+    """One line of plain text per refresh."""
+    return (
+        "  |  ".join(
+            f"{verdict(item)}; {item['pairs_trained']}/{item['pairs_seen']} pairs, reward accuracy "
+            f"{_share(item, 'reward_accuracy')}, win rate {_share(item, 'win_rate')}, CLPD "
+            f"{number(item['clpd_recent'], 1)} nats"
+            for item in data["adapters"]
+        )
+        or "no adapter yet"
+    )
+
+
+def metrics_screen(data: dict[str, Any]) -> RenderableType:
+    """The verdicts, the table, then a plot for every adapter with pairs enough."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not data["adapters"]:
+        return Text(NO_ADAPTER)
+    plots = [drawn for item in data["adapters"] if (drawn := metrics_plot(item))]
+    return Group(*(Text(verdict(item)) for item in data["adapters"]), metrics_table(data["adapters"]), *plots)
+
+
+def verdict(item: dict[str, Any]) -> str:
+    """One adapter's verdict, with the adapter's name and version, what is held of it, and its language's health."""
+    known = ", ".join(form.format(item[key]) for key, form in LANGUAGE.items() if item.get(key) is not None)
+    parts = (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item), known and f"language: {known}")
+    return "; ".join(filter(None, parts))
+
+
+def held(item: dict[str, Any]) -> str:
+    """How many of an adapter's pairs are held, why, and the step that settles it; "" where there are none."""
+    count, name = item["pairs_quarantined"], item["adapter"]
+    if not count:
+        return ""
+    pairs = f"{count} pair{'s' * (count > 1)} of {name} {'are' if count > 1 else 'is'} held"
+    return f"{pairs} ({item['quarantine_reason']}); if this was you: edged quarantine release --user {name}"
+
+
+def _share(item: dict[str, Any], key: str) -> str:
+    """A share of the recent pairs with its interval: 86 % (74 to 93)."""
+    interval = item[f"{key}_recent_interval"]
+    ends = f" ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})" if interval else ""
+    return percent(item[f"{key}_recent"]) + ends
+
+
+def metrics_table(adapters: list[dict[str, Any]]) -> RenderableType:
+    """One row per adapter: means over the last pairs."""
+    from rich.box import SIMPLE_HEAD
+
+    return make_table(
+        *("adapter", ">pairs", ">reward acc.", ">win rate", ">margin", ">loss", ">held out", ">CLPD"),
+        rows=map(_metrics_row, adapters),
+        fold=True,
+        box=SIMPLE_HEAD,
+        caption="pairs trained/seen; means over the last 50 pairs (in brackets: 95 % intervals), each scored before it "
+        "was trained on; held out: reward accuracy; KL and CLPD in nats",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _metrics_row(item: dict[str, Any]) -> list[str]:
+    return [
+        f"{item['adapter']} v{item['version']}",
+        f"{item['pairs_trained']}/{item['pairs_seen']}",
+        *(_share(item, key) for key in ("reward_accuracy", "win_rate")),
+        *(number(item[f"{key}_recent"]) for key in ("reward_margin", "loss")),
+        f"{percent(item['held_out_reward_accuracy'])}, KL {number(item['held_out_kl_nats'])}",
+        number(item["clpd_recent"], 1),
+    ]
+
+
+def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> RenderableType | None:
+    """An adapter's running reward accuracy, win rate and CLPD over its pairs, side by side; None for too few pairs."""
+    from rich.columns import Columns
+    from rich.panel import Panel
+    from rich.text import Text
+
+    series = [point for point in item.get("series", ()) if point["pair"] >= FIRST_PAIR]
+    if len(series) < 2:
+        return None
+    win, clpd, accuracy = ([point[key] for point in series] for key in ("win_rate", "clpd", "reward_accuracy"))
+    plots = (
+        ("reward accuracy", "yellow", line_plot(accuracy, width, height, low=0.0, high=1.0, guide=0.5)),
+        ("win rate", "green", line_plot(win, width, height, low=0.0, high=1.0, guide=0.5)),
+        ("CLPD in nats", "cyan", line_plot(clpd, width, height, guide=0.0)),
+    )
+    columns = [Text("\n".join([title, *rows]), style=colour, no_wrap=True) for title, colour, rows in plots]
+    return Panel(
+        Columns(columns, padding=(0, 2)),
+        title=f"{item['adapter']}, pairs {series[0]['pair']} to {series[-1]['pair']}",
+        title_align="left",
+        border_style="dim",
+        expand=False,
+    )
