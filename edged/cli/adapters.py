@@ -299,7 +299,10 @@ def rebuild(
         if not as_json:
             print_text(_text(result))
         if adopt:
-            version = _adopt(client, work, folder)
+            try:
+                version = upload(client, work.adapter, folder, "?reason=rebuilt")["version"]
+            except NotRunning:
+                version = work.publish(folder)
     if as_json:
         return print_json({**result.as_dict(), "output": output and str(output), "adopted_version": version})
     if output is not None:
@@ -339,14 +342,6 @@ def _quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for kind in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.simplefilter("ignore", kind)
-
-
-def _adopt(client: Client, work: Rebuild, folder: Path) -> int:
-    """Publish the adapter through the daemon, or in its folder while it is stopped; the version's number."""
-    try:
-        return int(upload(client, work.adapter, folder, "?reason=rebuilt")["version"])
-    except NotRunning:
-        return work.publish(folder)
 
 
 def _text(result: Comparison) -> list[Any]:

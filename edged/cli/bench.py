@@ -3,24 +3,15 @@ daemon is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from edged.cli.options import explain_os_errors, policy_option, seed_option, shown
-from edged.cli.output import make_table, number, percent, show_progress
+from edged.cli.output import Renderable, make_table, number, percent, show_progress
 from edged.cli.settings import load_settings
 from edged.client.client import DaemonError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from edged.bench.compare import Workload
-    from edged.bench.replay import Progress, ReplayPlan
-
-    Run = Callable[[ReplayPlan, Progress], dict[str, Any]]
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
@@ -72,7 +63,7 @@ def bench() -> None:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
-def replay(model: str, config: Path | None, policy: str | None, run: Run | None = None, **load: Any) -> Any:
+def replay(model: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -144,7 +135,7 @@ _PARTS = {
 }
 
 
-def memory_screen(plan: dict[str, Any]) -> RenderableType:
+def memory_screen(plan: dict[str, Any]) -> Renderable:
     """The plan as a table in MiB."""
     kind = f", {plan['quantization']}" if plan["quantization"] else ""
     verdict = "fits" if plan["fits"] else "does not fit"
@@ -195,7 +186,7 @@ def compare(
     loads: tuple[float, ...] | None,
     seeds: tuple[int, ...],
     jobs: int,
-    kind: type[Workload] | None = None,
+    kind: Any = None,
     **load: Any,
 ) -> Any:
     """Run every policy at every retrain rate, request rate and seed, and compare their figures.
@@ -220,7 +211,7 @@ def compare(
         runs = Runs.read(folder)
     rows, capacity = summarise(runs), manifest["capacity_per_s"]
 
-    def text() -> RenderableType:
+    def text() -> Renderable:
         for name, reason in runs.failed.items():
             click.echo(f"{name} failed: {reason}", err=True)
         return table(rows)
@@ -228,7 +219,7 @@ def compare(
     return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
 
 
-def table(rows: list[dict[str, Any]]) -> RenderableType:
+def table(rows: list[dict[str, Any]]) -> Renderable:
     """Medians with their range over seeds, and under them the ratios to adainf's and to fcfs'."""
     from edged.bench.summary import BASELINES, METRICS
 
@@ -293,7 +284,7 @@ def simulate(quantize: str | None, config: Path | None, policy: str | None, **lo
     return report, lambda: screen(report)
 
 
-def screen(report: dict[str, Any]) -> RenderableType:
+def screen(report: dict[str, Any]) -> Renderable:
     """The report as one table of what was measured."""
     load, model = report["load"], report["model"]
     title = (

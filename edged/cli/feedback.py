@@ -123,7 +123,7 @@ def send(
 ) -> ImportedLines:
     """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
 
-    What ends it early is told in `stopped`.
+    `stopped` says what ended it early.
     """
     result = ImportedLines()
     try:

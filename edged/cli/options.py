@@ -53,7 +53,8 @@ def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--token", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
     @functools.wraps(function)
     def command(*args: Any, socket_path: str | None, url: str | None, token: str | None, **kwargs: Any) -> Any:
-        with Client(find_address(socket_path, url, token), patience_s=_LOADING_S, on_wait=_say_waiting) as client:
+        address = find_address(socket_path or "", url or "", token or "")
+        with Client(address, patience_s=_LOADING_S, on_wait=_say_waiting) as client:
             return function(client, *args, **kwargs)
 
     return command

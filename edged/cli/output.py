@@ -6,14 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
+Renderable = Any
+"""What rich draws; it is imported where something is drawn, as it takes longer than a command's help may."""
 PIPE_WIDTH = 140
 """Columns of a table that goes to a file or pipe."""
 
@@ -23,8 +21,8 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def make_console() -> Console:
-    """rich's console on stdout; wider than a terminal's 80 columns when nobody looks."""
+def make_console() -> Any:
+    """rich's console on stdout; wider than a terminal's 80 columns where it goes to a file or pipe."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -40,7 +38,7 @@ def print_text(text: Any) -> None:
             make_console().print(part)
 
 
-def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Table:
+def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Renderable:
     """rich's table, its title and caption on the left. Columns that begin with ">" are on the right; `fold` wraps cells
     anywhere."""
     from rich.table import Table

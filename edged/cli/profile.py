@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from edged.cli.options import config_option, explain_os_errors, shown
-from edged.cli.output import make_table, number, progress_bar
+from edged.cli.output import Renderable, make_table, number, progress_bar
 from edged.cli.settings import settings_of
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @click.command()
@@ -50,7 +47,7 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     return data, lambda: screen(measured.profile.model_dump(), str(measured.path))
 
 
-def screen(profile: dict[str, Any], path: str) -> RenderableType:
+def screen(profile: dict[str, Any], path: str) -> Renderable:
     """Prices, errors and memory."""
     from rich.console import Group
     from rich.text import Text

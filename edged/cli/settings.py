@@ -1,10 +1,9 @@
 """The settings of commands that work on a daemon's files without asking the daemon; and `edged config`, `edged reload`
-and `edged token`: what the settings are, how a daemon reads them again, and who may call over TCP."""
+and `edged token`: what the settings are, how a daemon reads them again, and the tokens of callers over TCP."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ HEAD = """\
 """
 HIDDEN = "(set, not shown)"
 _TOKEN_BYTES = 32
-"""256 random bits: nobody guesses them, with or without their hash."""
+"""256 random bits: they cannot be guessed, with or without their hash."""
 
 
 class NotReadable(DaemonError):
@@ -66,14 +65,9 @@ def load_settings(
 
 
 def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
-    """The settings of the daemon that is meant, with its data folder. Raises DaemonError."""
-    from edged.settings.load import ConfigError
-
+    """The settings of the daemon that is meant, with its data folder. Raises NotReadable and ConfigError."""
     file = settings_file(named)
-    try:
-        settings = load_settings(file, overrides=overrides)
-    except ConfigError as error:
-        raise DaemonError(str(error)) from None
+    settings = load_settings(file, overrides=overrides)
     return as_installed(settings) if file == INSTALLED_FILE else settings
 
 
@@ -183,6 +177,8 @@ def new(name: str, roles: str, users: str | None) -> Any:
 
     The settings keep its hash alone: whoever reads them cannot use it.
     """
+    import secrets
+
     from edged.api.tokens import token_hash
     from edged.settings.load import ConfigError, load_settings
     from edged.settings.toml import to_toml_value
@@ -197,8 +193,8 @@ def new(name: str, roles: str, users: str | None) -> Any:
         raise DaemonError(str(error).removeprefix("settings: ")) from None
     line = to_toml_value(entry)
     toml = f"[access]\ntokens = [\n  {line},\n]"
-    told = f"The token, which is shown this once:\n\n  {secret}\n\nIts line for the settings file:\n\n{toml}"
-    return {"token": secret, "toml": toml, **entry}, told
+    text = f"The token, which is shown this once:\n\n  {secret}\n\nIts line for the settings file:\n\n{toml}"
+    return {"token": secret, "toml": toml, **entry}, text
 
 
 @token.command("list")

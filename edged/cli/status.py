@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import click
 
 from edged.cli.options import json_option, with_client
-from edged.cli.output import duration, make_console, make_table, number, percent, print_json, size
+from edged.cli.output import Renderable, duration, make_console, make_table, number, percent, print_json, size
 from edged.cli.plot import line_plot, sparkline
 from edged.cli.store import describe
 from edged.client.client import Client, DaemonError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 BINS = 32
 """Iterations that the daemon reports."""
@@ -52,7 +48,7 @@ def watched(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def show(
     fetch: Callable[[], dict[str, Any]],
-    render: Callable[[dict[str, Any]], RenderableType],
+    render: Callable[[dict[str, Any]], Renderable],
     line: Callable[[dict[str, Any]], str],
     *,
     as_json: bool,
@@ -101,14 +97,14 @@ def line(data: dict[str, Any]) -> str:
     )
 
 
-def screen(data: dict[str, Any]) -> RenderableType:
+def screen(data: dict[str, Any]) -> Renderable:
     """The status as one screen."""
     from rich.console import Group
 
     return Group(headline(data), facts(data), bins_panel(data))
 
 
-def headline(data: dict[str, Any]) -> RenderableType:
+def headline(data: dict[str, Any]) -> Renderable:
     """Which model runs where, and since when."""
     from rich.text import Text
 
@@ -123,7 +119,7 @@ def headline(data: dict[str, Any]) -> RenderableType:
     )
 
 
-def facts(data: dict[str, Any]) -> RenderableType:
+def facts(data: dict[str, Any]) -> Renderable:
     """The numbers, in two columns of name and value."""
     queue, rates, latency, totals = data["queue"], data["rates"], data["latency"], data["totals"]
     pages, prefix, tuning, slo = data["pages"], data["prefix"], data["finetune"], data["slo"]
@@ -156,7 +152,7 @@ def facts(data: dict[str, Any]) -> RenderableType:
     return table
 
 
-def trouble_rows(table: Table, data: dict[str, Any]) -> None:
+def trouble_rows(table: Renderable, data: dict[str, Any]) -> None:
     """What is not as it should be, or waits for somebody; nothing where all is well."""
     tuning = data["finetune"]
     for sentence in data["degraded"]:
@@ -176,7 +172,7 @@ def trouble_rows(table: Table, data: dict[str, Any]) -> None:
         table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
 
 
-def box_rows(table: Table, device: dict[str, Any]) -> None:
+def box_rows(table: Renderable, device: dict[str, Any]) -> None:
     """Processor, memory, heat, power: what of it is known here."""
     heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} °C"
     if heat and device["temperature_limit_c"] is not None:
@@ -195,7 +191,7 @@ def box_rows(table: Table, device: dict[str, Any]) -> None:
         table.add_row("GPU", ", ".join(gpu) or "–", "power", ", ".join(power) or "–")
 
 
-def governor_rows(table: Table, governors: dict[str, Any]) -> None:
+def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
     """What is held back and why; energy where it can be read."""
     if not governors["enabled"]:
         table.add_row("governors", "off (governor.enabled)", "", "")
@@ -222,7 +218,7 @@ def _spilled(prefix: dict[str, Any]) -> str:
     )
 
 
-def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:
+def bins_panel(data: dict[str, Any], columns: int = BINS) -> Renderable:
     """What the last iterations were filled with: one column each, the newest on the right."""
     from rich.panel import Panel
     from rich.table import Table
@@ -300,7 +296,7 @@ def metrics_line(data: dict[str, Any]) -> str:
     )
 
 
-def metrics_screen(data: dict[str, Any]) -> RenderableType:
+def metrics_screen(data: dict[str, Any]) -> Renderable:
     """The verdicts, the table, then a plot for every adapter with pairs enough."""
     from rich.console import Group
     from rich.text import Text
@@ -334,7 +330,7 @@ def _share(item: dict[str, Any], key: str) -> str:
     return percent(item[f"{key}_recent"]) + ends
 
 
-def metrics_table(adapters: list[dict[str, Any]]) -> RenderableType:
+def metrics_table(adapters: list[dict[str, Any]]) -> Renderable:
     """One row per adapter: means over the last pairs."""
     from rich.box import SIMPLE_HEAD
 
@@ -361,7 +357,7 @@ def _metrics_row(item: dict[str, Any]) -> list[str]:
     ]
 
 
-def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> RenderableType | None:
+def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> Renderable | None:
     """An adapter's running reward accuracy, win rate and CLPD over its pairs, side by side; None for too few pairs."""
     from rich.columns import Columns
     from rich.panel import Panel

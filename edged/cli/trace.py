@@ -34,9 +34,9 @@ def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
     if record:
         _wait(seconds)
     facts, events = _download(client, f"/v1/trace?seconds={seconds:g}", output)
-    told = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
+    text = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
     data = {"file": str(output), "events": events, **facts}
-    return data, f"{told}; open it in https://ui.perfetto.dev"
+    return data, f"{text}; open it in https://ui.perfetto.dev"
 
 
 def _wait(seconds: float) -> None:

@@ -67,13 +67,10 @@ def find_address(
         url = url or environ.get("EDGED_URL", "")
     if url:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
-        return Address(host=parts.hostname, port=port, token=token)
+        with contextlib.suppress(ValueError):  # a port that is no number, or too large
+            if parts.scheme == "http" and parts.hostname:
+                return Address(host=parts.hostname, port=parts.port or 80, token=token)
+        raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
     return Address(sockets=socket_paths(socket_path, environ))
 
 
@@ -110,7 +107,7 @@ class Client:
     """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data.
 
     A request that finds the daemon loading its model, as the one that starts it does, is sent again for `patience_s`;
-    `on_wait` is told so once.
+    `on_wait` hears of it once.
     """
 
     address: Address
@@ -240,7 +237,8 @@ class Client:
             raise self._lost(error) from None
 
     def _connect(self) -> http.client.HTTPConnection:
-        at, connection = self.address, _UnixConnection(self.address.sockets, self.timeout_s)
+        at = self.address
+        connection: http.client.HTTPConnection = _UnixConnection(at.sockets, self.timeout_s)
         if at.host:
             connection = http.client.HTTPConnection(at.host, at.port, timeout=self.timeout_s)
         try:

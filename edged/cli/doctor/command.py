@@ -49,5 +49,5 @@ def doctor(config: Path | None, socket: str | None, least_free_mb: int, within_s
     rows = ((Text(it.state, _STYLES[it.state]), it.name, Text(it.seen), Text(it.way_out)) for it in findings)
     table = make_table("", "", "seen", "way out", rows=rows, fold=True, box=SIMPLE_HEAD, pad_edge=False)
     counts = Counter(item.state for item in findings)
-    told = f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s"
-    return data, [table, told], EXIT_CODES[state]
+    summary = f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s"
+    return data, [table, summary], EXIT_CODES[state]

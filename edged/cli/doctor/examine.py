@@ -10,9 +10,8 @@ from edged.cli.doctor import box, model, service, storage
 from edged.cli.doctor.finding import Check, Examination, Finding, broken, doubtful, fine
 from edged.cli.doctor.probe import Probe
 from edged.cli.settings import INSTALLED_FILE, NotReadable, as_installed, means_installed, settings_file, settings_of
-from edged.client.client import DaemonError
 from edged.settings.addresses import socket_paths
-from edged.settings.load import Settings
+from edged.settings.load import ConfigError, Settings
 from edged.store.data_dir import data_folder
 
 CHECKS = (
@@ -74,6 +73,6 @@ def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
     except NotReadable:
         seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
         return as_installed(Settings()), doubtful(seen, "`sudo edged doctor`")
-    except DaemonError as error:
+    except ConfigError as error:
         instead = as_installed(Settings()) if means_installed(named) else Settings()
         return instead, broken(str(error), "correct it; the defaults were looked at instead")

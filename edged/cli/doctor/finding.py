@@ -65,12 +65,12 @@ class Examination:
 
     @property
     def torch(self) -> Mapping[str, Any]:
-        """torch and the device, as the probe tells them; empty where it told nothing in time."""
+        """torch and the device, as the probe found them; empty where it was not done in time."""
         return self.probe.lines(self.left_s(self.within_s))[0] if self.probe else {}
 
     @property
     def needs(self) -> Mapping[str, Any]:
-        """The model's needs of memory, as the probe tells them; empty where it told nothing in time."""
+        """The model's needs of memory, as the probe found them; empty where it was not done in time."""
         return self.probe.lines(self.left_s(self.within_s))[1] if self.probe else {}
 
     def left_s(self, most: float) -> float:

@@ -49,10 +49,10 @@ def units(it: Examination) -> Finding:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
         return doubtful(seen, "`sudo tools/install` from a checkout")
     names = ", ".join(path.name for path in found)
-    code, told = output_of(["systemd-analyze", "verify", *map(str, found)], it.left_s(3.0))
-    ours = [line for line in told.splitlines() if "edged." in line]
+    code, output = output_of(["systemd-analyze", "verify", *map(str, found)], it.left_s(3.0))
+    ours = [line for line in output.splitlines() if "edged." in line]
     if code == 127:
-        return doubtful(f"{names} installed, not verified: {told}", "install systemd")
+        return doubtful(f"{names} installed, not verified: {output}", "install systemd")
     if ours:
         return doubtful(f"{names}: {ours[0]}", f"correct it, then `sudo systemctl daemon-reload`: {found[0]}")
     if "WatchdogSec=" not in "".join(path.read_text(errors="replace") for path in found):
@@ -61,17 +61,17 @@ def units(it: Examination) -> Finding:
     if not (it.root / "run/systemd/system").is_dir():
         return fine(f"{seen}; systemd does not run here")
     _, states = output_of(["systemctl", "is-enabled", SERVICE, SOCKET], it.left_s(2.0))
-    about = _told(it)
-    if about["ActiveState"] == "activating":
-        return _starting(about)
-    if about["ActiveState"] == "failed":
+    unit = _unit_state(it)
+    if unit["ActiveState"] == "activating":
+        return _starting(unit)
+    if unit["ActiveState"] == "failed":
         return broken("edged.service has failed", "`journalctl -u edged -e` says why")
     if "enabled" not in states.split():
         return doubtful(f"{seen}, not enabled", "`sudo systemctl enable --now edged.socket`")
     return fine(f"{seen}, enabled")
 
 
-def _told(it: Examination) -> dict[str, str]:
+def _unit_state(it: Examination) -> dict[str, str]:
     """What systemd says of the service, empty where it says nothing."""
     names = ("ActiveState", "SubState", "StatusText")
     command = ["systemctl", "show", SERVICE, f"--property={','.join(names)}"]
@@ -79,10 +79,10 @@ def _told(it: Examination) -> dict[str, str]:
     return dict.fromkeys(names, "") | {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def _starting(told: dict[str, str]) -> Finding:
+def _starting(unit: dict[str, str]) -> Finding:
     """Of a service that systemd is starting: for the first time, or again because it did not come up."""
-    seen = f"{SERVICE} is {told['ActiveState']} ({told['SubState']}): {told['StatusText'] or 'it says nothing yet'}"
-    if told["StatusText"].startswith(REFUSED) or told["SubState"] == "auto-restart":
+    seen = f"{SERVICE} is {unit['ActiveState']} ({unit['SubState']}): {unit['StatusText'] or 'it says nothing yet'}"
+    if unit["StatusText"].startswith(REFUSED) or unit["SubState"] == "auto-restart":
         return broken(seen, "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more")
     return doubtful(seen, "ask again in a moment; `journalctl -u edged -e` says more")
 
@@ -90,13 +90,13 @@ def _starting(told: dict[str, str]) -> Finding:
 def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
     """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
     listens = (Path(value) for value in _values(it.root, SOCKET, "ListenStream") if value.startswith("/"))
-    sockets, theirs, told = it.sockets, next(listens, None), _told(it)
-    if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
+    sockets, theirs, unit = it.sockets, next(listens, None), _unit_state(it)
+    if theirs is not None and unit["ActiveState"] in ("inactive", "failed", "activating"):
         # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
         sockets = tuple(path for path in sockets if path != theirs)
         if not any(path.exists() for path in sockets):
-            if told["ActiveState"] == "activating":
-                starting = _starting(told)
+            if unit["ActiveState"] == "activating":
+                starting = _starting(unit)
                 return starting, starting.state != "fail", None
             return fine(f"does not run: the first request on {theirs} starts it"), False, None
     with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:

@@ -25,7 +25,7 @@ from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
 """Of SQLite's virtual machine, between two looks at the time."""
-_WHO = "run this as the user that edged runs as, or as root"
+_AS_OWNER = "run this as the user that edged runs as, or as root"
 _LET_IN = (
     'set api.socket_mode = "0666" (under systemd, SocketMode=0666 in edged.socket): each account then speaks for '
     'itself; members of the group "edged" are admins, so that is for operators alone'
@@ -66,7 +66,7 @@ def data_folder(it: Examination) -> Finding:
         way_out = f"`sudo chown -R {account.pw_name}: {folder} && sudo chmod -R u+rwX {folder}`"
         return broken(f"{problem} (by the service's user, {account.pw_name})", way_out)
     if problem:
-        return broken(problem, f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir")
+        return broken(problem, f"{_AS_OWNER}; else `sudo chown -R USER {folder}`, or set store.data_dir")
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o007:
         way_out = f"`chmod o= {folder}`: what people said is in there"
@@ -135,7 +135,7 @@ def database(it: Examination) -> Finding:
 
     path = it.data_dir / DATABASE_FILE
     if _closed(it.data_dir):
-        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
+        return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
     if not path.exists():
         return fine("none yet: the first start makes it")
     way_out = (
@@ -179,8 +179,9 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
 def adapters(it: Examination) -> Finding:
     """The newest version of every adapter on disk: all files there, whole, and as they were written."""
     if _closed(it.data_dir):
-        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
-    newest = _newest_versions(it.data_dir / ADAPTERS_FOLDER)
+        return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
+    versions = sorted((it.data_dir / ADAPTERS_FOLDER).glob("*/*/v[0-9]*"))
+    newest = {version.parent: version for version in versions}.values()
     end = time.monotonic() + it.left_s(2.0)
     damaged, summed = [], 0
     for folder in newest:
@@ -218,15 +219,6 @@ def language(it: Examination) -> Finding | None:
     shown = ", ".join(f"{name} (version {version}: KL {kl:.1f} nats a token)" for name, version, kl in rows[:3])
     way_out = f"`edged adapters mend {rows[0][0]}`: the newest whole version is served, or its pairs are learned anew"
     return doubtful(f"{len(rows)} adapters broke the language: {shown}", way_out)
-
-
-def _newest_versions(root: Path) -> list[Path]:
-    try:
-        people = [person for base in root.iterdir() if base.is_dir() for person in base.iterdir() if person.is_dir()]
-        versions = [sorted(person.glob("v[0-9]*")) for person in people]
-    except OSError:
-        return []
-    return [found[-1] for found in versions if found]
 
 
 def _damage(folder: Path, sums: bool) -> str:
