@@ -14,6 +14,8 @@ from edged.cli.settings import load_settings
 from edged.client.client import DaemonError
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
+_SHARE = click.FloatRange(0.0, 1.0)
+_FILE = click.Path(exists=True, dir_okay=False)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
     "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
@@ -21,9 +23,7 @@ trace_option = click.option(
 rate_option = click.option(
     "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
 )
-retrain_rate_option = click.option(
-    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, help="Pairs per request."
-)
+retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
 
 class Values(click.ParamType):
@@ -50,10 +50,7 @@ def bench() -> None:
 
 @bench.command()
 @trace_option
-@click.option(
-    "--pairs", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Preference pairs, in the order in which users give them.",
-)  # fmt: skip
+@click.option("--pairs", required=True, type=_FILE, help="Preference pairs, in the order in which users give them.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
@@ -63,7 +60,7 @@ def bench() -> None:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
-def replay(model: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
+def replay(model: str, pairs: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -81,7 +78,7 @@ def replay(model: str, config: Path | None, policy: str | None, run: Any = None,
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     with explain_os_errors():
-        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, **load)
+        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, pairs=Path(pairs), **load)
         report = (run or run_replay)(plan, show_progress)
     return report, lambda: screen(report)
 
@@ -157,18 +154,13 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 @bench.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
-@click.option(
-    "--pairs", type=click.Path(exists=True, dir_okay=False), help="As for edged bench replay; not for simulations."
-)
+@click.option("--pairs", type=_FILE, help="As for edged bench replay; not for simulations.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
-@click.option("--config", "-c", type=click.Path(exists=True, dir_okay=False), help="TOML file with further settings.")
+@click.option("--config", "-c", type=_FILE, help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
 @click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help="Policies.")
-@click.option(
-    "--retrain-rates", type=Values(click.FloatRange(0.0, 1.0)), default="0.1", metavar="SHARES",
-    help="Pairs per request.",
-)  # fmt: skip
+@click.option("--retrain-rates", type=Values(_SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
 @click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
 @click.option(
     "--loads", type=Values(_ABOVE_ZERO), metavar="SHARES",
