@@ -1,9 +1,10 @@
-"""How results are shown: JSON, tables, progress, number formats."""
+"""How results are shown: JSON, tables, progress, number formats, a screen that refreshes."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,3 +117,34 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // smaller} {small_unit}"
     return f"{whole} s"
+
+
+def show(
+    fetch: Callable[[], dict[str, Any]],
+    render: Callable[[dict[str, Any]], Renderable],
+    line: Callable[[dict[str, Any]], str],
+    *,
+    as_json: bool,
+    watch: bool,
+    interval: float,
+) -> None:
+    """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
+
+    With `as_json` every refresh is one JSON document (one line each when watching). `interval` is in seconds.
+    """
+    if not watch:
+        return print_json(fetch()) if as_json else print_text(render(fetch()))
+    console = make_console()
+    try:
+        while as_json or not console.is_terminal:
+            data = fetch()
+            click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
+            time.sleep(interval)
+        from rich.live import Live
+
+        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(render(fetch()), refresh=True)
+    except KeyboardInterrupt:
+        return None

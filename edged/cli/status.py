@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
@@ -11,7 +9,7 @@ from urllib.parse import quote
 import click
 
 from edged.cli.options import json_option, with_client
-from edged.cli.output import Renderable, duration, make_console, make_table, number, percent, print_json, size
+from edged.cli.output import Renderable, duration, make_table, number, percent, show, size
 from edged.cli.plot import line_plot, sparkline
 from edged.cli.store import describe
 from edged.client.client import Client, DaemonError
@@ -43,38 +41,8 @@ LANGUAGE = {
 def watched(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--watch`, `--interval` and `--json`: how `show` shows."""
     interval = click.option("--interval", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh.")
-    return click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")(interval(json_option(command)))
-
-
-def show(
-    fetch: Callable[[], dict[str, Any]],
-    render: Callable[[dict[str, Any]], Renderable],
-    line: Callable[[dict[str, Any]], str],
-    *,
-    as_json: bool,
-    watch: bool,
-    interval: float,
-) -> None:
-    """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
-
-    With `as_json` every refresh is one JSON document (one line each when watching). `interval` is in seconds.
-    """
-    console = make_console()
-    if not watch:
-        return print_json(fetch()) if as_json else console.print(render(fetch()))
-    try:
-        while as_json or not console.is_terminal:
-            data = fetch()
-            click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
-            time.sleep(interval)
-        from rich.live import Live
-
-        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval)
-                live.update(render(fetch()), refresh=True)
-    except KeyboardInterrupt:
-        return None
+    watch = click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
+    return watch(interval(json_option(command)))
 
 
 @click.command()
