@@ -24,22 +24,11 @@ MODULES = {
     **{"metrics": "status", "doctor": "doctor.command"},
 }
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-EXPECTED = (
-    ("edged.client.client", "DaemonError"),
-    ("edged.settings.load", "ConfigError"),
-    ("edged.models.source", "ModelMissing"),
-    ("edged.engine.model.loading", "ModelRefused"),
-    ("edged.text.tokenizer", "TokenizerError"),
-    ("edged.bench.traces", "TraceError"),
-    ("edged.bench.replay", "ReplayError"),
-    ("edged.bench.compare", "CompareError"),
-    ("edged.simulator.device_file", "DeviceError"),
-    ("edged.profiler.profile", "ProfilingFailed"),
-    ("edged.rebuild.stored", "RebuildError"),
-    ("edged.store.backup", "BackupError"),
-    ("edged.store.lock", "FolderTaken"),
-)
-"""Modules and names of errors whose message is all that a user needs."""
+EXPECTED = {
+    *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
+    *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken"),
+}
+"""edged's errors whose message is all that a user needs, by name: none is imported for this."""
 
 
 class Failure(click.ClickException):
@@ -56,9 +45,8 @@ class FailingGroup(click.Group):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # What was raised is of a module that is loaded; none is imported for this.
-            loaded = [getattr(sys.modules[module], name) for module, name in EXPECTED if module in sys.modules]
-            if isinstance(error, tuple(loaded)):
+            kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("edged.")}
+            if kinds & EXPECTED:
                 raise Failure(str(error)) from None
             raise
 

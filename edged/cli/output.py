@@ -66,12 +66,10 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int 
     """A bar on stderr, where that is a terminal; what it yields takes what is done, of how much, and what is being
     done."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    share, name = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
     console = Console(stderr=True)
-    off = quiet or not console.is_terminal
-    with Progress(BarColumn(), share, TimeRemainingColumn(), name, console=console, disable=off, transient=True) as bar:
+    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)
 
