@@ -21,7 +21,7 @@ COMMANDS = (
 MODULES = {
     **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
     **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
-    **{"metrics": "status", "doctor": "doctor.command"},
+    **{"metrics": "status", "profile": "bench", "doctor": "doctor.command"},
 }
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = {
