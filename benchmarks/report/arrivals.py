@@ -20,9 +20,9 @@ import torch
 from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
 from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
+from edged.cli.bench import compare as compare_command
 from edged.cli.bench import replay as replay_command
-from edged.cli.compare import compare as compare_command
-from edged.cli.main import FailingGroup
+from edged.cli.main import CONTEXT, FailingGroup
 from edged.client.client import DaemonError
 from edged.engine.engine import Engine
 
@@ -109,7 +109,7 @@ def replay_and_score(plan: ReplayPlan, progress: Progress = lambda _line: None) 
     return {**report, "arrivals": arrivals.judge(plan.model_dir, report["model"]["device"])}
 
 
-@click.group(cls=FailingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=FailingGroup, context_settings=CONTEXT)
 def arrivals() -> None:
     """Judge each pair by the version that was served when it came, in a replay or in many."""
 

@@ -1,25 +1,30 @@
-"""`edged adapters`: list, show, rollback, mend, export, import, forget."""
+"""`edged adapters`: list, show, rollback, mend, export, import, forget. `edged align rebuild`: an adapter trained again
+from its pairs, beside the one that was learned while serving."""
 
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import tarfile
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
 
-from edged.cli.metrics import NO_ADAPTER, fetch_metrics, plot, table, verdict
-from edged.cli.options import shown, with_client
-from edged.cli.output import make_table, moment, number, short, size
-from edged.client.client import Client, DaemonError
+from edged.cli.options import asks_daemon, config_option, explain_os_errors, json_option, seed_option, with_client
+from edged.cli.output import make_table, moment, number, percent, print_json, print_text, short, show_progress, size
+from edged.cli.settings import means_installed, served_settings, settings_of
+from edged.cli.status import NO_ADAPTER, fetch_metrics, metrics_plot, metrics_table, verdict
+from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from edged.rebuild.rebuild import Comparison, Rebuild
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -32,45 +37,56 @@ def adapters() -> None:
 
 
 @adapters.command("list")
-@shown
-@with_client
+@asks_daemon
 def list_(client: Client) -> Any:
     """All adapters: a verdict, what waits and is held, size on disk, last use."""
     data = fetch_metrics(client, with_series=False)
     titles = ("adapter", "verdict", "pairs", "waiting", "held", "on disk", "last use (UTC)")
-    return data, lambda: make_table(*titles, rows=map(_row, data["adapters"])) if data["adapters"] else NO_ADAPTER
-
-
-def _row(item: dict[str, Any]) -> list[str]:
-    counts = (str(item[f"pairs_{state}"]) for state in ("seen", "queued", "quarantined"))
-    name, used = f"{item['adapter']} v{item['version']}", moment(item["last_used_at"])
-    return [name, item["verdict"], *counts, size(item["disk_bytes"]), used]
+    rows = (
+        (
+            *(f"{item['adapter']} v{item['version']}", item["verdict"]),
+            *(str(item[f"pairs_{state}"]) for state in ("seen", "queued", "quarantined")),
+            *(size(item["disk_bytes"]), moment(item["last_used_at"])),
+        )
+        for item in data["adapters"]
+    )
+    return data, lambda: make_table(*titles, rows=rows) if data["adapters"] else NO_ADAPTER
 
 
 @adapters.command()
 @click.argument("name")
-@shown
-@with_client
+@asks_daemon
 def show(client: Client, name: str) -> Any:
     """One adapter: metrics, versions, and how it came about."""
     data = client.get(_path(name))
-    return data, lambda: [verdict(data), table([data]), _versions(data), plot(data)]
-
-
-def _versions(data: dict[str, Any]) -> RenderableType:
-    return make_table(
-        *("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer"),
-        rows=(_version_row(item, data) for item in data["versions"]),
-        caption="held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it "
-        "became; version 0 is the untrained adapter",
+    titles = ("version", "made (UTC)", "reason", "held out", "KL", "neutral text", "to return", "answer")
+    caption = (
+        "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
+        "version 0 is the untrained adapter"
     )
+    versions = make_table(*titles, rows=(_version_row(item, data) for item in data["versions"]), caption=caption)
+    return data, lambda: [verdict(data), metrics_table([data]), versions, metrics_plot(data)]
+
+
+def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
+    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
+    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
+    return [
+        str(item["version"]),
+        moment(item["created_at"]),
+        item["reason"],
+        f"{round(share * pairs)} of {pairs}" if pairs else "–",
+        number(item["kl_nats"]),
+        "–" if change is None else f"{100 * change:+.1f} %",
+        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
+        short(item.get("answer") or "–"),
+    ]
 
 
 @adapters.command()
 @click.argument("name")
 @click.argument("version", type=click.IntRange(0))
-@shown
-@with_client
+@asks_daemon
 def rollback(client: Client, name: str, version: int) -> Any:
     """Serve an earlier VERSION of NAME again.
 
@@ -83,8 +99,7 @@ def rollback(client: Client, name: str, version: int) -> Any:
 
 @adapters.command()
 @click.argument("name")
-@shown
-@with_client
+@asks_daemon
 def mend(client: Client, name: str) -> Any:
     """Test the language of NAME's version now; where it is broken, go back to the newest that is not.
 
@@ -117,8 +132,7 @@ def mend(client: Client, name: str) -> Any:
 @adapters.command()
 @click.argument("name")
 @click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write.")
-@shown
-@with_client
+@asks_daemon
 def export(client: Client, name: str, output: Path) -> Any:
     """Write NAME's newest version as a PEFT folder.
 
@@ -126,7 +140,7 @@ def export(client: Client, name: str, output: Path) -> Any:
     """
     refuse_full(output)
     headers, chunks = client.download(f"{_path(name)}/export")
-    try:
+    with explain_os_errors(f"{output} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         # Half an adapter would be in the way of the next try.
         with tempfile.TemporaryDirectory(dir=output) as whole, tempfile.TemporaryFile(dir=whole) as packed:
@@ -135,8 +149,6 @@ def export(client: Client, name: str, output: Path) -> Any:
             _unpack(packed, Path(whole))
             for file in _FILES:
                 (Path(whole) / file).rename(output / file)
-    except OSError as error:
-        raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
     version = int(headers["X-Edged-Version"])
     data = {"adapter": name, "version": version, "path": str(output)}
     return data, f"{name} version {version} is in {output}"
@@ -165,8 +177,7 @@ def _unpack(packed: IO[bytes], folder: Path) -> None:
 @adapters.command("import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--user", "-u", required=True, metavar="NAME", help="Whose newest version it becomes.")
-@shown
-@with_client
+@asks_daemon
 def import_(client: Client, source: Path, user: str) -> Any:
     """Serve the PEFT adapter in SOURCE for NAME: a folder, or its adapter_model.safetensors.
 
@@ -179,13 +190,10 @@ def import_(client: Client, source: Path, user: str) -> Any:
 def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str, Any]:
     """Give the daemon the adapter in `folder` as the user's newest version."""
     packed = io.BytesIO()
-    try:
-        with tarfile.open(fileobj=packed, mode="w:") as tar:
-            for name in _FILES:
-                tar.add(folder / name, arcname=name)
-    except OSError as error:
-        raise DaemonError(f"{folder} cannot be read: {error.strerror}") from None
-    return client.upload(f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
+    with explain_os_errors(f"{folder} cannot be read"), tarfile.open(fileobj=packed, mode="w:") as tar:
+        for name in _FILES:
+            tar.add(folder / name, arcname=name)
+    return client.call("POST", f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
 
 
 def _checked(source: Path) -> Path:
@@ -205,8 +213,7 @@ def _checked(source: Path) -> Path:
 @adapters.command()
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@shown
-@with_client
+@asks_daemon
 def forget(client: Client, name: str, yes: bool) -> Any:
     """Delete everything learned for NAME.
 
@@ -217,46 +224,141 @@ def forget(client: Client, name: str, yes: bool) -> Any:
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
     data = client.call("DELETE", _path(name))
-    return data, _forgotten(name, data), 0 if data["verified"] else 1
-
-
-def _forgotten(name: str, data: dict[str, Any]) -> str:
-    """What forgetting came to, in a few lines."""
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
-    lines = [
-        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
-        f"the name and {searched['texts']} texts"
+    found = [
+        f"the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)" for item in searched["found"]
     ]
-    lines += [f"FOUND the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)"
-              for item in searched["found"]]  # fmt: skip
-    lines += [f"FOUND {path}" for path in searched["files"]]
-    if data["verified"]:
-        lines.append("nothing was found" + ("" if data["vacuumed"] else "; the file keeps its size, see the log"))
-    if searched["said_by_others"]:
-        lines.append(f"{searched['said_by_others']} rows of other users hold the same words")
-    if searched["new_rows"]:
-        lines.append(f"{searched['new_rows']} rows came after it had begun, and stay")
-    lines.append(
+    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the file keeps its size, see the log"
+    others, new = searched["said_by_others"], searched["new_rows"]
+    text = [
+        f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
+        f"the name and {searched['texts']} texts",
+        *(f"FOUND {what}" for what in [*found, *searched["files"]]),
+        nothing if data["verified"] else None,
+        f"{others} rows of other users hold the same words" if others else None,
+        f"{new} rows came after it had begun, and stay" if new else None,
         f"copies made before still hold {name}: backups (a restore brings {name} back), folders put aside by a "
-        "restore, exports"
-    )
-    return "\n".join(lines)
+        "restore, exports",
+    ]
+    return data, text, 0 if data["verified"] else 1
 
 
 def _path(name: str) -> str:
     return f"/v1/adapters/{quote(name, safe='')}"
 
 
-def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
-    share, pairs, change = item["held_out_reward_accuracy"], item["held_out_pairs"], item.get("neutral_nll_change")
-    way_back = f"edged adapters rollback {adapter['adapter']} {item['version']}" if item["on_disk"] else "not on disk"
-    return [
-        str(item["version"]),
-        moment(item["created_at"]),
-        item["reason"],
-        f"{round(share * pairs)} of {pairs}" if pairs else "–",
-        number(item["kl_nats"]),
-        "–" if change is None else f"{100 * change:+.1f} %",
-        f"serving{', on disk' * item['on_disk']}" if item["version"] == adapter["version"] else way_back,
-        short(item.get("answer") or "–"),
-    ]
+@click.group()
+def align() -> None:
+    """What was learned, looked at again."""
+
+
+@align.command()
+@click.argument("user")
+@click.option("--epochs", type=click.IntRange(1), help="Times that a pair is trained on; default: align.epochs.")
+@click.option("--lr", type=click.FloatRange(0.0, min_open=True), help="Step size; default: align.learning_rate.")
+@seed_option
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="PEFT folder to write.")
+@click.option("--adopt", is_flag=True, help="Serve the rebuilt adapter, as a new version.")
+@click.option("--model", "-m", metavar="DIR", help="Base model; default: the running daemon's.")
+@click.option("--data-dir", metavar="DIR", help="Data folder; default: the running daemon's.")
+@config_option
+@json_option
+@with_client
+def rebuild(
+    client: Client,
+    user: str,
+    epochs: int | None,
+    lr: float | None,
+    seed: int,
+    output: Path | None,
+    adopt: bool,
+    model: str | None,
+    data_dir: str | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Train USER's adapter anew with TRL's DPOTrainer, and compare.
+
+    All stored pairs that the online adapter was trained on are shuffled and learned from the untrained adapter on, with
+    the settings' LoRA, beta and step size. Nothing is served differently unless --adopt says so. A daemon may run
+    meanwhile; the base model is then loaded a second time.
+    """
+    if output is not None:
+        refuse_full(output)
+    settings, work = _prepare(client, user, config, {"model.path": model, "store.data_dir": data_dir})
+    from edged.rebuild.training import Recipe
+
+    recipe = Recipe(epochs or settings.align.epochs, lr or settings.align.learning_rate, seed)
+    result = work.train(recipe, lambda step, of, loss: show_progress(f"step {step} of {of}, loss {loss:.3f}"))
+    show_progress("")
+    version = None
+    with tempfile.TemporaryDirectory(prefix="edged-") as scratch:
+        folder = output or Path(scratch)
+        if output is not None or adopt:
+            work.save(folder)
+        if not as_json:
+            print_text(_text(result))
+        if adopt:
+            try:
+                version = upload(client, work.adapter, folder, "?reason=rebuilt")["version"]
+            except NotRunning:
+                version = work.publish(folder)
+    if as_json:
+        return print_json({**result.as_dict(), "output": output and str(output), "adopted_version": version})
+    if output is not None:
+        click.echo(f"the rebuilt adapter is in {output}")
+    if version is not None:
+        return click.echo(f"{user} has version {version} now, the rebuilt one")
+    return click.echo(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
+
+
+def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:
+    """The settings, and the rebuild with its base model loaded."""
+    settings = settings_of(config, flags)
+    # The installed daemon's file is known: to ask it could start it, and load its model a second time.
+    if config is None and not means_installed(None):
+        settings = served_settings(client, flags) or settings
+    _quieten()  # before the imports, some of which remark
+    from edged.models.source import find_model
+    from edged.rebuild.training import check_trl
+    from edged.store.data_dir import data_folder
+
+    check_trl()
+    model_dir, name = find_model(settings.model)
+    from edged.rebuild.rebuild import Rebuild
+
+    return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
+
+
+def _quieten() -> None:
+    """Leave out what libraries remark on themselves: stderr is for the steps and for what goes wrong."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.simplefilter("ignore", kind)
+
+
+def _text(result: Comparison) -> list[Any]:
+    rows: tuple[tuple[str, Callable[[Any], str]], ...] = (
+        ("reward accuracy", lambda score: percent(score.reward_accuracy)),
+        ("reward margin", lambda score: number(score.reward_margin, 3)),
+        ("win rate", lambda score: percent(score.win_rate)),
+        ("CLPD", lambda score: number(score.clpd, 2, "nats")),
+        ("KL to the base", lambda score: number(score.kl_nats, 4, "nats/token")),
+    )
+    title = f"{result.adapter}: online version {result.online_version}, rebuilt with {result.steps} steps"
+    table = make_table("pairs", "", "online", "rebuilt", title=title)
+    for key, name in (("held_out", "held out"), ("learned", "learned")):
+        online, rebuilt = result.online[key], result.rebuilt[key]
+        for index, (label, show) in enumerate(rows):
+            if online is not None and rebuilt is not None:
+                table.add_row(f"{name} ({online.pairs})" if index == 0 else "", label, show(online), show(rebuilt))
+    nothing = "no pair is held out: what both were trained on says little about either"
+    agreement = f"the same greedy tokens: {percent(result.agreement)}"
+    return [table, None if result.online["held_out"] else nothing, agreement]

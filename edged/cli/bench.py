@@ -1,34 +1,47 @@
-"""`edged bench`: measure this machine with recorded loads. The engine runs inside the command; no daemon is asked."""
+"""`edged bench`: measure this machine with recorded loads, or simulate another. `edged profile`: measure it for the
+scheduler. The engine runs inside the command; no daemon is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from edged.cli.compare import compare
-from edged.cli.options import (
-    pair_format_option,
-    policy_option,
-    rate_option,
-    retrain_rate_option,
-    seed_option,
-    shown,
-    trace_option,
-)
-from edged.cli.output import make_table, number, percent, show_progress
-from edged.cli.settings import load_settings
-from edged.cli.simulate import simulate
+from edged.cli.options import config_option, explain_os_errors, policy_option, seed_option, shown
+from edged.cli.output import Renderable, make_table, number, percent, progress_bar, show_progress
+from edged.cli.settings import load_settings, settings_of
 from edged.client.client import DaemonError
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+_ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
+_SHARE = click.FloatRange(0.0, 1.0)
+_FILE = click.Path(exists=True, dir_okay=False)
+pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
+trace_option = click.option(
+    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+)
+rate_option = click.option(
+    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
+)
+retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
-    from edged.bench.replay import Progress, ReplayPlan
 
-    Replay = Callable[[ReplayPlan, Progress], dict[str, Any]]
+class Values(click.ParamType):
+    """Several values in one option, separated by commas; `count` says how many where the number is fixed."""
+
+    name = "list"
+
+    def __init__(self, each: click.ParamType, count: int | None = None) -> None:
+        self._each, self._count = each, count
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        values = tuple(self._each.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+        if not values or (self._count and len(values) != self._count):
+            self.fail(f"{value!r}: give {self._count or 'one or more'} values, separated by commas", param, ctx)
+        return values if self._count else tuple(dict.fromkeys(values))
 
 
 @click.group()
@@ -38,22 +51,17 @@ def bench() -> None:
 
 @bench.command()
 @trace_option
-@click.option(
-    "--pairs", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Preference pairs, in the order in which users give them.",
-)  # fmt: skip
+@click.option("--pairs", required=True, type=_FILE, help="Preference pairs, in the order in which users give them.")
 @pair_format_option
-@click.option("--model", "-m", default="demo", show_default=True, metavar="DIR", help="As for edged serve.")
+@click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @policy_option
 @rate_option
 @retrain_rate_option
-@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, show_default=True, help="How long to send.")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
-def replay(
-    model: str, config: Path | None, policy: str | None, run: Replay | None = None, **load: Any
-) -> tuple[dict[str, Any], Callable[[], RenderableType]]:
+def replay(model: str, pairs: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
@@ -70,11 +78,9 @@ def replay(
 
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
-    try:
-        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, **load)
+    with explain_os_errors():
+        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, pairs=Path(pairs), **load)
         report = (run or run_replay)(plan, show_progress)
-    except OSError as error:
-        raise DaemonError(str(error)) from None
     return report, lambda: screen(report)
 
 
@@ -83,17 +89,17 @@ def replay(
     "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
     help="A model's directory, or a config.json alone (configs/models has some).",
 )  # fmt: skip
-@click.option("--quantize", default="", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option(
     "--device-memory", type=click.FloatRange(0.0, min_open=True), metavar="GIB",
     help="Memory of the box, or of its GPU where that has its own; default: what is here.",
 )  # fmt: skip
-@click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of K/V that must fit.")
+@click.option("--context", type=click.IntRange(1), default=8192, help="Tokens of K/V that must fit.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
 @shown
 def memory(
-    model: Path, quantize: str, device: Any, device_memory: float | None, context: int, config: Path | None
+    model: Path, quantize: str | None, device: Any, device_memory: float | None, context: int, config: Path | None
 ) -> Any:
     """Say whether a model fits a box, with K/V pages, adapters and training, from its configuration alone.
 
@@ -108,7 +114,7 @@ def memory(
     from edged.engine.model.memory_plan import total_bytes
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
-    overrides = {"model.quantize": quantize or None, "model.max_context_tokens": context}
+    overrides = {"model.quantize": quantize, "model.max_context_tokens": context}
     plan = plan_memory(model, load_settings(config, overrides=overrides), device, memory_bytes, context)
     return plan, lambda: memory_screen(plan), 0 if plan["fits"] else 1
 
@@ -127,7 +133,7 @@ _PARTS = {
 }
 
 
-def memory_screen(plan: dict[str, Any]) -> RenderableType:
+def memory_screen(plan: dict[str, Any]) -> Renderable:
     """The plan as a table in MiB."""
     kind = f", {plan['quantization']}" if plan["quantization"] else ""
     verdict = "fits" if plan["fits"] else "does not fit"
@@ -146,7 +152,132 @@ def memory_screen(plan: dict[str, Any]) -> RenderableType:
     return table
 
 
-def screen(report: dict[str, Any]) -> RenderableType:
+@bench.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
+@click.option("--pairs", type=_FILE, help="As for edged bench replay; not for simulations.")
+@pair_format_option
+@click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
+@click.option("--config", "-c", type=_FILE, help="TOML file with further settings.")
+@click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
+@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help="Policies.")
+@click.option("--retrain-rates", type=Values(_SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
+@click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
+@click.option(
+    "--loads", type=Values(_ABOVE_ZERO), metavar="SHARES",
+    help="Rates as shares of the requests per second of a burst, which is measured once; default: 0.7.",
+)  # fmt: skip
+@click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", metavar="NUMBERS")
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long each sends.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Simulations at once.")
+@shown
+def compare(
+    folder: Path,
+    policies: tuple[str, ...],
+    retrain_rates: tuple[float, ...],
+    rates: tuple[float, ...] | None,
+    loads: tuple[float, ...] | None,
+    seeds: tuple[int, ...],
+    jobs: int,
+    kind: Any = None,
+    **load: Any,
+) -> Any:
+    """Run every policy at every retrain rate, request rate and seed, and compare their figures.
+
+    Lists are separated by commas. Each run is a process of its own; policies take turns. FOLDER gets one JSON per run:
+    called again, the command does only what is missing or failed.
+    """
+    from edged.bench.compare import Axes, Workload
+    from edged.bench.compare import compare as run
+    from edged.bench.summary import Runs, summarise
+
+    if bool(load["pairs"]) == bool(load["device"]):
+        raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
+    if jobs > 1 and not load["device"]:
+        raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
+    workload = (kind or Workload)(**load)
+    axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
+    for policy in policies:
+        load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
+    with explain_os_errors():
+        manifest = run(workload, axes, folder, show_progress, jobs)
+        runs = Runs.read(folder)
+    rows, capacity = summarise(runs), manifest["capacity_per_s"]
+
+    def text() -> Renderable:
+        for name, reason in runs.failed.items():
+            click.echo(f"{name} failed: {reason}", err=True)
+        return table(rows)
+
+    return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
+
+
+def table(rows: list[dict[str, Any]]) -> Renderable:
+    """Medians with their range over seeds, and under them the ratios to adainf's and to fcfs'."""
+    from edged.bench.summary import BASELINES, METRICS
+
+    def cell(values: dict[str, Any], digits: int) -> str:
+        ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
+        return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
+
+    made = make_table(
+        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in METRICS)),
+        caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
+    )
+    for row in rows:
+        share = "" if row["load"] is None else f" ({percent(row['load'])})"
+        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
+        made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
+    return made
+
+
+def middle(value: dict[str, float] | None, digits: int) -> str:
+    """A median with its range."""
+    if value is None:
+        return "–"
+    median, low, high = (f"{value[key]:,.{digits}f}" for key in ("median", "low", "high"))
+    return median if low == high else f"{median} ({low}–{high})"
+
+
+@bench.command()
+@trace_option
+@click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
+@click.option(
+    "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
+)
+@click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
+@click.option("--config", "-c", type=click.Path(path_type=Path), help="TOML file with further settings.")
+@policy_option
+@rate_option
+@retrain_rate_option
+@click.option(
+    "--pair-tokens",
+    type=Values(click.IntRange(1), 3),
+    default="100,60,60",
+    metavar="PROMPT,CHOSEN,REJECTED",
+    help="Mean lengths of a preference pair.",
+)
+@click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
+@seed_option
+@shown
+def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
+    """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
+
+    The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
+    lengths and no contents, so nothing is said about alignment.
+    """
+    from edged.runtime.process import prepare
+
+    prepare()
+    from edged.simulator.simulation import SimulationPlan
+    from edged.simulator.simulation import simulate as run
+
+    settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
+    report = run(SimulationPlan(settings=settings, **load), show_progress)
+    return report, lambda: screen(report)
+
+
+def screen(report: dict[str, Any]) -> Renderable:
     """The report as one table of what was measured."""
     load, model = report["load"], report["model"]
     title = (
@@ -207,5 +338,61 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-bench.add_command(compare)
-bench.add_command(simulate)
+@click.command()
+@click.option("--model", "-m", metavar="DIR", help="As for edged serve.")
+@config_option
+@click.option("--data-dir", metavar="DIR", help="Folder in which the daemon will look for the profile.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile here instead.")
+@click.option("--quick", is_flag=True, help="Fewer shapes, fewer times.")
+@shown
+def profile(model: str | None, config: Path | None, data_dir: str | None, output: Path | None, quick: bool) -> Any:
+    """Measure how long forwards and fine-tune units take here, and what memory they need.
+
+    The daemon starts with these prices instead of a guess, when it serves the same model on the same device. Takes a
+    few minutes for a model of some hundred million weights on a CPU; nothing else should run meanwhile.
+    """
+    settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
+    from edged.runtime.process import prepare
+
+    prepare(settings.model.keep_freed_memory)
+    from transformers.utils import logging as transformers_logging
+
+    from edged.models.source import find_model
+    from edged.profiler.profile import profile_device
+    from edged.store.data_dir import data_folder
+
+    transformers_logging.disable_progress_bar()
+    with explain_os_errors():
+        model_dir, name = find_model(settings.model)
+        named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
+        folder = data_folder(settings.store.data_dir, os.environ)
+        with progress_bar("loading") as progress:
+            measured = profile_device(named, model_dir, folder, output, quick, progress)
+    data = {"path": str(measured.path), **measured.profile.model_dump(mode="json")}
+    return data, lambda: profile_screen(measured.profile.model_dump(), str(measured.path))
+
+
+def profile_screen(profile: dict[str, Any], path: str) -> Renderable:
+    """Prices, errors and memory."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from edged.scheduler.cost.model import FORWARD_PRICES
+
+    subject, prices = profile["subject"], profile["prices"]
+    kind = f", {subject['quantization']}" if subject["quantization"] else ""
+    head = Text(f"{subject['model']} ({subject['dtype']}{kind}) on {subject['device']}: {path}", style="bold")
+    forward = make_table("price", ">us", title="a forward")
+    for name, price in zip(FORWARD_PRICES, prices["forward"], strict=True):
+        forward.add_row(name.replace("knee", f"knee ({prices['knee_tokens']})"), number(price * 1e6, 3))
+    forward.add_row("between two iterations", number(profile["overhead_s"] * 1e6, 3))
+    forward.add_row("after a rest", number(profile["rest_s"] * 1e6, 3))
+    units = make_table("kind", ">us", ">us/token", title="a fine-tune unit")
+    for name, (once, token) in prices["units"].items():
+        units.add_row(name, number(once * 1e6, 1), number(token * 1e6, 2))
+    errors = ", ".join(f"{name} {number(value, 0)} %" for name, value in profile["error_percent"].items())
+    peaks = make_table("work", ">modelled MiB", ">measured MiB", title="memory at the peak")
+    for name, peak in profile["memory"].items():
+        peaks.add_row(name, *(number(peak[key] / 2**20, 1) for key in ("modelled_bytes", "measured_bytes")))
+    off = Text(f"mean error of measurements that were kept out of the fit: {errors}")
+    return Group(head, forward, units, off, *([peaks] if profile["memory"] else []))

@@ -1,19 +1,21 @@
-"""`edged chat`: a conversation in the terminal whose feedback the model learns from."""
+"""`edged chat`, a conversation in the terminal whose feedback the model learns from, and `edged ask`, one question."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from edged.cli.metrics import held
-from edged.cli.options import user_option, with_client
-from edged.cli.session import Options, Session
+from edged.cli.options import json_option, user_option, with_client
+from edged.cli.output import print_json
+from edged.cli.status import held
 from edged.client.client import Client, DaemonError
 
+ROUTE = "/v1/chat/completions"
 HELP = """\
 /up, /down     the last answer was good, or not
 /edit [TEXT]   the answer should have been TEXT; without TEXT an editor opens
@@ -25,123 +27,227 @@ CANDIDATES = 2
 PATIENCE_S = 2.0
 """How long the prompt waits for what was taught to be learned."""
 _ASK_S = 0.1
+_max_tokens_option = click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
+_temperature_option = click.option(
+    "--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer."
+)
 
 
 @click.command()
 @user_option
-@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0 always gives the likeliest answer.")
+@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@_max_tokens_option
+@_temperature_option
 @with_client
-def chat(client: Client, **options: Any) -> None:
+def chat(client: Client, user: str | None, **options: Any) -> None:
     """Talk with the model and tell it what you prefer.
 
     /up, /down, /edit, /regen and /pick give feedback on the last answer; /help lists all commands.
     """
-    session = Session(client, Options(**options))
-    user = session.options.user
+    conversation = Conversation(client, user=user, **options)
     model = client.get("/v1/status")["model"]["name"]
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing for input())
 
-        who = f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
-        click.echo(click.style(f"{who}. /help lists the commands.", dim=True))
+        whose = (
+            f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
+        )
+        click.secho(f"{whose}. /help lists the commands.", dim=True)
     for item in client.get("/v1/adapters")["adapters"]:
         if item["adapter"] == user and (waiting := held(item)):
-            click.echo(click.style(waiting, dim=True))
-    repl = Repl(session)
+            click.secho(waiting, dim=True)
     for line in _lines():
-        if not repl.handle(line):
+        if not conversation.handle(line):
             break
 
 
-class Repl:
-    """Turns typed lines into calls of the session and shows the results."""
+@click.command()
+@click.argument("prompt")
+@user_option
+@click.option("--system", metavar="TEXT", help="A system message before the prompt.")
+@_max_tokens_option
+@_temperature_option
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@json_option
+@with_client
+def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
+    """Print the answer to PROMPT as it is generated.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    PROMPT "-" reads standard input. With --json: the API's chat.completion object, whose id feedback can name.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise DaemonError("the prompt is empty")
+    body = _request(**options)
+    body["messages"].append({"role": "user", "content": text})
+    if as_json:
+        return print_json(client.post(ROUTE, body))
+    for event in client.events(ROUTE, {**body, "stream": True}):
+        for choice in event["choices"]:
+            click.echo(choice["delta"].get("content") or "", nl=False)
+    return click.echo()
+
+
+def _request(system: str | None, user: str | None, **sampling: Any) -> dict[str, Any]:
+    """The request for an answer, but for the question. What is None, and the model's name, is left to the daemon."""
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = {"messages": messages, "user": user or None, **sampling}
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """An answer as the daemon stored it."""
+
+    completion_id: str
+    choice: int
+    text: str
+
+
+class Conversation:
+    """What was said up to the last question, its answer, and candidates that wait for a pick."""
+
+    def __init__(self, client: Client, system: str | None, user: str | None, **sampling: Any) -> None:
+        self._client, self._user = client, user
+        self._opening = _request(system, user, **sampling)
         self._open: list[str] = []
         """Feedback that was not learned within PATIENCE_S: every line that is typed looks after it."""
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/up": lambda _: self._noted(session.rate("up")),
-            "/down": lambda _: self._noted(session.rate("down")),
-            "/edit": self._edit,
-            "/regen": self._regenerate,
-            "/pick": self._pick,
-            "/new": self._new,
-            "/help": lambda _: click.echo(HELP),
-        }
+        self._clear()
 
     def handle(self, line: str) -> bool:
         """One typed line; False ends the conversation. It goes on after failures, which are shown, and after Ctrl-C."""
         text = line.strip()
         command, _, argument = text.partition(" ")
         try:
-            if command in ("/quit", "/exit"):
-                return False
-            if self.session.open_candidates and text in map(str, range(1, CANDIDATES + 1)):
-                self._choose(int(text))
-            elif command in self.commands:
-                self.commands[command](argument.strip())
-            elif command.startswith("/"):
-                click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
-            elif text:
-                self.session.say(text)
-                self._answer()
+            match command:
+                case "/quit" | "/exit":
+                    return False
+                case "/up" | "/down":
+                    self._noted(self._feedback(self._last_answer(), command[1:]))
+                case "/edit":
+                    self._edit(argument.strip())
+                case "/regen":
+                    self._regenerate()
+                case "/pick" if argument:
+                    self._pick(argument.strip())
+                case "/pick":
+                    self._offer()
+                case "/new":
+                    self._clear()
+                    click.secho("a new conversation", dim=True)
+                case "/help":
+                    click.echo(HELP)
+                case _ if self._candidates and text in map(str, range(1, CANDIDATES + 1)):
+                    self._pick(text)
+                case _ if command.startswith("/"):
+                    click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
+                case _ if text:
+                    self._say(text)
             self._look_after(0.0)
         except DaemonError as error:
             click.echo(f"edged: {error}", err=True)
         except KeyboardInterrupt:
-            self.session.client.close()
+            self._client.close()
         return True
 
-    def _answer(self) -> None:
-        """Stream the next answer; Ctrl-C stops it, not the conversation."""
-        try:
-            for piece in self.session.stream():
-                click.echo(piece, nl=False)
-        except KeyboardInterrupt:
-            click.echo(click.style(" (stopped)", dim=True))
-            return
-        answer = self.session.last_answer()
-        click.echo(click.style(" (cut at the token limit)", dim=True) if answer.cut else "")
+    def _clear(self) -> None:
+        """Start over; only the system message stays."""
+        self._messages = list(self._opening["messages"])
+        self._settle(None)
 
-    def _regenerate(self, _: str) -> None:
-        self.session.regenerate()
-        self._answer()
+    def _settle(self, answer: StoredAnswer | None) -> None:
+        self._answer = answer
+        self._candidates: list[StoredAnswer] = []
+
+    def _last_answer(self) -> StoredAnswer:
+        """The answer that feedback is about. Raises DaemonError when there is none."""
+        if self._answer is None:
+            raise DaemonError("there is no answer yet to give feedback on")
+        return self._answer
+
+    def _say(self, text: str) -> None:
+        if self._answer is not None:
+            self._messages.append({"role": "assistant", "content": self._answer.text})
+        self._messages.append({"role": "user", "content": text})
+        self._settle(None)
+        self._stream()
+
+    def _stream(self) -> None:
+        """Answer the last question, and print the answer as it comes; Ctrl-C stops it, not the conversation.
+
+        A question without any answer is taken back, so that the conversation stays well-formed.
+        """
+        text, completion_id, reason = "", "", ""
+        try:
+            for event in self._client.events(ROUTE, {**self._opening, "messages": self._messages, "stream": True}):
+                completion_id = event["id"]
+                for choice in event["choices"]:
+                    reason = choice.get("finish_reason") or reason
+                    piece = choice["delta"].get("content") or ""
+                    text += piece
+                    click.echo(piece, nl=False)
+        except (DaemonError, KeyboardInterrupt) as ended:
+            if self._answer is None:
+                self._messages.pop()
+            if isinstance(ended, DaemonError):
+                raise
+            self._client.close()
+            return click.secho(" (stopped)", dim=True)
+        self._settle(StoredAnswer(completion_id, 0, text))
+        return click.secho(" (cut at the token limit)" if reason == "length" else "", dim=True)
+
+    def _regenerate(self) -> None:
+        """Answer again; where there is a user to learn for, report that the last answer was not wanted."""
+        answer = self._last_answer()
+        if self._user:
+            self._feedback(answer, "regenerate")
+        self._stream()
 
     def _edit(self, argument: str) -> None:
-        before = self.session.last_answer().text
-        edited = click.edit(before) if not argument and sys.stdin.isatty() else None
+        answer = self._last_answer()
+        edited = click.edit(answer.text) if not argument and sys.stdin.isatty() else None
         text = argument or (edited or "").strip()
         if not text:
             raise DaemonError("the edited answer is empty, so nothing was sent: /edit TEXT")
-        self._noted(self.session.rate("edit", text))
+        result = self._feedback(answer, "edit", text=text)
+        self._answer = replace(answer, text=text)
+        self._noted(result)
 
-    def _pick(self, argument: str) -> None:
-        if argument:
-            if not argument.isdecimal():
-                raise DaemonError(f'"{argument}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
-            return self._choose(int(argument))
-        self.session.last_answer()
-        self.session.candidates(CANDIDATES)
-        for index, candidate in enumerate(self.session.open_candidates, 1):
+    def _offer(self) -> None:
+        """Ask for candidates; they wait for a pick."""
+        self._last_answer()
+        response = self._client.post(ROUTE, {**self._opening, "messages": self._messages, "n": CANDIDATES})
+        self._candidates = [
+            StoredAnswer(response["id"], item["index"], item["message"]["content"] or "")
+            for item in response["choices"]
+        ]
+        for index, candidate in enumerate(self._candidates, 1):
             click.echo(click.style(f"{index}  ", bold=True) + candidate.text)
-        return click.echo(click.style("1 or 2 chooses; anything else goes on without choosing", dim=True))
+        click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
-    def _choose(self, index: int) -> None:
-        if not self.session.open_candidates:
+    def _pick(self, number: str) -> None:
+        """A candidate, counted from 1, becomes the answer, and the others are rejected in its favour."""
+        if not number.isdecimal():
+            raise DaemonError(f'"{number}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
+        if not self._candidates:
             raise DaemonError("there are no candidates to pick from: /pick asks for two")
-        self._noted(self.session.pick(index))
+        if not 1 <= int(number) <= len(self._candidates):
+            raise DaemonError(f"there is no candidate {number}: choose 1 to {len(self._candidates)}")
+        answer = self._candidates[int(number) - 1]
+        result = self._feedback(answer, "chosen")
+        self._settle(answer)
+        self._noted(result)
 
-    def _new(self, _: str) -> None:
-        self.session.clear()
-        click.echo(click.style("a new conversation", dim=True))
+    def _feedback(self, answer: StoredAnswer, signal: str, **text: str) -> dict[str, Any]:
+        if not self._user:
+            raise DaemonError("feedback teaches one user's adapter: start with --user NAME")
+        about = {"completion_id": answer.completion_id, "choice": answer.choice}
+        return self._client.post("/v1/feedback", {**about, "signal": signal, **text})
 
     def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
         what = f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else result.get("reason") or "no pair yet"
-        click.echo(click.style(f"noted: {what}", dim=True))
+        click.secho(f"noted: {what}", dim=True)
         if pairs:
             self._open.append(result["id"])
             self._look_after(PATIENCE_S)
@@ -151,15 +257,16 @@ class Repl:
         until, feedback, self._open = time.monotonic() + patience_s, self._open, []
         for number, feedback_id in enumerate(feedback, 1):
             latest = patience_s > 0 and number == len(feedback)
-            found = self.session.progress(feedback_id)
-            while latest and not (found["settled"] or found["blocked"]) and time.monotonic() < until:
+            while True:
+                found = self._client.get(f"/v1/feedback/{feedback_id}")
+                if not latest or found["settled"] or found["blocked"] or time.monotonic() >= until:
+                    break
                 time.sleep(_ASK_S)
-                found = self.session.progress(feedback_id)
             if not found["settled"]:
                 self._open.append(feedback_id)
             if found["settled"] or latest:
                 said = "; ".join(dict.fromkeys(pair["text"] for pair in found["pairs"]))
-                click.echo(click.style(f"  {said}", dim=True))
+                click.secho(f"  {said}", dim=True)
 
 
 def _lines() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`edged feedback`: import and export of preference pairs."""
+"""`edged feedback`, `edged export` and `edged quarantine`: preference pairs, in and out, and those that are held."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from typing import Any
+from urllib.parse import quote, urlencode
 
 import click
 
-from edged.cli.options import json_option, with_client
-from edged.cli.output import print_json, progress_bar, show_progress
+from edged.cli.options import asks_daemon, explain_os_errors, json_option, with_client
+from edged.cli.output import make_table, moment, number, print_json, progress_bar, short, show_progress
 from edged.client.client import Client, DaemonError, Refused
-
-if TYPE_CHECKING:
-    from edged.align.feedback.pair_formats import Format
 
 MOST_SHOWN = 20
 """Bad lines that are listed one by one; --json lists all."""
@@ -40,19 +37,21 @@ OUTCOMES = {
 
 @dataclass
 class ImportedLines:
-    """What became of a file's lines: `bad` has (line number, what is wrong).
+    """What became of a file's lines: `bad` has {"line", "error"}, `feedback_ids` are those of the pairs that it took.
 
-    `done` lines with something on them were dealt with; `stopped` says what ended it before the file's end, at `line`.
-    `feedback_ids` are those of `pairs`, in their order.
+    `stopped` says what ended it before the file's end, at `line`.
     """
 
-    pairs: int = 0
+    feedback_ids: list[str] = field(default_factory=list)
     waiting_already: int = 0
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    done: int = 0
+    bad: list[dict[str, Any]] = field(default_factory=list)
     line: int = 0
     stopped: str = ""
-    feedback_ids: list[str] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """How many lines with something on them were dealt with."""
+        return len(self.feedback_ids) + self.waiting_already + len(self.bad)
 
 
 @click.group()
@@ -62,20 +61,27 @@ def feedback() -> None:
 
 @feedback.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--user", "-u", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user.")
 @click.option(
-    "--user", "-u", default="", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user."
-)
-@click.option(
-    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged", show_default=True,
+    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged",
     help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
 )  # fmt: skip
-@click.option("--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.")
+@click.option(
+    "--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.", show_default=False
+)
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Stop after N pairs.")
 @click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
 @json_option
 @with_client
 def import_(
-    client: Client, file: Path, user: str, format_: Format, skip: int, limit: int | None, no_wait: bool, as_json: bool
+    client: Client,
+    file: Path,
+    user: str | None,
+    format_: Any,
+    skip: int,
+    limit: int | None,
+    no_wait: bool,
+    as_json: bool,
 ) -> None:
     """Learn from the preference pairs of FILE, and wait until each has its outcome.
 
@@ -87,49 +93,43 @@ def import_(
 
     if not user and format_ != "edged":
         raise DaemonError(f"lines of format {format_} name no user: give --user NAME")
-    try:
-        total = count_lines(file)
+    with explain_os_errors(f"{file} cannot be read"):
+        total = max(0, count_lines(file) - skip)
+        expected = total if limit is None else min(limit, total)
         rows = islice(read_pairs(file, format_), skip, None if limit is None else skip + limit)
-        expected = max(0, total - skip) if limit is None else max(0, min(limit, total - skip))
         with progress_bar("importing", quiet=as_json) as show:
             result = send(client, user, rows, lambda done: show(done, expected, f"importing: {done} of {expected}"))
-    except OSError as error:
-        raise DaemonError(f"{file} cannot be read: {error.strerror or error}") from None
-    waits = result.pairs and not (no_wait or result.stopped)
     if not as_json:
         _report(result, user)
+    waits = result.feedback_ids and not (no_wait or result.stopped)
     states, why = follow(client, result.feedback_ids, user) if waits else (None, None)
+    pairs, go_on = len(result.feedback_ids), skip + result.done
     if as_json:
-        bad = [{"line": number, "error": error} for number, error in result.bad]
-        data: dict[str, Any] = {"user": user or None, "pairs": result.pairs, "waiting_already": result.waiting_already}
-        stopped = {"error": result.stopped, "line": result.line, "skip": skip + result.done}
-        data |= {"bad_lines": bad, "outcomes": states, "waits_for": why}
-        print_json({**data, **({"stopped": stopped} if result.stopped else {})})
-    else:
-        if states is not None:
-            click.echo(_outcomes(states, why))
-        if result.stopped:
-            click.echo(f"edged: {result.stopped}", err=True)
-            click.echo(
-                f"stopped after {result.pairs} pairs, at line {result.line}; go on with --skip {skip + result.done}",
-                err=True,
-            )
+        data: dict[str, Any] = {"user": user or None, "pairs": pairs, "waiting_already": result.waiting_already}
+        data |= {"bad_lines": result.bad, "outcomes": states, "waits_for": why}
+        stopped = {"stopped": {"error": result.stopped, "line": result.line, "skip": go_on}} if result.stopped else {}
+        print_json({**data, **stopped})
+    elif result.stopped:
+        where = f"stopped after {pairs} pairs, at line {result.line}; go on with --skip {go_on}"
+        click.echo(f"edged: {result.stopped}\n{where}", err=True)
+    elif states is not None:
+        click.echo(_outcomes(states, why))
     if result.bad or result.stopped:
         sys.exit(1)
 
 
 def send(
-    client: Client, user: str, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
+    client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
 ) -> ImportedLines:
     """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
 
-    What ends it early is told in `stopped`.
+    `stopped` says what ended it early.
     """
     result = ImportedLines()
     try:
         for result.line, pair in rows:
-            _send(client, user, pair, result)
-            result.done += 1
+            if problem := _send(client, user, pair, result):
+                result.bad.append({"line": result.line, "error": problem})
             advance(result.done)
     except DaemonError as error:
         result.stopped = str(error)
@@ -138,7 +138,33 @@ def send(
     return result
 
 
-def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str, int], str | None]:
+def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines) -> str:
+    """Post one line's pair and count what became of it; returns what is wrong with it, or "".
+
+    It waits while the daemon is too busy. Raises DaemonError when the next ones would fare no better.
+    """
+    if isinstance(pair, str):
+        return pair
+    if not (user or pair.get("user")):
+        return "names no user: add one, or give --user NAME"
+    while True:
+        try:
+            answer = client.post("/v1/feedback", {**pair, "user": user or pair["user"]})
+            break
+        except Refused as error:
+            if not 400 <= error.status < 500 or error.status in (401, 403):
+                raise
+            if error.status != 429:
+                return str(error)
+            time.sleep(BUSY_WAIT_S)
+    if answer.get("duplicate"):
+        result.waiting_already += 1
+    else:
+        result.feedback_ids.append(answer["id"])
+    return ""
+
+
+def follow(client: Client, feedback_ids: list[str], user: str | None) -> tuple[dict[str, int], str | None]:
     """Wait until all this feedback has its outcome: (pairs by state, what the queued ones wait for).
 
     It waits no longer for what does not come by itself, nor beyond Ctrl-C.
@@ -156,7 +182,7 @@ def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str
             if found["blocked"]:
                 break
             if sys.stderr.isatty():
-                sent = f"{total} pairs imported{user and f' for {user}'}"
+                sent = f"{total} pairs imported for {user}" if user else f"{total} pairs imported"
                 line = f"{sent}; learning: {total - len(waiting)} of {total}, waits for {why}"
                 show_progress(line[: shutil.get_terminal_size().columns - 1])
             time.sleep(ASK_S)
@@ -164,8 +190,7 @@ def follow(client: Client, feedback_ids: list[str], user: str) -> tuple[dict[str
         client.close()
     except DaemonError as error:
         why = str(error)
-    if sys.stderr.isatty():
-        show_progress("")
+    show_progress("")
     return {**states, **({"queued": len(waiting)} if waiting else {})}, why if waiting else None
 
 
@@ -177,50 +202,27 @@ def _outcomes(states: dict[str, int], why: str | None) -> str:
     return f"{line}; the others wait for this: {why}" if why else line
 
 
-def _send(client: Client, user: str, pair: dict[str, Any] | str, result: ImportedLines) -> None:
-    """Post one line's pair and count what became of it. Raises DaemonError when the next ones would fare no better."""
-    if isinstance(pair, str):
-        result.bad.append((result.line, pair))
-        return
-    if not (user or pair.get("user")):
-        result.bad.append((result.line, "names no user: add one, or give --user NAME"))
-        return
-    try:
-        answer = _post(client, {**pair, "user": user or pair["user"]})
-    except Refused as error:
-        if not 400 <= error.status < 500 or error.status in (401, 403):
-            raise
-        result.bad.append((result.line, str(error)))
-    else:
-        result.waiting_already += bool(answer.get("duplicate"))
-        if not answer.get("duplicate"):
-            result.pairs += 1
-            result.feedback_ids.append(answer["id"])
-
-
 @click.command()
 @click.option(
-    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl", show_default=True,
+    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl",
     help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
 )  # fmt: skip
-@click.option("--user", "-u", default="", metavar="NAME", help="Only this user's pairs.")
-@click.option("--since", default="", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
+@click.option("--user", "-u", metavar="NAME", help="Only this user's pairs.")
+@click.option("--since", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
 @click.option("--texts", is_flag=True, help="trl: the pairs about plain prompts; else those about chats.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write instead of stdout.")
 @with_client
-def export(client: Client, format_: str, user: str, since: str, texts: bool, output: Path | None) -> None:
+def export(client: Client, format_: str, texts: bool, output: Path | None, **only: str | None) -> None:
     """Write the collected pairs as JSON lines.
 
     A file for TRL holds pairs of one kind, as it is read as a table. What a format cannot say is left out and counted.
     """
-    asked = urlencode({name: value for name, value in (("user", user), ("since", since)) if value})
+    asked = urlencode({name: value for name, value in only.items() if value})
     left_out: Counter[str] = Counter()
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
-    try:
-        with nullcontext(sys.stdout) if output is None else output.open("w") as file:
-            count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
-    except OSError as error:
-        raise DaemonError(f"{output or 'stdout'} cannot be written: {error.strerror}") from None
+    written = explain_os_errors(f"{output or 'stdout'} cannot be written")
+    with written, nullcontext(sys.stdout) if output is None else output.open("w") as file:
+        count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     for reason, times in left_out.items():
         click.echo(f"{times} pairs left out: {reason}", err=True)
     if output is not None:
@@ -236,37 +238,93 @@ def _converted(
     """The pairs in that format; why others have none is counted."""
     from edged.align.feedback.pair_formats import FormatError, to_hh, to_trl
 
+    convert: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"jsonl": dict, "trl": to_trl, "hh": to_hh}
     for pair in rows:
-        if format_ == "jsonl":
-            yield pair
-        elif format_ == "trl" and ("messages" in pair) == texts:
+        if format_ == "trl" and ("messages" in pair) == texts:
             left_out["about chats" if texts else "about plain prompts (--texts writes these)"] += 1
-        else:
-            try:
-                yield to_trl(pair) if format_ == "trl" else to_hh(pair)
-            except FormatError as error:
-                left_out[str(error)] += 1
-
-
-def _post(client: Client, pair: dict[str, Any]) -> dict[str, Any]:
-    """Send one pair, waiting while the daemon is too busy to take it."""
-    while True:
+            continue
         try:
-            return client.post("/v1/feedback", pair)
-        except Refused as error:
-            if error.status != 429:
-                raise
-            time.sleep(BUSY_WAIT_S)
+            yield convert[format_](pair)
+        except FormatError as error:
+            left_out[str(error)] += 1
 
 
-def _report(result: ImportedLines, user: str) -> None:
-    for number, error in result.bad[:MOST_SHOWN]:
-        click.echo(f"line {number}: {error}", err=True)
+def _report(result: ImportedLines, user: str | None) -> None:
+    for bad in result.bad[:MOST_SHOWN]:
+        click.echo(f"line {bad['line']}: {bad['error']}", err=True)
     if len(result.bad) > MOST_SHOWN:
         click.echo(f"... and {len(result.bad) - MOST_SHOWN} more bad lines (--json lists all)", err=True)
-    parts = [f"{result.pairs} pairs imported for {user or 'the users that the lines name'}"]
+    parts = [f"{len(result.feedback_ids)} pairs imported for {user or 'the users that the lines name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")
     if result.bad:
         parts.append(f"{len(result.bad)} bad lines left out")
     click.echo(", ".join(parts))
+
+
+_pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))
+_all_of_user_option = click.option("--user", "-u", metavar="NAME", help="All pairs of this user.")
+
+
+@click.group()
+def quarantine() -> None:
+    """Pairs that look poisoned: nothing is learned from them until somebody decides."""
+
+
+@quarantine.command("list")
+@click.option("--user", "-u", metavar="NAME", help="Only this user's pairs.")
+@asks_daemon
+def list_(client: Client, user: str | None) -> Any:
+    """The pairs that wait for a decision, newest first."""
+    data = client.get(f"/v1/quarantine?user={quote(user, safe='')}" if user else "/v1/quarantine")
+    if not data["pairs"]:
+        return data, "no pair is in quarantine"
+    titles = ("pair", "user", "since (UTC)", "source", "loss", "better", "worse", "why")
+    older = data["count"] - len(data["pairs"])
+    more = f"... and {older} older ones" if older > 0 else None
+    return data, lambda: [make_table(*titles, rows=map(_row, data["pairs"])), more]
+
+
+@quarantine.command()
+@_pairs_argument
+@_all_of_user_option
+@asks_daemon
+def release(client: Client, pairs: tuple[int, ...], user: str | None) -> Any:
+    """Learn from PAIRS after all, or from all of --user.
+
+    Released pairs are trusted: they are not judged again.
+    """
+    return _decide(client, pairs, user, "release")
+
+
+@quarantine.command()
+@_pairs_argument
+@_all_of_user_option
+@asks_daemon
+def drop(client: Client, pairs: tuple[int, ...], user: str | None) -> Any:
+    """Never learn from PAIRS, or from all of --user."""
+    return _decide(client, pairs, user, "drop")
+
+
+def _decide(client: Client, pairs: tuple[int, ...], user: str | None, action: str) -> tuple[dict[str, Any], str]:
+    if bool(pairs) == bool(user):
+        raise DaemonError("give either the numbers of pairs (see edged quarantine list) or --user NAME")
+    decided = [client.post(f"/v1/quarantine/{pair}", {"action": action}) for pair in pairs]
+    if user:
+        answer = client.post("/v1/quarantine", {"user": user, "action": action})
+        same = {"adapter": user, "decision": answer["decision"], "left": answer["left"]}
+        decided = [{"pair_id": pair, **same} for pair in answer["pair_ids"]]
+    return {"decided": decided}, f"{len(decided)} pairs {'released' if action == 'release' else 'dropped'}"
+
+
+def _row(item: dict[str, Any]) -> list[str]:
+    return [
+        str(item["pair_id"]),
+        item["adapter"],
+        moment(item["quarantined_at"]),
+        item["source"],
+        number(item["loss"], 2),
+        short(item["chosen"]),
+        short(item["rejected"]),
+        item["reason"],
+    ]

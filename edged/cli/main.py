@@ -18,24 +18,17 @@ COMMANDS = (
     *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
 )
 """Each is a click command of its name, in the module of its name unless MODULES has another."""
-MODULES = {"export": "feedback", "restore": "backup", "config": "configure", "doctor": "doctor.command"}
-
-EXPECTED = (
-    ("edged.client.client", "DaemonError"),
-    ("edged.settings.load", "ConfigError"),
-    ("edged.models.source", "ModelMissing"),
-    ("edged.engine.model.loading", "ModelRefused"),
-    ("edged.text.tokenizer", "TokenizerError"),
-    ("edged.bench.traces", "TraceError"),
-    ("edged.bench.replay", "ReplayError"),
-    ("edged.bench.compare", "CompareError"),
-    ("edged.simulator.device_file", "DeviceError"),
-    ("edged.profiler.profile", "ProfilingFailed"),
-    ("edged.rebuild.stored", "RebuildError"),
-    ("edged.store.backup", "BackupError"),
-    ("edged.store.lock", "FolderTaken"),
-)
-"""Modules and names of errors whose message is all that a user needs."""
+MODULES = {
+    **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
+    **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
+    **{"metrics": "status", "profile": "bench", "doctor": "doctor.command"},
+}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+EXPECTED = {
+    *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
+    *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken"),
+}
+"""edged's errors whose message is all that a user needs, by name: none is imported for this."""
 
 
 class Failure(click.ClickException):
@@ -52,9 +45,8 @@ class FailingGroup(click.Group):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # What was raised is of a module that is loaded; none is imported for this.
-            loaded = [getattr(sys.modules[module], name) for module, name in EXPECTED if module in sys.modules]
-            if isinstance(error, tuple(loaded)):
+            kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("edged.")}
+            if kinds & EXPECTED:
                 raise Failure(str(error)) from None
             raise
 
@@ -73,7 +65,7 @@ class LazyGroup(FailingGroup):
         return command
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=LazyGroup, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="edged")
 def cli() -> None:
     """Serve a language model on this box and align it to each user while it serves."""

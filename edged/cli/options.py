@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from edged.cli.output import print_json, print_text
-from edged.client.client import Client, find_address
+from edged.client.client import Client, DaemonError, find_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _LOADING_S = 600.0
@@ -21,28 +22,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 config_option = click.option(
     "--config", "-c", envvar="EDGED_CONFIG", type=click.Path(path_type=Path), help="TOML file [EDGED_CONFIG]."
 )
-interval_option = click.option(
-    "--interval", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds per refresh."
-)
-user_option = click.option(
-    "--user", "-u", default="", metavar="NAME", help="Whose adapter answers; none: the base model."
-)
-pair_format_option = click.option(
-    "--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh", show_default=True
-)
-trace_option = click.option(
-    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
-)
-rate_option = click.option(
-    "--rate",
-    "rate_per_s",
-    type=click.FloatRange(0.0, min_open=True),
-    help="Requests per second; default: 70 % of a burst's.",
-)
-retrain_rate_option = click.option(
-    "--retrain-rate", type=click.FloatRange(0.0, 1.0), default=0.1, show_default=True, help="Pairs per request."
-)
-seed_option = click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+user_option = click.option("--user", "-u", metavar="NAME", help="Whose adapter answers; none: the base model.")
+seed_option = click.option("--seed", type=click.IntRange(0), default=0)
 policy_option = click.option(
     "--policy",
     metavar="NAME",
@@ -51,24 +32,37 @@ policy_option = click.option(
 )
 
 
-def _tell(message: str) -> None:
+@contextmanager
+def explain_os_errors(what: str = "") -> Iterator[None]:
+    """Raises DaemonError instead of an OSError; it says what could not be done, such as "FILE cannot be written"."""
+    try:
+        yield
+    except OSError as error:
+        raise DaemonError(f"{what}: {error.strerror or error}" if what else str(error)) from None
+
+
+def _say_waiting(message: str) -> None:
     click.echo(f"edged: {message}; waiting", err=True)
 
 
 def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--socket`, `--url` and `--token`, and pass a connected client as the first argument."""
 
-    @click.option(
-        "--socket", "socket_path", default="", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET]."
-    )
-    @click.option("--url", default="", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
-    @click.option("--token", default="", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
+    @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's Unix socket [EDGED_SOCKET].")
+    @click.option("--url", metavar="URL", help="http://HOST:PORT instead [EDGED_URL].")
+    @click.option("--token", envvar="EDGED_TOKEN", metavar="TOKEN", help="Token for --url [EDGED_TOKEN].")
     @functools.wraps(function)
-    def command(*args: Any, socket_path: str, url: str, token: str, **kwargs: Any) -> Any:
-        with Client(find_address(socket_path, url, token), patience_s=_LOADING_S, on_wait=_tell) as client:
+    def command(*args: Any, socket_path: str | None, url: str | None, token: str | None, **kwargs: Any) -> Any:
+        address = find_address(socket_path or "", url or "", token or "")
+        with Client(address, patience_s=_LOADING_S, on_wait=_say_waiting) as client:
             return function(client, *args, **kwargs)
 
     return command
+
+
+def asks_daemon(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Both: `shown` what the function makes of the daemon's answers, `with_client` to ask."""
+    return shown(with_client(function))
 
 
 def shown(function: Callable[..., Any]) -> Callable[..., Any]:

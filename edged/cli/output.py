@@ -1,4 +1,4 @@
-"""How results are shown: JSON, number formats, a screen that refreshes."""
+"""How results are shown: JSON, tables, progress, number formats, a screen that refreshes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-
+Renderable = Any
+"""What rich draws; it is imported where something is drawn, as it takes longer than a command's help may."""
 PIPE_WIDTH = 140
 """Columns of a table that goes to a file or pipe."""
 
 
-def print_json(value: Any, indent: int | None = 2) -> None:
-    """`value` as JSON on stdout; `indent` None gives one line."""
-    click.echo(json.dumps(value, indent=indent, ensure_ascii=False))
+def print_json(value: Any) -> None:
+    """`value` as JSON on stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def make_console() -> Console:
-    """rich's console on stdout; wider than a terminal's 80 columns when nobody looks."""
+def make_console() -> Any:
+    """rich's console on stdout; wider than a terminal's 80 columns where it goes to a file or pipe."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -41,7 +39,7 @@ def print_text(text: Any) -> None:
             make_console().print(part)
 
 
-def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Table:
+def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Renderable:
     """rich's table, its title and caption on the left. Columns that begin with ">" are on the right; `fold` wraps cells
     anywhere."""
     from rich.table import Table
@@ -56,10 +54,10 @@ def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = F
 
 
 def show_progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next."""
+    """One line on stderr: a terminal's is overwritten by the next, or by "" wiped away."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-    else:
+    elif line:
         click.echo(line, err=True)
 
 
@@ -68,12 +66,10 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int 
     """A bar on stderr, where that is a terminal; what it yields takes what is done, of how much, and what is being
     done."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    share, name = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
     console = Console(stderr=True)
-    off = quiet or not console.is_terminal
-    with Progress(BarColumn(), share, TimeRemainingColumn(), name, console=console, disable=off, transient=True) as bar:
+    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)
 
@@ -123,33 +119,30 @@ def duration(seconds: float) -> str:
 
 def show(
     fetch: Callable[[], dict[str, Any]],
-    render: Callable[[dict[str, Any]], RenderableType],
+    render: Callable[[dict[str, Any]], Renderable],
     line: Callable[[dict[str, Any]], str],
     *,
     as_json: bool,
     watch: bool,
-    interval_s: float,
+    interval: float,
 ) -> None:
     """Show `fetch()` once, or with `watch` until Ctrl-C: a live screen on a terminal, else one `line` per refresh.
 
-    With `as_json` every refresh is one JSON document (one line each when watching).
+    With `as_json` every refresh is one JSON document (one line each when watching). `interval` is in seconds.
     """
-    if as_json and not watch:
-        return print_json(fetch())
-    console = make_console()
     if not watch:
-        return console.print(render(fetch()))
+        return print_json(fetch()) if as_json else print_text(render(fetch()))
+    console = make_console()
     try:
-        if as_json or not console.is_terminal:
-            while True:
-                data = fetch()
-                click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
-                time.sleep(interval_s)
+        while as_json or not console.is_terminal:
+            data = fetch()
+            click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
+            time.sleep(interval)
         from rich.live import Live
 
         with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
             while True:
-                time.sleep(interval_s)
+                time.sleep(interval)
                 live.update(render(fetch()), refresh=True)
     except KeyboardInterrupt:
         return None

@@ -43,16 +43,8 @@ def line_plot(
     texts = [f"{round(label, digits) + 0.0:.{digits}f}" for label in labels]
     margin = max(map(len, texts))
     plot_width = max(1, width - margin - 2)
-    rows = _dots(values, plot_width, height, bottom, ceiling, guide)
-    return [f"{text:>{margin}} ┤{row}" for text, row in zip(texts, rows, strict=True)]
-
-
-def _dots(
-    values: Sequence[float], width: int, height: int, bottom: float, ceiling: float, guide: float | None
-) -> list[str]:
-    """The braille characters of the plot's inside."""
-    columns, rows = 2 * width, 4 * height
-    cells = [[0] * width for _ in range(height)]
+    columns, rows = 2 * plot_width, 4 * height
+    cells = [[0] * plot_width for _ in range(height)]
 
     def level(value: float) -> int:
         return round((rows - 1) * (ceiling - min(max(value, bottom), ceiling)) / (ceiling - bottom))
@@ -63,11 +55,11 @@ def _dots(
     if guide is not None:
         for x in range(0, columns, 4):
             dot(x, level(guide))
-    if len(values) == 1:
-        dot(0, level(values[0]))
-    points = [(round((columns - 1) * i / (len(values) - 1)), level(v)) for i, v in enumerate(values) if len(values) > 1]
-    for (x0, y0), (x1, y1) in pairwise(points):
+    points = [(round((columns - 1) * i / max(1, len(values) - 1)), level(v)) for i, v in enumerate(values)]
+    # One value is a point, of the line to itself.
+    for (x0, y0), (x1, y1) in pairwise(points if len(points) > 1 else points * 2):
         steps = max(x1 - x0, abs(y1 - y0), 1)
         for step in range(steps + 1):
             dot(x0 + (x1 - x0) * step // steps, y0 + round((y1 - y0) * step / steps))
-    return ["".join(chr(_BRAILLE + cell) for cell in row) for row in cells]
+    drawn = ("".join(chr(_BRAILLE + cell) for cell in row) for row in cells)
+    return [f"{text:>{margin}} ┤{row}" for text, row in zip(texts, drawn, strict=True)]

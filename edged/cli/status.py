@@ -1,20 +1,18 @@
-"""`edged status`: what the daemon is doing now."""
+"""`edged status` and `edged metrics`: what the daemon is doing now, and how well each adapter predicts its user."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
 
 import click
 
-from edged.cli.options import interval_option, json_option, with_client
-from edged.cli.output import duration, make_table, number, percent, show
-from edged.cli.plot import sparkline
+from edged.cli.options import json_option, with_client
+from edged.cli.output import Renderable, duration, make_table, number, percent, show, size
+from edged.cli.plot import line_plot, sparkline
 from edged.cli.store import describe
-from edged.client.client import Client
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from edged.client.client import Client, DaemonError
 
 BINS = 32
 """Iterations that the daemon reports."""
@@ -25,16 +23,34 @@ BIN_ROWS = (
     ("units", "finetune_units", "magenta", "units"),
     ("latency", "latency_ms", "yellow", "ms"),
 )
+PLOT_WIDTH = 36
+PLOT_HEIGHT = 6
+FIRST_PAIR = 10
+"""Where curves begin: means over fewer pairs say nothing."""
+
+NO_ADAPTER = 'no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"'
+LANGUAGE = {
+    "held_out_kl_nats": "KL {:.2f} nats/token",
+    "neutral_nll_change": "neutral text {:+.1%}",
+    "chosen_logratio_per_token_recent": "chosen answers {:+.2f} nats/token",
+    "answer_tokens_recent": "{:.0f} tokens an answer",
+    "answer_repetition_recent": "{:.0%} repeated",
+}
+
+
+def watched(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--watch`, `--interval` and `--json`: how `show` shows."""
+    interval = click.option("--interval", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh.")
+    watch = click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
+    return watch(interval(json_option(command)))
 
 
 @click.command()
-@click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
-@interval_option
-@json_option
+@watched
 @with_client
-def status(client: Client, watch: bool, interval_s: float, as_json: bool) -> None:
+def status(client: Client, **how: Any) -> None:
     """What the daemon does now: queues, speed, bins, learning."""
-    show(lambda: client.get("/v1/status"), screen, line, as_json=as_json, watch=watch, interval_s=interval_s)
+    show(lambda: client.get("/v1/status"), screen, line, **how)
 
 
 def line(data: dict[str, Any]) -> str:
@@ -49,14 +65,14 @@ def line(data: dict[str, Any]) -> str:
     )
 
 
-def screen(data: dict[str, Any]) -> RenderableType:
+def screen(data: dict[str, Any]) -> Renderable:
     """The status as one screen."""
     from rich.console import Group
 
     return Group(headline(data), facts(data), bins_panel(data))
 
 
-def headline(data: dict[str, Any]) -> RenderableType:
+def headline(data: dict[str, Any]) -> Renderable:
     """Which model runs where, and since when."""
     from rich.text import Text
 
@@ -71,7 +87,7 @@ def headline(data: dict[str, Any]) -> RenderableType:
     )
 
 
-def facts(data: dict[str, Any]) -> RenderableType:
+def facts(data: dict[str, Any]) -> Renderable:
     """The numbers, in two columns of name and value."""
     queue, rates, latency, totals = data["queue"], data["rates"], data["latency"], data["totals"]
     pages, prefix, tuning, slo = data["pages"], data["prefix"], data["finetune"], data["slo"]
@@ -104,51 +120,46 @@ def facts(data: dict[str, Any]) -> RenderableType:
     return table
 
 
-def trouble_rows(table: Table, data: dict[str, Any]) -> None:
+def trouble_rows(table: Renderable, data: dict[str, Any]) -> None:
     """What is not as it should be, or waits for somebody; nothing where all is well."""
     tuning = data["finetune"]
     for sentence in data["degraded"]:
         table.add_row("degraded", sentence, style="red")
-    if why := _standstill(tuning):
+    standstill = "" if tuning["enabled"] else "paused, or off (align.enabled)"
+    if not standstill and tuning["held"]:
+        standstill = "held back by a governor, whose reason is below"
+    if why := tuning["reason"] or standstill:
         table.add_row("not learning", why)
     held = data["quarantine"]["pairs"]
     if held is None:
         table.add_row("quarantine", "unknown: the database cannot be read")
     elif held:
-        alarms = ", ".join(tuning["alarms"])
-        table.add_row("quarantine", f"{held} pairs wait for a decision" + (f" (alarm: {alarms})" if alarms else ""))
+        alarm = f" (alarm: {', '.join(tuning['alarms'])})" if tuning["alarms"] else ""
+        table.add_row("quarantine", f"{held} pairs wait for a decision{alarm}")
     if data["model"]["trust_remote_code"]:
         table.add_row("warning", "model.trust_remote_code is on: the model's own Python code runs here")
 
 
-def _standstill(tuning: dict[str, Any]) -> str:
-    """Why no pair is learned now; empty where they are."""
-    if not tuning["enabled"]:
-        return tuning["reason"] or "paused, or off (align.enabled)"
-    return tuning["reason"] or ("held back by a governor, whose reason is below" if tuning["held"] else "")
-
-
-def box_rows(table: Table, device: dict[str, Any]) -> None:
+def box_rows(table: Renderable, device: dict[str, Any]) -> None:
     """Processor, memory, heat, power: what of it is known here."""
     heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} °C"
     if heat and device["temperature_limit_c"] is not None:
         heat += f" of at most {device['temperature_limit_c']:.0f} °C"
     pressure = device["memory_pressure_some_percent"]
     waited = "" if pressure is None else f", {number(pressure, 0)} % of the time waited for"
-    free = f"{_gib(device['memory_available_bytes'])} of {_gib(device['memory_total_bytes'])} free"
+    free = f"{size(device['memory_available_bytes'])} of {size(device['memory_total_bytes'])} free"
     cpu = f"{number(device['cpu_percent'], 0)} % of {device['cpu_count']} cores{heat}"
-    table.add_row("box", cpu, "memory", f"{_gib(device['process_rss_bytes'])} used here, {free}{waited}")
+    table.add_row("box", cpu, "memory", f"{size(device['process_rss_bytes'])} used here, {free}{waited}")
     gpu = [] if device["gpu_percent"] is None else [f"{number(device['gpu_percent'], 0)} % busy"]
     if device["gpu_clock_hz"] and device["gpu_clock_max_hz"]:
         gpu.append(f"{device['gpu_clock_hz'] / 1e6:.0f} of {device['gpu_clock_max_hz'] / 1e6:.0f} MHz")
-    power = [] if device["power_w"] is None else [f"{number(device['power_w'], 1)} W"]
-    power += [device["power_mode"]] if device["power_mode"] else []
-    power += ["on battery"] if device["on_battery"] else []
+    watts = None if device["power_w"] is None else number(device["power_w"], 1, "W")
+    power = list(filter(None, (watts, device["power_mode"], device["on_battery"] and "on battery")))
     if gpu or power:
         table.add_row("GPU", ", ".join(gpu) or "–", "power", ", ".join(power) or "–")
 
 
-def governor_rows(table: Table, governors: dict[str, Any]) -> None:
+def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
     """What is held back and why; energy where it can be read."""
     if not governors["enabled"]:
         table.add_row("governors", "off (governor.enabled)", "", "")
@@ -159,12 +170,9 @@ def governor_rows(table: Table, governors: dict[str, Any]) -> None:
     share = f"fine-tuning {percent(power['finetune_share'])} of the time: {reasons}" if reasons else nothing
     table.add_row("for neighbours", held, "for heat, power", share)
     if energy is not None:
-        spent = f"{_joules(energy['joules_per_output_token'])} a token, {_joules(energy['joules_per_pair'])} a pair"
+        token, pair = (number(energy[f"joules_per_{of}"], 2, "J") for of in ("output_token", "pair"))
+        spent = f"{token} a token, {pair} a pair"
         table.add_row("energy", spent, "", "")
-
-
-def _joules(value: float | None) -> str:
-    return "–" if value is None else f"{number(value, 2)} J"
 
 
 def _spilled(prefix: dict[str, Any]) -> str:
@@ -178,7 +186,7 @@ def _spilled(prefix: dict[str, Any]) -> str:
     )
 
 
-def bins_panel(data: dict[str, Any], columns: int = BINS) -> RenderableType:
+def bins_panel(data: dict[str, Any], columns: int = BINS) -> Renderable:
     """What the last iterations were filled with: one column each, the newest on the right."""
     from rich.panel import Panel
     from rich.table import Table
@@ -205,11 +213,7 @@ def _predictions(cost: dict[str, Any]) -> str:
 
 
 def _quantiles(values: dict[str, Any], digits: int) -> str:
-    return f"p50 {number(values['p50'], digits)} ms, p95 {number(values['p95'], digits)} ms"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
+    return ", ".join(f"{name} {number(values[name], digits, 'ms')}" for name in ("p50", "p95"))
 
 
 def _count(value: int | None) -> str:
@@ -218,3 +222,129 @@ def _count(value: int | None) -> str:
         return "–"
     units = ((10**9, "B"), (10**6, "M"), (10**3, "k"))
     return next((f"{value / size:.1f} {unit}" for size, unit in units if value >= size), str(value))
+
+
+@click.command()
+@click.option("--user", "-u", metavar="NAME", help="Only this user's adapter.")
+@watched
+@with_client
+def metrics(client: Client, user: str | None, **how: Any) -> None:
+    """How well each adapter knows its user: a verdict, reward accuracy and more.
+
+    All are means over the pairs as they came, each scored by the adapter before it is trained on. CLPD is the mean of
+    log p(chosen) - log p(rejected) in nats; the reward margin is the same against the base model, times beta.
+    """
+    with_series = not how["as_json"]
+    show(lambda: fetch_metrics(client, user, with_series=with_series), metrics_screen, metrics_line, **how)
+
+
+def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool) -> dict[str, Any]:
+    """`{"adapters": [summary, ...]}`, each with its `series` when asked. Raises DaemonError for an unknown `user`."""
+    adapters = client.get("/v1/adapters")["adapters"]
+    if user:
+        known = ", ".join(item["adapter"] for item in adapters) or "none yet"
+        adapters = [item for item in adapters if item["adapter"] == user]
+        if not adapters:
+            raise DaemonError(f'no adapter is called "{user}": it appears with the first pair (known: {known})')
+    if with_series:
+        adapters = [client.get(f"/v1/adapters/{quote(item['adapter'], safe='')}") for item in adapters]
+    return {"adapters": adapters}
+
+
+def metrics_line(data: dict[str, Any]) -> str:
+    """One line of plain text per refresh."""
+    return (
+        "  |  ".join(
+            f"{verdict(item)}; {item['pairs_trained']}/{item['pairs_seen']} pairs, reward accuracy "
+            f"{_share(item, 'reward_accuracy')}, win rate {_share(item, 'win_rate')}, CLPD "
+            f"{number(item['clpd_recent'], 1)} nats"
+            for item in data["adapters"]
+        )
+        or "no adapter yet"
+    )
+
+
+def metrics_screen(data: dict[str, Any]) -> Renderable:
+    """The verdicts, the table, then a plot for every adapter with pairs enough."""
+    from rich.console import Group
+    from rich.text import Text
+
+    if not data["adapters"]:
+        return Text(NO_ADAPTER)
+    plots = [drawn for item in data["adapters"] if (drawn := metrics_plot(item))]
+    return Group(*(Text(verdict(item)) for item in data["adapters"]), metrics_table(data["adapters"]), *plots)
+
+
+def verdict(item: dict[str, Any]) -> str:
+    """One adapter's verdict, with the adapter's name and version, what is held of it, and its language's health."""
+    known = ", ".join(form.format(item[key]) for key, form in LANGUAGE.items() if item.get(key) is not None)
+    parts = (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item), known and f"language: {known}")
+    return "; ".join(filter(None, parts))
+
+
+def held(item: dict[str, Any]) -> str:
+    """How many of an adapter's pairs are held, why, and the step that settles it; "" where there are none."""
+    count, name = item["pairs_quarantined"], item["adapter"]
+    if not count:
+        return ""
+    pairs = f"{count} pair{'s' * (count > 1)} of {name} {'are' if count > 1 else 'is'} held"
+    return f"{pairs} ({item['quarantine_reason']}); if this was you: edged quarantine release --user {name}"
+
+
+def _share(item: dict[str, Any], key: str) -> str:
+    """A share of the recent pairs with its interval: 86 % (74 to 93)."""
+    interval = item[f"{key}_recent_interval"]
+    ends = f" ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})" if interval else ""
+    return percent(item[f"{key}_recent"]) + ends
+
+
+def metrics_table(adapters: list[dict[str, Any]]) -> Renderable:
+    """One row per adapter: means over the last pairs."""
+    from rich.box import SIMPLE_HEAD
+
+    return make_table(
+        *("adapter", ">pairs", ">reward acc.", ">win rate", ">margin", ">loss", ">held out", ">CLPD"),
+        rows=map(_metrics_row, adapters),
+        fold=True,
+        box=SIMPLE_HEAD,
+        caption="pairs trained/seen; means over the last 50 pairs (in brackets: 95 % intervals), each scored before it "
+        "was trained on; held out: reward accuracy; KL and CLPD in nats",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _metrics_row(item: dict[str, Any]) -> list[str]:
+    return [
+        f"{item['adapter']} v{item['version']}",
+        f"{item['pairs_trained']}/{item['pairs_seen']}",
+        *(_share(item, key) for key in ("reward_accuracy", "win_rate")),
+        *(number(item[f"{key}_recent"]) for key in ("reward_margin", "loss")),
+        f"{percent(item['held_out_reward_accuracy'])}, KL {number(item['held_out_kl_nats'])}",
+        number(item["clpd_recent"], 1),
+    ]
+
+
+def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> Renderable | None:
+    """An adapter's running reward accuracy, win rate and CLPD over its pairs, side by side; None for too few pairs."""
+    from rich.columns import Columns
+    from rich.panel import Panel
+    from rich.text import Text
+
+    series = [point for point in item.get("series", ()) if point["pair"] >= FIRST_PAIR]
+    if len(series) < 2:
+        return None
+    win, clpd, accuracy = ([point[key] for point in series] for key in ("win_rate", "clpd", "reward_accuracy"))
+    plots = (
+        ("reward accuracy", "yellow", line_plot(accuracy, width, height, low=0.0, high=1.0, guide=0.5)),
+        ("win rate", "green", line_plot(win, width, height, low=0.0, high=1.0, guide=0.5)),
+        ("CLPD in nats", "cyan", line_plot(clpd, width, height, guide=0.0)),
+    )
+    columns = [Text("\n".join([title, *rows]), style=colour, no_wrap=True) for title, colour, rows in plots]
+    return Panel(
+        Columns(columns, padding=(0, 2)),
+        title=f"{item['adapter']}, pairs {series[0]['pair']} to {series[-1]['pair']}",
+        title_align="left",
+        border_style="dim",
+        expand=False,
+    )

@@ -10,23 +10,21 @@ from typing import Any
 
 import click
 
-from edged.cli.options import shown, with_client
+from edged.cli.options import asks_daemon, explain_os_errors
 from edged.cli.output import number, show_progress
 from edged.client.client import Client, DaemonError
 
-_TOLD_EVERY = 20_000
+_SAY_EVERY = 20_000
 """Lines between two reports of progress."""
 
 
 @click.command()
 @click.option(
-    "--seconds", "-s", type=click.FloatRange(0.0, 600.0, min_open=True), default=10.0, show_default=True,
-    help="How long a time.",
-)  # fmt: skip
-@click.option("--output", "-o", default="edged-trace.json", show_default=True, type=click.Path(path_type=Path))
+    "--seconds", "-s", type=click.FloatRange(0.0, 600.0, min_open=True), default=10.0, help="How long a time."
+)
+@click.option("--output", "-o", default="edged-trace.json", type=click.Path(path_type=Path))
 @click.option("--record", is_flag=True, help="The next SECONDS instead of the last ones.")
-@shown
-@with_client
+@asks_daemon
 def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
     """Write what the engine did in the last SECONDS as a trace.
 
@@ -36,9 +34,9 @@ def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
     if record:
         _wait(seconds)
     facts, events = _download(client, f"/v1/trace?seconds={seconds:g}", output)
-    told = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
+    text = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
     data = {"file": str(output), "events": events, **facts}
-    return data, f"{told}; open it in https://ui.perfetto.dev"
+    return data, f"{text}; open it in https://ui.perfetto.dev"
 
 
 def _wait(seconds: float) -> None:
@@ -50,23 +48,20 @@ def _wait(seconds: float) -> None:
 
 def _download(client: Client, path: str, output: Path) -> tuple[dict[str, Any], int]:
     """Write the document at `path` to `output`, whole or not at all; returns what it says of itself, and its events."""
-    draft = output.with_name(f".{output.name}.{os.getpid()}")
     count, head, line = 0, b"", b""
-    try:
-        with draft.open("wb") as file:
-            for line in client.lines(path):
-                file.write(line + b"\n")
-                head = head or line
-                count += 1
-                if count % _TOLD_EVERY == 0:
-                    show_progress(f"{count:,} events")
-        # The first line opens the list of events, the last one closes it.
-        if line != b"]}":
-            raise DaemonError(f"the daemon at {client.address} ended the trace before it was complete")
-        draft.replace(output)
-    except OSError as error:
-        raise DaemonError(f"{output} cannot be written: {error.strerror or error}") from None
-    finally:
-        draft.unlink(missing_ok=True)
-    facts: dict[str, Any] = json.loads(head + b"]}")["otherData"]
-    return facts, count - 2
+    with explain_os_errors(f"{output} cannot be written"):
+        draft = output.with_name(f".{output.name}.{os.getpid()}")
+        try:
+            with draft.open("wb") as file:
+                for count, line in enumerate(client.lines(path), 1):
+                    file.write(line + b"\n")
+                    head = head or line
+                    if count % _SAY_EVERY == 0:
+                        show_progress(f"{count:,} events")
+            # The first line opens the list of events, the last one closes it.
+            if line != b"]}":
+                raise DaemonError(f"the daemon at {client.address} ended the trace before it was complete")
+            draft.replace(output)
+        finally:
+            draft.unlink(missing_ok=True)
+    return json.loads(head + b"]}")["otherData"], count - 2

@@ -9,9 +9,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,13 +30,16 @@ class NotRunning(DaemonError):
 
 
 class Refused(DaemonError):
-    """The daemon answered with an error. `status` is HTTP's, `kind` and `code` are OpenAI's error fields."""
+    """The daemon answered with an error. `status` is HTTP's, `code` is OpenAI's error field."""
 
-    def __init__(self, status: int, message: str, kind: str = "", code: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, status: int, answer: Mapping[str, Any]) -> None:
+        """`answer` is the body; one without OpenAI's `error` object is put into words."""
+        error = answer.get("error")
+        error = error if isinstance(error, dict) else {}
+        reason = http.client.responses.get(status, "")
+        super().__init__(str(error.get("message") or f"the daemon answered {status} {reason}"))
         self.status = status
-        self.kind = kind
-        self.code = code
+        self.code = str(error.get("code") or "")
 
 
 @dataclass(frozen=True)
@@ -54,26 +56,22 @@ class Address:
 
 
 def find_address(
-    socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] | None = None
+    socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] = os.environ
 ) -> Address:
     """The address that flags name, else the environment.
 
     That is `url`, else `socket_path`, else `EDGED_URL`, else `EDGED_SOCKET`, else every runtime folder where a daemon
     of this user or of the system may listen. Raises DaemonError on a malformed URL.
     """
-    env = os.environ if environ is None else environ
     if not socket_path:
-        url = url or env.get("EDGED_URL", "")
+        url = url or environ.get("EDGED_URL", "")
     if url:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
-        return Address(host=parts.hostname, port=port, token=token)
-    return Address(sockets=socket_paths(socket_path, env))
+        with contextlib.suppress(ValueError):  # a port that is no number, or too large
+            if parts.scheme == "http" and parts.hostname:
+                return Address(host=parts.hostname, port=parts.port or 80, token=token)
+        raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
+    return Address(sockets=socket_paths(socket_path, environ))
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -84,7 +82,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._paths = paths
 
     def connect(self) -> None:
-        last: OSError = FileNotFoundError("no socket path")
+        refused: OSError = FileNotFoundError("no socket path")
         for path in self._paths:
             if too_long(path):
                 raise DaemonError(f"socket path {path} is longer than {MOST_PATH_BYTES} bytes: use a shorter one")
@@ -92,46 +90,36 @@ class _UnixConnection(http.client.HTTPConnection):
             self.sock.settimeout(CONNECT_TIMEOUT_S)
             try:
                 self.sock.connect(str(path))
-            except PermissionError:
+                return self.sock.settimeout(self.timeout)
+            except OSError as error:
                 self.close()
+                refused = error
+            if isinstance(refused, PermissionError):
                 raise DaemonError(
                     f"no permission for {path}: whoever runs edged lets accounts in by the socket's mode and group "
                     "(api.socket_mode; under systemd SocketMode= and SocketGroup= of edged.socket)"
-                ) from None
-            except OSError as error:
-                self.close()
-                last = error
-            else:
-                self.sock.settimeout(self.timeout)
-                return
-        raise last
+                )
+        raise refused
 
 
+@dataclass(eq=False)
 class Client:
     """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data.
 
     A request that finds the daemon loading its model, as the one that starts it does, is sent again for `patience_s`;
-    `on_wait` is told so once.
+    `on_wait` hears of it once.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        timeout_s: float = 300.0,
-        patience_s: float = 0.0,
-        on_wait: Callable[[str], None] = lambda message: None,
-    ) -> None:
-        self.address = address
-        self.timeout_s = timeout_s
-        self._patience_s, self._on_wait = patience_s, on_wait
-        self._connection: http.client.HTTPConnection | None = None
+    address: Address
+    timeout_s: float = 300.0
+    patience_s: float = 0.0
+    on_wait: Callable[[str], None] = lambda message: None
+    _connection: http.client.HTTPConnection | None = field(default=None, init=False)
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -148,13 +136,11 @@ class Client:
         """Send `body` to `path` and return the JSON answer."""
         return self.call("POST", path, body)
 
-    def upload(self, path: str, data: bytes, content_type: str) -> dict[str, Any]:
-        """POST bytes to `path` and return the JSON answer. Raises like `call`."""
-        return _object(self._body(self._open("POST", path, data, content_type)))
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
+    ) -> dict[str, Any]:
         """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
-        return _object(self._body(self._open(method, path, body)))
+        return _object(self._body(self._open(method, path, body, content_type)))
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """POST `body` and yield each server-sent event's JSON until `[DONE]`.
@@ -163,13 +149,13 @@ class Client:
         """
         done = False
         try:
-            for line in self._lines("POST", path, body):
+            for line in self.lines(path, body):
                 if line == b"data: [DONE]":
                     done = True
                 elif line.startswith(b"data: "):
                     event = _object(line[len(b"data: ") :])
                     if "error" in event:
-                        raise _refusal(200, event)
+                        raise Refused(200, event)
                     yield event
         finally:
             if not done:
@@ -179,73 +165,63 @@ class Client:
 
     def json_lines(self, path: str) -> Iterator[dict[str, Any]]:
         """The objects of a JSON-lines document at `path`, as they arrive."""
-        for line in self._lines("GET", path, None):
-            if line:
-                yield _object(line)
+        return (_object(line) for line in self.lines(path) if line)
 
-    def lines(self, path: str) -> Iterator[bytes]:
-        """The lines of the document at `path`, as they arrive."""
-        return self._lines("GET", path, None)
+    def lines(self, path: str, body: dict[str, Any] | None = None) -> Iterator[bytes]:
+        """The lines of the document at `path`, as they arrive; of the answer to `body` where there is one."""
+        rest = b""
+        for data in self._pieces(self._open("POST" if body else "GET", path, body)):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield line.rstrip(b"\r")
+        if rest:
+            yield rest
 
     def download(self, path: str) -> tuple[http.client.HTTPMessage, Iterator[bytes]]:
         """The headers of the answer at `path`, and the document, as it arrives."""
-        response = self._open("GET", path, None)
+        response = self._open("GET", path)
         return response.headers, self._pieces(response)
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
-            while data := response.read1(1 << 20):
+            # Not readline: it takes a connection that breaks between two chunks for the end of the document.
+            while data := response.read1(1 << 16):
                 yield data
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None
 
-    def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
-        response = self._open(method, path, body)
-        rest = b""
-        try:
-            # Not readline: it takes a connection that breaks between two chunks for the end of the document.
-            while data := response.read1(1 << 16):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    yield line.rstrip(b"\r")
-            if rest:
-                yield rest
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
-
     def _open(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str = "application/json"
+        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
     ) -> http.client.HTTPResponse:
-        """`_ask`, again while the model is being loaded."""
-        told, until = False, time.monotonic() + self._patience_s
-        while True:
-            try:
-                return self._ask(method, path, body, content_type)
-            except Refused as refused:
-                if refused.code != "loading" or time.monotonic() >= until:
-                    raise
-                if not told:
-                    self._on_wait(str(refused))
-                told = True
-                time.sleep(_ASK_AGAIN_S)
-
-    def _ask(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None, content_type: str
-    ) -> http.client.HTTPResponse:
-        """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
+        """The response's head; asked for again while the model is being loaded."""
         payload = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = {"Content-Type": content_type} if payload is not None else {}
         if self.address.token:
             headers["Authorization"] = f"Bearer {self.address.token}"
+        waits, until = False, time.monotonic() + self.patience_s
+        while True:
+            response = self._ask(method, path, payload, headers)
+            if response.status < 400:
+                return response
+            data = self._body(response)
+            refused = Refused(response.status, _object(data) if data.startswith(b"{") else {})
+            if refused.code != "loading" or time.monotonic() >= until:
+                raise refused
+            if not waits:
+                self.on_wait(str(refused))
+            waits = True
+            time.sleep(_ASK_AGAIN_S)
+
+    def _ask(self, method: str, path: str, payload: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
         while True:
             kept = self._connection is not None
-            connection = self._connection or self._connect()
-            self._connection = connection
+            connection = self._connection = self._connection or self._connect()
             try:
                 # A daemon that refuses a body early may close before it was all sent; its answer is still to be read.
                 with contextlib.suppress(BrokenPipeError):
                     connection.request(method, path, payload, headers)
-                response = connection.getresponse()
+                return connection.getresponse()
             except TimeoutError:
                 self.close()
                 raise DaemonError(f"the daemon at {self.address} gave no answer for {self.timeout_s:g} s") from None
@@ -253,12 +229,6 @@ class Client:
                 self.close()
                 if not kept:
                     raise self._lost(error) from None
-            else:
-                break
-        if response.status >= 400:
-            data = self._body(response)
-            raise _refusal(response.status, _object(data) if data.startswith(b"{") else {})
-        return response
 
     def _body(self, response: http.client.HTTPResponse) -> bytes:
         try:
@@ -267,15 +237,14 @@ class Client:
             raise self._lost(error) from None
 
     def _connect(self) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection
-        if self.address.host:
-            connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=self.timeout_s)
-        else:
-            connection = _UnixConnection(self.address.sockets, self.timeout_s)
+        at = self.address
+        connection: http.client.HTTPConnection = _UnixConnection(at.sockets, self.timeout_s)
+        if at.host:
+            connection = http.client.HTTPConnection(at.host, at.port, timeout=self.timeout_s)
         try:
             connection.connect()
         except OSError:
-            raise NotRunning(f'no daemon answers on {self.address}: start it with "edged serve"') from None
+            raise NotRunning(f'no daemon answers on {at}: start it with "edged serve"') from None
         return connection
 
     def _lost(self, error: Exception) -> DaemonError:
@@ -291,10 +260,3 @@ def _object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DaemonError(f"the answer is not a JSON object: {data[:80]!r}; is another program on that address?")
     return value
-
-
-def _refusal(status: int, body: dict[str, Any]) -> Refused:
-    error = body.get("error")
-    error = error if isinstance(error, dict) else {}
-    message = str(error.get("message") or f"the daemon answered {status} {http.client.responses.get(status, '')}")
-    return Refused(status, message, str(error.get("type") or ""), str(error.get("code") or ""))

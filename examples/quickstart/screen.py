@@ -12,11 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from edged.cli.metrics import FIRST_PAIR, held
-from edged.cli.metrics import table as metrics_table
 from edged.cli.output import number, percent
 from edged.cli.plot import line_plot
-from edged.cli.status import BINS, bins_panel, headline
+from edged.cli.status import BINS, FIRST_PAIR, bins_panel, headline, held, metrics_table
 from examples.quickstart.people import PACE, TASTES, Crowd, Exam, Exchange, Taste
 
 PLOT_HEIGHT = 5

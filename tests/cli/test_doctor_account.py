@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from edged.cli.doctor import box, storage
+from edged.cli.doctor import box, service, storage
 from edged.cli.doctor.finding import Examination, Finding
-from edged.cli.doctor.installed import service_account
 from tests.cli.test_doctor import examination, only
 from tests.cli.test_doctor_box import ORIN, system
 
@@ -29,7 +28,7 @@ def it() -> Iterator[Examination]:
         root = Path(folder)
         root.chmod(0o755)
         system(root, **ORIN, **{UNIT: "[Service]\nUser=nobody\n"})
-        looked = replace(examination(root), root=root, account=service_account(root))
+        looked = replace(examination(root), root=root, account=service.account(root))
         version = looked.data_dir / "adapters" / "base" / "ada" / "v000001"
         version.mkdir(parents=True)
         for file in (looked.data_dir / "edged.db", looked.data_dir / "edged.lock", version / "edged.json"):
@@ -86,14 +85,14 @@ def test_a_services_user_who_is_not_in_jtops_group_is_found(it: Examination) -> 
         finding = only(box.jtop(it))
         assert finding.state == "warn"
         assert "usermod -aG jtop nobody" in finding.way_out
-        os.chown(path, 0, it.account.gid)
+        os.chown(path, 0, it.account.pw_gid)
         assert only(box.jtop(it)).state == "ok"
 
 
 def test_the_account_is_the_one_that_the_unit_names(it: Examination) -> None:
     assert it.account is not None
-    assert it.account.name == "nobody"
+    assert it.account.pw_name == "nobody"
     for text in ("[Service]\n", "[Service]\nUser=root\n", "[Service]\nUser=no-such-account\n"):
         system(it.root, **{UNIT: text})
-        assert service_account(it.root) is None
-    assert service_account(it.root / "elsewhere") is None
+        assert service.account(it.root) is None
+    assert service.account(it.root / "elsewhere") is None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edged.cli.doctor import box, device, service
+from edged.cli.doctor import box, service
 from edged.engine import native
 from edged.settings.load import load_settings
 from tests.cli.test_doctor import examination, only
@@ -39,8 +39,8 @@ def test_a_jetson_without_its_services_is_told_so(tmp_path: Path) -> None:
     assert "jetson-stats" in only(box.jtop(it)).way_out
     assert "nvpmodel" in only(box.power(it)).seen
     assert "nvzramconfig" in only(box.swap(it)).way_out
-    assert (only(device.device(it)).state, only(device.driver(it)).state) == ("warn", "ok")
-    assert only(device.driver(it)).seen == "L4T 36.4.3"
+    assert (only(box.device(it)).state, only(box.driver(it)).state) == ("warn", "ok")
+    assert only(box.driver(it)).seen == "L4T 36.4.3"
 
 
 def test_jtop_is_well_where_its_socket_answers(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ GPU = {
 def test_a_torch_that_cannot_use_the_gpu_is_found(tmp_path: Path) -> None:
     for_processors = {"torch": "2.8", "cuda_build": "", "cuda": False}
     with_gpu = examination(tmp_path, root=system(tmp_path, **ORIN), torch=for_processors)
-    assert only(device.torch_build(with_gpu)).state == "fail"
-    assert (device.triton(with_gpu), device.kernels(with_gpu)) == (None, None)
+    assert only(box.torch_build(with_gpu)).state == "fail"
+    assert (box.triton(with_gpu), box.kernels(with_gpu)) == (None, None)
     without = examination(tmp_path / "other", torch=for_processors)
-    if not device.gpu_there(without):
-        assert only(device.torch_build(without)).state == "ok"
+    if not box.gpu_there(without):
+        assert only(box.torch_build(without)).state == "ok"
     wants_cuda = load_settings(environ={}, overrides={"model.device": "cuda:0"})
     asked = examination(tmp_path, root=tmp_path / "empty", settings=wants_cuda, torch=for_processors)
-    assert only(device.device(asked)).state == "fail"
+    assert only(box.device(asked)).state == "fail"
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_kernels_for_another_gpu_are_found(
     tmp_path: Path, capability: list[int], architectures: list[str], state: str
 ) -> None:
     found = {**GPU, "capability": capability, "architectures": architectures}
-    assert only(device.torch_build(examination(tmp_path, torch=found))).state == state
+    assert only(box.torch_build(examination(tmp_path, torch=found))).state == state
 
 
 def test_a_gpu_without_triton_is_told_how_to_get_it(tmp_path: Path) -> None:
     for there, state in ((True, "ok"), (False, "warn")):
         found = {**GPU, "capability": [8, 7], "architectures": ["sm_87"], "triton": there}
         it = examination(tmp_path, torch=found)
-        told = only(device.triton(it))
-        assert (told.state, device.kernels(it)) == (state, None)
+        told = only(box.triton(it))
+        assert (told.state, box.kernels(it)) == (state, None)
     assert told.way_out == "pip install triton"
 
 
@@ -132,14 +132,14 @@ def test_a_processor_without_the_compiled_kernels_is_told_how_to_get_them(
     (tmp_path / "new.so").write_bytes(native.INTERFACE.encode())
     for name, state in (("new.so", "ok"), ("old.so", "warn"), (None, "warn")):
         monkeypatch.setattr(native, "shared_library", lambda name=name: tmp_path / name if name else None)
-        told = only(device.kernels(it))
-        assert (told.state, device.triton(it)) == (state, None)
+        told = only(box.kernels(it))
+        assert (told.state, box.triton(it)) == (state, None)
     assert told.way_out.startswith("install gcc")
 
 
 def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:
     def found(needs: dict[str, Any], running: bool = False) -> str:
-        return only(device.memory(examination(tmp_path, needs=needs, running=running))).state
+        return only(box.memory(examination(tmp_path, needs=needs, running=running))).state
 
     needs = {"fits": True, "dtype": "bfloat16", "context_tokens": 4096, "needed_bytes": 8 << 30}
     room = {"total_bytes": 32 << 30, "available_bytes": 20 << 30}

@@ -112,7 +112,7 @@ def test_an_interrupted_import_counts_what_it_did() -> None:
         yield from ((i + 1, {**PAIR, "prompt": f"{i}:"}) for i in range(5))
 
     result = send(cast(Client, Interrupted()), "ada", rows(), lambda done: None)
-    assert (result.pairs, result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
+    assert (len(result.feedback_ids), result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edged.cli.metrics import verdict
+from edged.cli.status import verdict
 
 ITEM = {"adapter": "ann", "version": 3, "verdict": "too early to tell: 6 pairs", "pairs_quarantined": 0}
 

@@ -14,9 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edged.cli import settings
-from edged.cli.doctor import installed as doctor_installed
-from edged.cli.doctor.command import settings_to_look_with
-from edged.cli.doctor.examine import CHECKS
+from edged.cli.doctor import service
+from edged.cli.doctor.examine import CHECKS, settings_to_look_with
 from edged.cli.doctor.finding import Examination
 from edged.cli.main import cli
 from edged.cli.settings import INSTALLED_DATA_DIR, settings_of
@@ -115,7 +114,7 @@ def test_root_looks_at_the_installed_daemons_data_as_its_user(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "edged.service").write_text("[Service]\nUser=nobody\n")
-    monkeypatch.setattr(doctor_installed, "_FOLDERS", (str(tmp_path),))
+    monkeypatch.setattr(service, "_FOLDERS", (str(tmp_path),))
     (tmp_path / "data").mkdir(mode=0o700)
 
     def seen(*options: str) -> str:

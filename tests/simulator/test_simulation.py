@@ -367,4 +367,4 @@ def test_the_command_prints_what_was_simulated_and_says_what_it_does_not_know() 
     assert 'did you mean "mistral-3b"?' in wrong.output
     bad = runner.invoke(cli, [*command, "--pair-tokens", "1,2"])
     assert bad.exit_code == 2
-    assert "three numbers" in bad.output
+    assert "give 3 values" in bad.output

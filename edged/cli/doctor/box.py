@@ -1,20 +1,29 @@
-"""Checks of the box: power mode, jtop, swap, the clock."""
+"""Checks of the box and its device: power mode, jtop, swap, the clock; the GPU, its driver, whether this torch can use
+it, and whether the model fits.
+
+Must not import torch.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from edged.cli.doctor.finding import Examination, Finding, doubtful, fine, output_of
-from edged.cli.doctor.installed import in_place_of
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, in_place_of, output_of
+from edged.cli.output import size
+from edged.engine.native import INSTALL_AGAIN, why_not_built
 
 _JTOP_SOCKET = "run/jtop.sock"
 _MUCH_SWAPPED = 0.25
 _LIMITED_BELOW = 0.95
 """Of a GPU's default power limit."""
+_NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
+"""A GPU's, on desktops and on Jetsons."""
+_CUDA_TORCH = "install a torch that is built for CUDA: on a Jetson NVIDIA's own wheel, else `pip install torch`"
 
 
 def power(it: Examination) -> Finding | None:
@@ -25,26 +34,19 @@ def power(it: Examination) -> Finding | None:
             return fine(mode[1])
         seen = text.splitlines()[0] if text else "nvpmodel tells no mode"
         return doubtful(seen, "run `sudo nvpmodel -q`: NVIDIA's package nvidia-l4t-nvpmodel has it")
-    if not (limits := _power_limits()):
-        return None
-    now_w, default_w = limits
-    seen = f"limit {now_w:.0f} W, by default {default_w:.0f} W"
-    if now_w < _LIMITED_BELOW * default_w:
-        return doubtful(seen, f"raise it with `sudo nvidia-smi -pl {default_w:.0f}`, if it is not meant")
-    return fine(seen)
-
-
-def _power_limits() -> tuple[float, float] | None:
-    """(enforced, default) in watts of the first GPU; None where NVML tells none."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        now_mw = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-        return now_mw / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1e3
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        now_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+        default_w = pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3
     except pynvml.NVMLError:
         return None
+    seen = f"limit {now_w:.0f} W, by default {default_w:.0f} W"
+    if now_w < _LIMITED_BELOW * default_w:
+        return doubtful(seen, f"raise it with `sudo nvidia-smi -pl {default_w:.0f}`, if it is not meant")
+    return fine(seen)
 
 
 def jtop(it: Examination) -> Finding | None:
@@ -61,7 +63,7 @@ def jtop(it: Examination) -> Finding | None:
             with in_place_of(it.account):
                 client.connect(str(path))
         except PermissionError:
-            user = it.account.name if it.account else "USER"
+            user = it.account.pw_name if it.account else "USER"
             whom = f"the service's user, {user}" if it.account else "this user"
             way_out = f"`sudo usermod -aG jtop {user}` for the user that edged runs as, and restart edged"
             return doubtful(f"{path} may not be opened by {whom}", way_out)
@@ -77,11 +79,8 @@ def swap(it: Examination) -> Finding:
     names = ", ".join(Path(area[0]).name for area in areas)
     seen = f"{total / 2**30:.1f} GiB ({names}), {used / 2**30:.1f} GiB used" if areas else "none"
     if it.jetson and any("zram" in area[0] for area in areas):
-        way_out = (
-            "`sudo systemctl disable --now nvzramconfig`, and a swap file on NVMe instead: "
-            "zram takes the memory that GPU and processor share"
-        )
-        return doubtful(seen, way_out)
+        way_out = "`sudo systemctl disable --now nvzramconfig`, and a swap file on NVMe instead: "
+        return doubtful(seen, f"{way_out}zram takes the memory that GPU and processor share")
     if total and used > _MUCH_SWAPPED * total:
         return doubtful(seen, "end other programs, or serve a smaller model: what is swapped out is slow")
     return fine(seen)
@@ -100,3 +99,94 @@ def clock(it: Examination) -> Finding:
     if synchronized == "no":
         return doubtful(f"{seen}, not synchronized", "`sudo timedatectl set-ntp true`, if the box has a network")
     return fine(seen)
+
+
+def gpu_there(it: Examination) -> bool:
+    """Whether the box has an NVIDIA GPU, whatever torch says."""
+    return it.jetson or any((it.root / node).exists() for node in _NODES)
+
+
+def device(it: Examination) -> Finding:
+    """The device that the model will run on."""
+    wanted, found = it.settings.model.device, it.torch
+    if not found:
+        return doubtful("torch could not be imported in time", 'try `python -c "import torch"`')
+    if found["cuda"]:
+        major, minor = found["capability"]
+        whose = "shared with the box" if found["integrated"] else "of its own"
+        return fine(f"{found['gpu']}, compute capability {major}.{minor}, {size(found['gpu_bytes'])} {whose}")
+    if wanted.startswith("cuda"):
+        way_out = 'see "torch" and "driver" here, or set model.device = "auto"'
+        return broken(f'model.device = "{wanted}", and torch sees no GPU', way_out)
+    if gpu_there(it):
+        way_out = 'see "torch" and "driver" here; the group that owns /dev/nvidia* or /dev/nvhost-* may be missing'
+        return doubtful("there is an NVIDIA GPU, and torch does not see it: the processor is used", way_out)
+    return fine(f"no GPU: the processor, {len(os.sched_getaffinity(0))} cores")
+
+
+def driver(it: Examination) -> Finding | None:
+    """The driver of a GPU that is there."""
+    if not gpu_there(it):
+        return None
+    if release := re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", it.read("proc/driver/nvidia/version")):
+        return fine(release[1])
+    if l4t := it.read("etc/nv_tegra_release"):
+        return fine("L4T " + ".".join(re.findall(r"R(\d+).*?REVISION: ([\d.]+)", l4t)[0]) if "R" in l4t else l4t)
+    return broken("a GPU is there, and no driver of it is loaded", "install NVIDIA's driver, then restart")
+
+
+def torch_build(it: Examination) -> Finding | None:
+    """Whether torch was built for the GPU that is there."""
+    if not (found := it.torch):
+        return None
+    seen = f"{found['torch']}, " + (f"CUDA {found['cuda_build']}" if found["cuda_build"] else "built for processors")
+    if gpu_there(it) and not found["cuda_build"]:
+        return broken(f"{seen}, though a GPU is there", _CUDA_TORCH)
+    if found["cuda"] and not _compiled_for(found["capability"], found["architectures"]):
+        major, minor = found["capability"]
+        return doubtful(f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
+    return fine(seen)
+
+
+def triton(it: Examination) -> Finding | None:
+    """What edged's kernels for the GPU need, where that is used."""
+    if not it.torch or not it.torch["cuda"]:
+        return None
+    if it.torch["triton"]:
+        return fine("installed: kernels for attention and adapters, captured decode iterations")
+    return doubtful("not installed: the GPU is used without edged's kernels for it", "pip install triton")
+
+
+def kernels(it: Examination) -> Finding | None:
+    """The compiled kernels, where the processor computes."""
+    if not it.torch or it.torch["cuda"] or gpu_there(it):
+        return None
+    if why_not := why_not_built():
+        return doubtful(why_not, INSTALL_AGAIN)
+    return fine("compiled: layers, attention and adapters' updates of decode steps on the processor")
+
+
+def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
+    """Binaries run on the same major version from their minor one on; PTX on everything later."""
+    major, minor = capability
+    for kind, digits in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
+        built = divmod(int(digits), 10)
+        if (kind == "compute" and built <= (major, minor)) or (built[0] == major and built[1] <= minor):
+            return True
+    return False
+
+
+def memory(it: Examination) -> Finding | None:
+    """Whether the model with its adapters, a step and a context fits: at all, and now if nobody runs it yet."""
+    if not (found := it.needs):
+        return None
+    if problem := found.get("problem"):
+        return broken(problem, "serve another model, or change what it names")
+    needed, total, available = found["needed_bytes"], found["total_bytes"], found["available_bytes"]
+    seen = f"{size(needed)} are needed in {found['dtype']} with {found['context_tokens']:,} tokens of context"
+    less = 'model.quantize = "nf4", fewer align.max_loaded_adapters, or a smaller model'
+    if not found["fits"]:
+        return broken(f"{seen}; the device has {size(total)}", less)
+    if not it.running and available is not None and needed > available:
+        return doubtful(f"{seen}; {size(available)} are available now", f"end other programs; or {less}")
+    return fine(f"{seen}; " + (size(total) if available is None else f"{size(available)} of {size(total)} available"))

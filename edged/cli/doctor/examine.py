@@ -1,12 +1,18 @@
-"""The table of all checks, in the order in which they are shown."""
+"""The table of all checks, in the order in which they are shown, and what they look at."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
-from edged.cli.doctor import box, device, model, service, storage
-from edged.cli.doctor.finding import Check, Examination, Finding
+from edged.cli.doctor import box, model, service, storage
+from edged.cli.doctor.finding import Check, Examination, Finding, broken, doubtful, fine
 from edged.cli.doctor.probe import Probe
+from edged.cli.settings import INSTALLED_FILE, NotReadable, as_installed, means_installed, settings_file, settings_of
+from edged.settings.addresses import socket_paths
+from edged.settings.load import ConfigError, Settings
+from edged.store.data_dir import data_folder
 
 CHECKS = (
     Check("units", service.units),
@@ -25,18 +31,48 @@ CHECKS = (
     Check("model", model.weights),
     Check("tokenizer", model.tokenizer),
     # From here on they wait for the probe.
-    Check("device", device.device),
-    Check("driver", device.driver),
-    Check("torch", device.torch_build),
-    Check("triton", device.triton),
-    Check("kernels", device.kernels),
-    Check("memory", device.memory),
+    Check("device", box.device),
+    Check("driver", box.driver),
+    Check("torch", box.torch_build),
+    Check("triton", box.triton),
+    Check("kernels", box.kernels),
+    Check("memory", box.memory),
     Check("profile", model.profile),
 )
 
 
-def examine(it: Examination) -> list[Finding]:
-    """All findings but those of settings and daemon. The slow part, torch, is asked by a process beside the others."""
+def examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
+    """All findings. Unless a file is named, the settings of the daemon that answers are looked at, else those that one
+    would start with; where these cannot be read, that is a finding, and the defaults are looked at."""
+    settings, first = settings_to_look_with(path)
+    it = Examination(
+        settings=settings,
+        data_dir=data_folder(settings.store.data_dir, os.environ),
+        sockets=socket_paths(socket or settings.api.socket, os.environ),
+        least_free_bytes=least_free_bytes,
+        within_s=within_s,
+        account=service.account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
+    )
+    state, running, served = service.daemon(it)
+    if served is not None and path is None:
+        seen = f"those of the running daemon: model {served.model.path}, data in {served.store.data_dir}"
+        first = fine(seen) if first.state != "fail" else first
+        it = replace(it, settings=served, data_dir=Path(served.store.data_dir))
     folder, _ = model.find(it.settings.model)
-    it = replace(it, model_dir=folder, probe=Probe(it.settings, folder))
-    return [found for check in CHECKS if (found := check.finding(it)) is not None]
+    # The slow part, torch, is asked by a process beside the checks.
+    it = replace(it, running=running, model_dir=folder, probe=Probe(it.settings, folder))
+    about = [replace(first, name="settings"), replace(state, name="daemon")]
+    return about + [found for check in CHECKS if (found := check.finding(it)) is not None]
+
+
+def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
+    """The settings to look with, and what there is to say of them."""
+    try:
+        settings, file = settings_of(named), settings_file(named)
+        return settings, fine(str(file) if file else "the defaults and the environment")
+    except NotReadable:
+        seen = f"{INSTALLED_FILE} may be read by its user alone; the defaults were looked at instead"
+        return as_installed(Settings()), doubtful(seen, "`sudo edged doctor`")
+    except ConfigError as error:
+        instead = as_installed(Settings()) if means_installed(named) else Settings()
+        return instead, broken(str(error), "correct it; the defaults were looked at instead")

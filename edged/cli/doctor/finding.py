@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from edged.cli.doctor.installed import Account
 from edged.cli.doctor.probe import Probe
 from edged.settings.load import Settings
 
@@ -27,19 +30,10 @@ class Finding:
     way_out: str = ""
 
 
-def fine(seen: str) -> Finding:
-    """Nothing to do. The check's row has the name, here and below."""
-    return Finding("", "ok", seen)
-
-
-def doubtful(seen: str, way_out: str) -> Finding:
-    """edged works, but not as well or not for as long as it could."""
-    return Finding("", "warn", seen, way_out)
-
-
-def broken(seen: str, way_out: str) -> Finding:
-    """edged cannot start, or something was lost."""
-    return Finding("", "fail", seen, way_out)
+# The check's row has the name.
+fine = partial(Finding, "", "ok")  # nothing to do
+doubtful = partial(Finding, "", "warn")  # edged works, but not as well or not for as long as it could
+broken = partial(Finding, "", "fail")  # edged cannot start, or something was lost
 
 
 def worst(findings: Sequence[Finding]) -> State:
@@ -59,7 +53,7 @@ class Examination:
     within_s: float
     root: Path = Path("/")
     """Of /proc, /sys, /etc, /run and /dev, as a recorded tree has them elsewhere."""
-    account: Account | None = None
+    account: pwd.struct_passwd | None = None
     """Whose rights to files and sockets count, where root looks at the installed service; None: one's own."""
     begun_s: float = field(default_factory=time.monotonic)
     probe: Probe | None = None
@@ -71,12 +65,12 @@ class Examination:
 
     @property
     def torch(self) -> Mapping[str, Any]:
-        """torch and the device, as the probe tells them; empty where it told nothing in time."""
+        """torch and the device, as the probe found them; empty where it was not done in time."""
         return self.probe.lines(self.left_s(self.within_s))[0] if self.probe else {}
 
     @property
     def needs(self) -> Mapping[str, Any]:
-        """The model's needs of memory, as the probe tells them; empty where it told nothing in time."""
+        """The model's needs of memory, as the probe found them; empty where it was not done in time."""
         return self.probe.lines(self.left_s(self.within_s))[1] if self.probe else {}
 
     def left_s(self, most: float) -> float:
@@ -123,6 +117,22 @@ def output_of(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     return ended.returncode, (ended.stdout + ended.stderr).strip()
 
 
-def gib(size_bytes: float) -> str:
-    """A size as people read it."""
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**29 else f"{size_bytes / 2**20:.0f} MiB"
+@contextmanager
+def in_place_of(account: pwd.struct_passwd | None) -> Iterator[None]:
+    """With the account's rights to files and sockets, which only root can take; None: with one's own.
+
+    Root itself may write everywhere: what it tries says nothing of the service. All threads change with it.
+    """
+    if account is None:
+        yield
+        return
+    group, groups = os.getegid(), os.getgroups()
+    os.setgroups(os.getgrouplist(account.pw_name, account.pw_gid))
+    os.setegid(account.pw_gid)
+    os.seteuid(account.pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)

@@ -6,16 +6,31 @@ No weight is read; must not import torch.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
-from edged.cli.doctor.safetensors import Damaged, tensors_of
+from safetensors import SafetensorError, safe_open
+
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine
+from edged.cli.output import size
 from edged.models.source import name_of
 from edged.settings.load import ModelSettings
 
 _AGAIN = "download it again, or write it again with save_pretrained"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def tensors_of(path: Path) -> dict[str, int]:
+    """Number of elements by tensor name. Raises ValueError, also when the file's length is not what its header says."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
+    except SafetensorError as error:
+        length = f"{path.stat().st_size:,} bytes"
+        raise ValueError(f"{path.name} has {length}, and they are not what its header says: {error}") from None
 
 
 def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
@@ -60,11 +75,9 @@ def code(it: Examination) -> Finding | None:
     if it.settings.model.trust_remote_code:
         seen = f"{it.model_dir} brings code of its own ({_kind(config)}), which runs with all of edged's rights"
         return doubtful(seen, "if you do not trust it with this box, set model.trust_remote_code = false")
-    way_out = (
-        "use a model whose architecture transformers has: edged runs no code from a model's directory unless "
-        "model.trust_remote_code is on"
-    )
-    return doubtful(f"{it.model_dir} wants code of its own to run ({_kind(config)})", way_out)
+    unless = "edged runs no code from a model's directory unless model.trust_remote_code is on"
+    seen = f"{it.model_dir} wants code of its own to run ({_kind(config)})"
+    return doubtful(seen, f"use a model whose architecture transformers has: {unless}")
 
 
 def _config(it: Examination) -> dict[str, Any] | None:
@@ -95,13 +108,13 @@ def weights(it: Examination) -> Finding | None:
         return broken(f"{folder}: {seen}", "save it with save_pretrained(safe_serialization=True)")
     try:
         held = {path.name: tensors_of(path) for path in found}
-    except Damaged as error:
+    except ValueError as error:
         return broken(f"{folder}: {error}", _AGAIN)
     if problem := _index_problem(folder, held):
         return broken(f"{folder}: {problem}", _AGAIN)
     elements = sum(sum(tensors.values()) for tensors in held.values())
-    size = gib(sum(path.stat().st_size for path in found))
-    return fine(f"{folder}: {_kind(config)}, {elements:,} weights in {len(found)} files of {size}, whole")
+    on_disk = size(sum(path.stat().st_size for path in found))
+    return fine(f"{folder}: {_kind(config)}, {elements:,} weights in {len(found)} files of {on_disk}, whole")
 
 
 def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:

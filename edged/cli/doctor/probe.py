@@ -24,54 +24,46 @@ class Probe:
 
     def __init__(self, settings: Settings, model: Path | None) -> None:
         """`model` None: only torch and the device are looked at."""
-        self._told: tuple[dict[str, Any], dict[str, Any]] | None = None
-        asked = {"settings": settings.model_dump(), "model": str(model) if model else ""}
+        self._found: list[dict[str, Any]] = []
+        # -P: root looks from wherever it stands, and modules that lie there are anybody's.
+        command = [sys.executable, "-P", "-m", "edged.cli.doctor.probe"]
         self._process = subprocess.Popen(
-            # -P: root looks from wherever it stands, and modules that lie there are anybody's.
-            [sys.executable, "-P", "-m", "edged.cli.doctor.probe"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked))
-        self._process.stdin.close()
+        with self._process.stdin as asked:
+            json.dump({"settings": settings.model_dump(), "model": str(model) if model else ""}, asked)
         self._process.stdin = None
 
-    def lines(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(torch and device, memory); empty where nothing came in time. Later calls get what the first one got."""
-        if self._told is not None:
-            return self._told
-        try:
-            text, _ = self._process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            text, _ = self._process.communicate()
-        found: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        self._told = (found[0] if found else {}, found[1] if len(found) > 1 else {})
-        return self._told
+    def lines(self, timeout_s: float) -> list[dict[str, Any]]:
+        """[torch and device, memory]; empty where nothing came in time. Later calls get what the first one got."""
+        if not self._found:
+            try:
+                text, _ = self._process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                text, _ = self._process.communicate()
+            self._found = [*(json.loads(line) for line in text.splitlines() if line.endswith("}")), {}, {}]
+        return self._found
 
 
 def _device(wanted: str) -> dict[str, Any]:
     """What torch was built for, and the GPU that it sees."""
     import torch
 
-    found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "cuda_build": torch.version.cuda or "",
-        "cuda": torch.cuda.is_available(),
+    build = {"torch": torch.__version__, "cuda_build": torch.version.cuda or "", "cuda": torch.cuda.is_available()}
+    if not build["cuda"]:
+        return build
+    gpu = torch.cuda.get_device_properties(torch.device(wanted if wanted.startswith("cuda") else "cuda:0"))
+    return {
+        **build,
+        "gpu": gpu.name,
+        "capability": [gpu.major, gpu.minor],
+        "architectures": torch.cuda.get_arch_list(),
+        "integrated": bool(getattr(gpu, "is_integrated", False)),
+        "gpu_bytes": gpu.total_memory,
+        "triton": importlib.util.find_spec("triton") is not None,
     }
-    if found["cuda"]:
-        device = torch.device(wanted if wanted.startswith("cuda") else "cuda:0")
-        told = torch.cuda.get_device_properties(device)
-        found["gpu"] = told.name
-        found["capability"] = [told.major, told.minor]
-        found["architectures"] = torch.cuda.get_arch_list()
-        found["integrated"] = bool(getattr(told, "is_integrated", False))
-        found["gpu_bytes"] = told.total_memory
-        found["triton"] = importlib.util.find_spec("triton") is not None
-    return found
 
 
 def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str, Any]:
@@ -101,15 +93,10 @@ def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str
     }
 
 
-def main() -> None:
-    """Answer what stdin asks."""
+if __name__ == "__main__":
     asked = json.load(sys.stdin)
     settings = Settings.model_validate(asked["settings"])
     device = _device(settings.model.device)
     print(json.dumps(device), flush=True)
     if asked["model"]:
         print(json.dumps(_memory(settings, Path(asked["model"]), device)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 
 import edged
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, output_of
-from edged.cli.doctor.installed import SERVICE, SOCKET, unit_file
 from edged.cli.output import duration
 from edged.cli.settings import served_settings
 from edged.client.client import Address, Client, DaemonError, NotRunning, Refused
 from edged.refusal import REFUSED
 from edged.settings.load import Settings
 
-_UNITS = (SERVICE, SOCKET)
+SERVICE, SOCKET = "edged.service", "edged.socket"
+_FOLDERS = (
+    *("etc/systemd/system", "run/systemd/system", "usr/local/lib/systemd/system"),
+    *("usr/lib/systemd/system", "lib/systemd/system"),
+)
+
+
+def unit_file(root: Path, name: str) -> Path | None:
+    """The unit file that systemd takes; None where there is none."""
+    return next((path for folder in _FOLDERS if (path := root / folder / name).is_file()), None)
+
+
+def _values(root: Path, unit: str, name: str) -> list[str]:
+    """What the unit's file sets `name` to, line by line; empty without a file."""
+    path = unit_file(root, unit)
+    lines = path.read_text(errors="replace").splitlines() if path is not None else []
+    return [line.partition("=")[2].strip() for line in lines if line.startswith(f"{name}=")]
+
+
+def account(root: Path) -> pwd.struct_passwd | None:
+    """Whom the service's unit names as its user; None without a unit, and where the account is root or not there."""
+    names = _values(root, SERVICE, "User")
+    try:
+        entry = pwd.getpwnam(names[-1] if names else "root")
+    except KeyError:
+        return None
+    return entry if entry.pw_uid != 0 else None
 
 
 def units(it: Examination) -> Finding:
     """Installed, without mistakes, watched, and started at boot."""
-    found = [path for name in _UNITS if (path := unit_file(it.root, name)) is not None]
+    found = [path for name in (SERVICE, SOCKET) if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
         return doubtful(seen, "`sudo tools/install` from a checkout")
     names = ", ".join(path.name for path in found)
-    code, told = output_of(["systemd-analyze", "verify", *map(str, found)], it.left_s(3.0))
-    ours = [line for line in told.splitlines() if "edged." in line]
+    code, output = output_of(["systemd-analyze", "verify", *map(str, found)], it.left_s(3.0))
+    ours = [line for line in output.splitlines() if "edged." in line]
     if code == 127:
-        return doubtful(f"{names} installed, not verified: {told}", "install systemd")
+        return doubtful(f"{names} installed, not verified: {output}", "install systemd")
     if ours:
         return doubtful(f"{names}: {ours[0]}", f"correct it, then `sudo systemctl daemon-reload`: {found[0]}")
     if "WatchdogSec=" not in "".join(path.read_text(errors="replace") for path in found):
@@ -34,18 +60,18 @@ def units(it: Examination) -> Finding:
     seen = f"{names} installed, with a watchdog"
     if not (it.root / "run/systemd/system").is_dir():
         return fine(f"{seen}; systemd does not run here")
-    _, states = output_of(["systemctl", "is-enabled", *_UNITS], it.left_s(2.0))
-    about = _told(it)
-    if about["ActiveState"] == "activating":
-        return _starting(about)
-    if about["ActiveState"] == "failed":
+    _, states = output_of(["systemctl", "is-enabled", SERVICE, SOCKET], it.left_s(2.0))
+    unit = _unit_state(it)
+    if unit["ActiveState"] == "activating":
+        return _starting(unit)
+    if unit["ActiveState"] == "failed":
         return broken("edged.service has failed", "`journalctl -u edged -e` says why")
     if "enabled" not in states.split():
         return doubtful(f"{seen}, not enabled", "`sudo systemctl enable --now edged.socket`")
     return fine(f"{seen}, enabled")
 
 
-def _told(it: Examination) -> dict[str, str]:
+def _unit_state(it: Examination) -> dict[str, str]:
     """What systemd says of the service, empty where it says nothing."""
     names = ("ActiveState", "SubState", "StatusText")
     command = ["systemctl", "show", SERVICE, f"--property={','.join(names)}"]
@@ -53,29 +79,24 @@ def _told(it: Examination) -> dict[str, str]:
     return dict.fromkeys(names, "") | {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def _starting(told: dict[str, str]) -> Finding:
+def _starting(unit: dict[str, str]) -> Finding:
     """Of a service that systemd is starting: for the first time, or again because it did not come up."""
-    seen = f"{SERVICE} is {told['ActiveState']} ({told['SubState']}): {told['StatusText'] or 'it says nothing yet'}"
-    if told["StatusText"].startswith(REFUSED) or told["SubState"] == "auto-restart":
+    seen = f"{SERVICE} is {unit['ActiveState']} ({unit['SubState']}): {unit['StatusText'] or 'it says nothing yet'}"
+    if unit["StatusText"].startswith(REFUSED) or unit["SubState"] == "auto-restart":
         return broken(seen, "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more")
     return doubtful(seen, "ask again in a moment; `journalctl -u edged -e` says more")
 
 
-def _systemds_socket(it: Examination) -> Path | None:
-    unit = unit_file(it.root, SOCKET)
-    lines = unit.read_text().splitlines() if unit is not None else []
-    return next((Path(line.partition("=")[2]) for line in lines if line.startswith("ListenStream=/")), None)
-
-
 def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
     """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
-    sockets, theirs, told = it.sockets, _systemds_socket(it), _told(it)
-    if theirs is not None and told["ActiveState"] in ("inactive", "failed", "activating"):
+    listens = (Path(value) for value in _values(it.root, SOCKET, "ListenStream") if value.startswith("/"))
+    sockets, theirs, unit = it.sockets, next(listens, None), _unit_state(it)
+    if theirs is not None and unit["ActiveState"] in ("inactive", "failed", "activating"):
         # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
         sockets = tuple(path for path in sockets if path != theirs)
         if not any(path.exists() for path in sockets):
-            if told["ActiveState"] == "activating":
-                starting = _starting(told)
+            if unit["ActiveState"] == "activating":
+                starting = _starting(unit)
                 return starting, starting.state != "fail", None
             return fine(f"does not run: the first request on {theirs} starts it"), False, None
     with Client(Address(sockets=sockets), timeout_s=it.left_s(3.0)) as client:

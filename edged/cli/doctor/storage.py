@@ -5,7 +5,6 @@ Must not import torch.
 
 from __future__ import annotations
 
-import grp
 import itertools
 import json
 import os
@@ -17,16 +16,16 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, gib
-from edged.cli.doctor.installed import in_place_of
-from edged.cli.doctor.safetensors import Damaged, tensors_of
+from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, in_place_of
+from edged.cli.doctor.model import tensors_of
+from edged.cli.output import size
 from edged.cli.settings import INSTALLED_DATA_DIR
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
 """Of SQLite's virtual machine, between two looks at the time."""
-_WHO = "run this as the user that edged runs as, or as root"
+_AS_OWNER = "run this as the user that edged runs as, or as root"
 _LET_IN = (
     'set api.socket_mode = "0666" (under systemd, SocketMode=0666 in edged.socket): each account then speaks for '
     'itself; members of the group "edged" are admins, so that is for operators alone'
@@ -40,14 +39,14 @@ def disk(it: Examination) -> Finding:
         space, files = shutil.disk_usage(folder), os.statvfs(folder)
     except OSError as error:
         return broken(f"{folder}: {error.strerror}", "mount the disk, or set store.data_dir")
-    seen = f"{gib(space.free)} of {gib(space.total)} free at {folder}"
+    seen = f"{size(space.free)} of {size(space.total)} free at {folder}"
     way_out = "make room, or move store.data_dir to a larger disk"
     if files.f_files and not files.f_favail:
         return broken(f"{seen}, but no file can be made (no inodes)", way_out)
     if space.free < it.least_free_bytes // 10:
         return broken(seen, way_out)
     if space.free < it.least_free_bytes:
-        return doubtful(f"{seen}; {gib(it.least_free_bytes)} should be", way_out)
+        return doubtful(f"{seen}; {size(it.least_free_bytes)} should be", way_out)
     return fine(seen)
 
 
@@ -64,10 +63,10 @@ def data_folder(it: Examination) -> Finding:
     with in_place_of(account):
         problem = _cannot_write(folder) or _out_of_reach(folder)
     if problem and account is not None:
-        way_out = f"`sudo chown -R {account.name}: {folder} && sudo chmod -R u+rwX {folder}`"
-        return broken(f"{problem} (by the service's user, {account.name})", way_out)
+        way_out = f"`sudo chown -R {account.pw_name}: {folder} && sudo chmod -R u+rwX {folder}`"
+        return broken(f"{problem} (by the service's user, {account.pw_name})", way_out)
     if problem:
-        return broken(problem, f"{_WHO}; else `sudo chown -R USER {folder}`, or set store.data_dir")
+        return broken(problem, f"{_AS_OWNER}; else `sudo chown -R USER {folder}`, or set store.data_dir")
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o007:
         way_out = f"`chmod o= {folder}`: what people said is in there"
@@ -79,9 +78,8 @@ def socket_folder(it: Examination) -> Finding:
     """Whether the daemon may make its socket, and whether this user may use it."""
     path = it.sockets[0]
     if path.exists():
-        about = path.stat()
-        mode, group = stat.S_IMODE(about.st_mode), _group_name(about.st_gid)
-        seen = f"{path}, group {group}, mode {mode:o}"
+        mode = stat.S_IMODE(path.stat().st_mode)
+        seen = f"{path}, group {_group_of(path)}, mode {mode:o}"
         if not os.access(path, os.R_OK | os.W_OK):
             return doubtful(f"{seen}: this user may not use it", _LET_IN)
         # Everybody may connect to what [access] guards: each account speaks for itself.
@@ -96,21 +94,18 @@ def _out_of_reach(folder: Path) -> str:
     """The first part of the data that may not be read and written, or ""."""
     adapters = folder / ADAPTERS_FOLDER
     files = [folder, folder / LOCK_FILE, *folder.glob(f"{DATABASE_FILE}*"), adapters]
-    parts = itertools.chain(files, adapters.rglob("*"))
-    return next((f"{part} may not be read and written" for part in parts if not _usable(part)), "")
+    for part in itertools.chain(files, adapters.rglob("*")):
+        wanted = os.R_OK | os.W_OK | (os.X_OK if part.is_dir() else 0)
+        if not os.access(part, wanted, effective_ids=True) and part.exists():
+            return f"{part} may not be read and written"
+    return ""
 
 
-def _usable(path: Path) -> bool:
-    """Whether it may be read and written, if it is there at all."""
-    wanted = os.R_OK | os.W_OK | (os.X_OK if path.is_dir() else 0)
-    return os.access(path, wanted, effective_ids=True) or not path.exists()
-
-
-def _group_name(number: int) -> str:
+def _group_of(path: Path) -> str:
     try:
-        return grp.getgrgid(number).gr_name
+        return path.group()
     except KeyError:
-        return str(number)
+        return str(path.stat().st_gid)
 
 
 def _closed(folder: Path) -> bool:
@@ -136,9 +131,11 @@ def _cannot_write(folder: Path) -> str:
 
 def database(it: Examination) -> Finding:
     """SQLite's own check, on a connection that cannot write, and the schema's version."""
+    from edged.store.migrations import MIGRATIONS, UnknownMigration, known_of
+
     path = it.data_dir / DATABASE_FILE
     if _closed(it.data_dir):
-        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
+        return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
     if not path.exists():
         return fine("none yet: the first start makes it")
     way_out = (
@@ -154,41 +151,37 @@ def database(it: Examination) -> Finding:
     except sqlite3.DatabaseError as error:
         if not isinstance(error, sqlite3.OperationalError) or "interrupted" not in str(error):
             return broken(f"{path}: {error}", way_out)
-        seen = f"{gib(path.stat().st_size)}: not checked to its end within some seconds"
+        seen = f"{size(path.stat().st_size)}: not checked to its end within some seconds"
         return doubtful(seen, f"`sqlite3 -readonly {path} 'PRAGMA quick_check'` takes its time")
-    return _schema(path, applied) if verdict == "ok" else broken(f"{path}: {verdict}", way_out)
-
-
-def _schema(path: Path, applied: set[str]) -> Finding:
-    from edged.store.migrations import MIGRATIONS, UnknownMigration, known_of
-
-    seen = f"{gib(path.stat().st_size)}, whole"
+    if verdict != "ok":
+        return broken(f"{path}: {verdict}", way_out)
     try:
         missing = len(MIGRATIONS) - len(known_of(applied))
     except UnknownMigration as error:
         return broken(f"{path} {error.seen}", error.way_out)
-    if missing:
-        return fine(f"{seen}; the next start brings it up to date ({missing} migrations)")
-    return fine(f"{seen}, schema {MIGRATIONS[-1].__name__}")
+    update = f"; the next start brings it up to date ({missing} migrations)"
+    schema = update if missing else f", schema {MIGRATIONS[-1].__name__}"
+    return fine(f"{size(path.stat().st_size)}, whole{schema}")
 
 
 def _open_to_read(path: Path) -> sqlite3.Connection:
-    quoted = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-    connection = sqlite3.connect(f"file:{quoted}?mode=ro", uri=True, timeout=1.0)
+    uri = path.absolute().as_uri()
+    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=1.0)
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
         # Where the folder cannot be written, not even the shared memory of a write-ahead log can be made.
         connection.close()
-        connection = sqlite3.connect(f"file:{quoted}?immutable=1", uri=True)
+        connection = sqlite3.connect(f"{uri}?immutable=1", uri=True)
     return connection
 
 
 def adapters(it: Examination) -> Finding:
     """The newest version of every adapter on disk: all files there, whole, and as they were written."""
     if _closed(it.data_dir):
-        return doubtful(f"{it.data_dir} may not be read by this user", _WHO)
-    newest = _newest_versions(it.data_dir / ADAPTERS_FOLDER)
+        return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
+    versions = sorted((it.data_dir / ADAPTERS_FOLDER).glob("*/*/v[0-9]*"))
+    newest = {version.parent: version for version in versions}.values()
     end = time.monotonic() + it.left_s(2.0)
     damaged, summed = [], 0
     for folder in newest:
@@ -228,15 +221,6 @@ def language(it: Examination) -> Finding | None:
     return doubtful(f"{len(rows)} adapters broke the language: {shown}", way_out)
 
 
-def _newest_versions(root: Path) -> list[Path]:
-    try:
-        people = [person for base in root.iterdir() if base.is_dir() for person in base.iterdir() if person.is_dir()]
-        versions = [sorted(person.glob("v[0-9]*")) for person in people]
-    except OSError:
-        return []
-    return [found[-1] for found in versions if found]
-
-
 def _damage(folder: Path, sums: bool) -> str:
     """What is wrong with a version, or ""; checksums are looked at where `sums`."""
     try:
@@ -246,6 +230,6 @@ def _damage(folder: Path, sums: bool) -> str:
                 tensors_of(folder / name)
             if sums and sha256_of(folder / name) != checksum:
                 return f"{name} is not as it was written"
-    except (OSError, ValueError, KeyError, Damaged) as error:
+    except (OSError, ValueError, KeyError) as error:
         return str(error) or type(error).__name__
     return ""
