@@ -409,7 +409,13 @@ def capacity(options: Namespace) -> float:
     """Requests per second of a burst, as a replay measures it."""
     settings = settings_of(options, "fcfs")
     plan = ReplayPlan(
-        options.trace, options.pairs, options.model, settings, options.format, retrain_rate=0.0, seconds=1.0
+        trace=options.trace,
+        pairs=options.pairs,
+        model_dir=options.model,
+        settings=settings,
+        pair_format=options.format,
+        retrain_rate=0.0,
+        seconds=1.0,
     )
     return float(replay(plan, lambda line: say(f"  {line}"))["load"]["capacity_per_s"])
 

@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
-from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
+from edged.bench.load_run import ADAPTER, Progress
+from edged.bench.replay import ReplayPlan, replay
 from edged.cli.bench import replay as replay_command
 from edged.cli.compare import compare as compare_command
 from edged.cli.main import FailingGroup

@@ -22,7 +22,7 @@ SLO_FACTOR = 5.0
 
 @dataclass(slots=True)
 class ReplayedAnswer:
-    """One request of the replay; times are seconds of the monotonic clock."""
+    """One request of the replay; times are seconds of the clock that its recorder has."""
 
     due_s: float
     prompt_tokens: int
@@ -38,7 +38,7 @@ class ReplayedAnswer:
 
 @dataclass(slots=True)
 class SentPair:
-    """One preference of the replay; times are seconds of the monotonic clock."""
+    """One preference of the replay; times are seconds of the clock that its recorder has."""
 
     sent_s: float
     learnt_s: float | None = None
@@ -48,7 +48,9 @@ class SentPair:
 class ReplayRecorder:
     """Takes the engine's events and records; the other methods may be called from any thread meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` has the moments' seconds."""
+        self.clock = clock
         self.answers: dict[str, ReplayedAnswer] = {}
         self.scores: list[PairScored] = []
         self.scored_s: list[float] = []
@@ -72,11 +74,11 @@ class ReplayRecorder:
 
     def expect_pair(self, pair_id: int) -> None:
         """A pair is about to be submitted."""
-        self.pairs[pair_id] = SentPair(time.monotonic())
+        self.pairs[pair_id] = SentPair(self.clock())
 
     def deliver(self, events: list[Event]) -> None:
         """The engine's callback for tokens and ends."""
-        now = time.monotonic()
+        now = self.clock()
         ended = 0
         for event in events:
             answer = self.answers[event.request_id]
@@ -92,7 +94,7 @@ class ReplayRecorder:
 
     def journal(self, records: list[Record]) -> None:
         """The engine's callback for the learning loop's records."""
-        now = time.monotonic()
+        now = self.clock()
         for record in records:
             if isinstance(record, PairScored) and record.split == "prequential":
                 # In this order, so that a reader finds a moment for each score.

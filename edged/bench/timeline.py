@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,40 +19,10 @@ class Look:
     at_s: float
     sums: Sums
 
-
-class Timeline:
-    """Looks at an engine's sums each second from entering until leaving."""
-
-    def __init__(self, busy: Callable[[], dict[str, Any]]) -> None:
-        """`busy` returns the status' "busy"; it is called on a thread of its own."""
-        self._busy = busy
-        self._looks: list[Look] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="edged-timeline", daemon=True)
-
-    def __enter__(self) -> Timeline:
-        self._look()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._look()
-
-    def rows(self) -> list[dict[str, float]]:
-        """The shares of each second, by the seconds since the start at its end."""
-        return shares(self._looks)
-
-    def _watch(self) -> None:
-        due_s = self._looks[0].at_s + EVERY_S
-        while not self._stop.wait(max(0.0, due_s - time.monotonic())):
-            self._look()
-            due_s += EVERY_S
-
-    def _look(self) -> None:
-        busy = self._busy()
-        self._looks.append(Look(time.monotonic(), tuple(busy[f"{part}_s"] for part in PARTS)))
+    @classmethod
+    def of(cls, at_s: float, busy: dict[str, Any]) -> Look:
+        """From the status' "busy" then."""
+        return cls(at_s, tuple(busy[f"{part}_s"] for part in PARTS))
 
 
 def shares(looks: list[Look]) -> list[dict[str, float]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -137,17 +137,6 @@ def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_i
     )
 
 
-def load_figures(trace: RequestTrace, load: Sequence[Arrival], context_tokens: int) -> dict[str, Any]:
-    """What a report tells of a trace and of the load that it became."""
-    return {
-        "trace": trace.name,
-        "recorded_rate_per_s": trace.rate_per_s,
-        "length_scale": length_scale(trace, context_tokens),
-        "mean_prompt_tokens": sum(len(arrival.prompt_ids) for arrival in load) / len(load),
-        "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
-    }
-
-
 def scale_rows(
     rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
 ) -> list[Arrival]:
@@ -215,9 +204,9 @@ def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
 
     def parse(record: dict[str, str]) -> TraceRow:
         at_s = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
-        return _checked(TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"])))
+        return TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
 
-    return [_parsed(name, reader.line_num, parse, record) for record in reader], 0
+    return _parsed(name, ((reader.line_num, record) for record in reader), parse), 0
 
 
 def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
@@ -227,10 +216,10 @@ def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
         record = json.loads(line)
         blocks = tuple(int(block) for block in record["hash_ids"])
         at_s = float(record["timestamp"]) / 1e3
-        return _checked(TraceRow(at_s, int(record["input_length"]), int(record["output_length"]), blocks))
+        return TraceRow(at_s, int(record["input_length"]), int(record["output_length"]), blocks)
 
-    rows = [_parsed(name, number, parse, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return _spread(rows), _MOONCAKE_BLOCK_TOKENS
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    return _spread(_parsed(name, numbered, parse)), _MOONCAKE_BLOCK_TOKENS
 
 
 def _spread(rows: list[TraceRow]) -> list[TraceRow]:
@@ -246,15 +235,16 @@ def _spread(rows: list[TraceRow]) -> list[TraceRow]:
     return result
 
 
-def _checked(row: TraceRow) -> TraceRow:
-    if row.prompt_tokens < 1 or row.output_tokens < 0 or any(block < 0 for block in row.blocks):
-        raise ValueError(f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens")
-    return row
-
-
-def _parsed(name: str, number: int, parse: Callable[[Record], TraceRow], record: Record) -> TraceRow:
-    try:
-        return parse(record)
-    except (KeyError, TypeError, ValueError) as error:
-        detail = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise TraceError(f"{name}, line {number}: not a request of this trace: {detail}") from None
+def _parsed(name: str, records: Iterable[tuple[int, Record]], parse: Callable[[Record], TraceRow]) -> list[TraceRow]:
+    """A file's records, each with the number of its line, as rows."""
+    rows = []
+    for number, record in records:
+        try:
+            row = parse(record)
+            if row.prompt_tokens < 1 or row.output_tokens < 0 or any(block < 0 for block in row.blocks):
+                raise ValueError(f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens")
+        except (KeyError, TypeError, ValueError) as error:
+            detail = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"{name}, line {number}: not a request of this trace: {detail}") from None
+        rows.append(row)
+    return rows

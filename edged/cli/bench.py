@@ -26,7 +26,8 @@ from edged.client.client import DaemonError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from edged.bench.replay import Progress, ReplayPlan
+    from edged.bench.load_run import Progress
+    from edged.bench.replay import ReplayPlan
 
     Replay = Callable[[ReplayPlan, Progress], dict[str, Any]]
 

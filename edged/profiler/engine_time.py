@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,28 +28,20 @@ _ROUNDS, _QUICK_ROUNDS = 12, 3
 _LONGEST_WAIT_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTime:
-    """Seconds of an iteration outside its forward and units."""
+def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> tuple[float, float]:
+    """Seconds of an iteration outside its forward and units: (of every one, of one that finds the engine at rest).
 
-    overhead_s: float
-    """Of every iteration: planning, bookkeeping, delivery."""
-    rest_s: float
-    """Of one that finds the engine at rest, besides: its thread sleeps, caches and clocks are cold."""
-
-
-def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> EngineTime:
-    """Run an engine of `parts`, which deliver to `recorder` and are closed afterwards.
-
-    RuntimeError when it fails or gives no answer.
+    Of every one are planning, bookkeeping, delivery; besides, after a rest, the thread sleeps, caches and clocks are
+    cold. Runs an engine of `parts`, which deliver to `recorder` and are closed afterwards. RuntimeError when it fails
+    or gives no answer.
     """
     running = _Running(parts, recorder)
     try:
         progress(0, 1, "the engine's overhead")
         overhead_s = running.overhead_s()
-        return EngineTime(overhead_s, running.rest_s(_QUICK_ROUNDS if quick else _ROUNDS, progress))
+        return overhead_s, running.rest_s(_QUICK_ROUNDS if quick else _ROUNDS, progress)
     finally:
-        running.stop()
+        running.engine.stop(0.0)
 
 
 class _Running:
@@ -59,16 +50,12 @@ class _Running:
     def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self._engine = Engine(parts)
+        self.engine = Engine(parts)
         self._run = parts.runner.run
         self._gaps: list[float] = []
         self._last_end_s = 0.0
         setattr(parts.runner, "run", self._watched)  # noqa: B010 - a method of one object is watched
-        self._engine.start()
-
-    def stop(self) -> None:
-        """End the engine."""
-        self._engine.stop(0.0)
+        self.engine.start()
 
     def overhead_s(self) -> float:
         """Median seconds between the work of two iterations, while some requests decode."""
@@ -85,16 +72,15 @@ class _Running:
         """
         longest = self._parts.max_context_tokens - _ANSWER_TOKENS
         lengths = sorted({min(tokens, longest) for tokens in REST_PROMPTS})
-        rested: dict[int, list[float]] = {tokens: [] for tokens in lengths}
-        in_a_row: dict[int, list[float]] = {tokens: [] for tokens in lengths}
+        gained: dict[int, tuple[list[float], list[float]]] = {tokens: ([], []) for tokens in lengths}
         for number in range(rounds):
-            for index, tokens in enumerate(lengths):
+            for index, (tokens, (rested, in_a_row)) in enumerate(gained.items()):
                 progress(number * len(lengths) + index, rounds * len(lengths), f"{tokens} tokens after a rest")
                 time.sleep(_REST_S)
-                rested[tokens].append(self._first_token_after_s(tokens))
-                in_a_row[tokens].append(self._first_token_after_s(tokens))
-        differences = [statistics.median(rested[n]) - statistics.median(in_a_row[n]) for n in lengths]
-        return max(0.0, statistics.median(differences))
+                rested.append(self._first_token_after_s(tokens))
+                in_a_row.append(self._first_token_after_s(tokens))
+        medians = (map(statistics.median, both) for both in gained.values())
+        return max(0.0, statistics.median(rested - in_a_row for rested, in_a_row in medians))
 
     def _first_token_after_s(self, tokens: int) -> float:
         """Seconds from a lone prompt's submission to its first token."""
@@ -108,11 +94,11 @@ class _Running:
         prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
         name = f"timed {next(self._numbers)}"
         self._recorder.expect(name, time.monotonic(), tokens)
-        self._engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
+        self.engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
         return name
 
     def _wait(self) -> None:
-        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
+        self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)
 
     def _watched(self, *arguments: Any, **named: Any) -> RunnerOutput:
         began_s = time.perf_counter()

@@ -90,15 +90,8 @@ class Rebuild:
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
         """Train anew, and compare with the online version. `progress(step, steps, loss)` after each step."""
-        steps = 0
-
-        def count(step: int, of: int, loss: float) -> None:
-            nonlocal steps
-            steps = step
-            progress(step, of, loss)
-
         align, pairs = self._settings.align, self.pairs
-        self._model = train(self._base, self._tokenizer, self._targets, pairs.learned, align, recipe, count)
+        self._model, steps = train(self._base, self._tokenizer, self._targets, pairs.learned, align, recipe, progress)
         path = self._files.path(self.adapter, self.online_version)
         self._model.load_adapter(str(path), ONLINE, torch_device=str(self._base.device))
         self._model.eval()
@@ -134,8 +127,9 @@ class Rebuild:
         except StoreError as error:
             raise RebuildError(str(error)) from None
         try:
-            newest = store.read(self._newest_number)
-            number = max([newest, *self._files.versions(self.adapter)]) + 1
+            last = "SELECT max(version) FROM adapter_versions WHERE adapter = ?"
+            (newest,) = store.read(lambda db: db.execute(last, [self.adapter]).fetchone())
+            number = max([newest or 0, *self._files.versions(self.adapter)]) + 1
             weights = load_file(folder / "adapter_model.safetensors")
             try:
                 path, removed = self._files.save(Snapshot(self.adapter, number, weights, {}))
@@ -160,9 +154,3 @@ class Rebuild:
         for path in (*self._data_dir.iterdir(), adapter, *adapter.rglob("*")):
             if path.lstat().st_uid == 0:
                 os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
-
-    def _newest_number(self, db: Any) -> int:
-        row = db.execute(
-            "SELECT coalesce(max(version), 0) FROM adapter_versions WHERE adapter = ?", [self.adapter]
-        ).fetchone()
-        return int(row[0])

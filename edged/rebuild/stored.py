@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from sqlite_utils import Database
 
@@ -16,11 +14,10 @@ from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
 from edged.store.base_models import served_base
 from edged.store.data_dir import DATABASE_FILE
-from edged.store.feedback import PairRow, get_pairs, pair_ids_of
+from edged.store.feedback import get_pairs, pair_ids_of
 from edged.store.migrations import UnknownMigration, check_known
 from edged.text.tokenizer import TokenizerError
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -36,8 +33,11 @@ class StoredPairs:
     held_out: list[TokenPair]
 
 
-def read_database(data_dir: Path, read: Callable[[Database], T]) -> T:
-    """`read` of the folder's database, which a daemon may be writing. Raises RebuildError."""
+def stored_pairs(data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str) -> StoredPairs:
+    """The adapter's pairs that say something on the base model of that fingerprint.
+
+    A daemon may be writing the database. Raises RebuildError.
+    """
     path = data_dir / DATABASE_FILE
     if not path.is_file():
         raise RebuildError(
@@ -48,20 +48,11 @@ def read_database(data_dir: Path, read: Callable[[Database], T]) -> T:
             connection.execute("PRAGMA query_only = ON")
             db = Database(connection, execute_plugins=False)
             check_known(db)
-            return read(db)
+            base, rows = served_base(db), get_pairs(db, pair_ids_of(db, adapter))
     except UnknownMigration as error:
         raise RebuildError(f'database "{path}" {error}') from None
     except sqlite3.Error as error:
         raise RebuildError(f'database "{path}" cannot be read: {error}') from None
-
-
-def stored_pairs(data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str) -> StoredPairs:
-    """The adapter's pairs that say something on the base model of that fingerprint. Raises RebuildError."""
-
-    def read(db: Database) -> tuple[str | None, list[PairRow]]:
-        return served_base(db), get_pairs(db, pair_ids_of(db, adapter))
-
-    base, rows = read_database(data_dir, read)
     if base != fingerprint:
         raise RebuildError(
             f'data folder "{data_dir}" speaks of the base model {base}, the settings name {fingerprint}: give the '

@@ -7,17 +7,14 @@ the device's time and the launches'.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import torch
-from transformers import AutoConfig
-
-from edged.engine.model.loading import ModelRefused, pick_dtype
-from edged.engine.model.memory_model import BaseShape, Needs, adapter_weights, graph_bytes, needs
+from edged.bench.memory import ModelSizes
+from edged.engine.model.loading import ModelRefused
+from edged.engine.model.memory_model import Needs, adapter_weights, graph_bytes, needs
 from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
-from edged.engine.model.quantization import WeightForm, form_of_setting
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
@@ -58,72 +55,50 @@ class Pass(Load):
             self.tuned_pairs += tokens * (context + 0.5 * tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """A model's sizes, in the form in which the device holds it."""
+@dataclass(slots=True)
+class Device:
+    """What a simulation must be told of a device with a model on it; all times are seconds."""
 
     name: str
-    path: str
-    architecture: str
-    shape: BaseShape
-    heads: int
-    form: WeightForm
-    dtype: torch.dtype
-    quantization: str
-
-    @classmethod
-    def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
-        """From a directory or a config.json. Raises ModelRefused."""
-        try:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-            shape = BaseShape.of_config(config, settings.align.target_modules)
-        except Exception as error:
-            raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
-        dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
-        return cls(
-            name=path.stem if path.is_file() else path.name,
-            path=str(path),
-            architecture=str((config.architectures or [config.model_type])[0]),
-            shape=shape,
-            heads=int(config.get_text_config().num_attention_heads),
-            form=form_of_setting(settings.model.quantize, dtype, cuda),
-            dtype=dtype,
-            quantization=settings.model.quantize,
-        )
+    kind: Literal["integrated", "discrete", "cpu"]
+    """As in a device's file."""
+    available_bytes: int
+    overhead_s: float
+    """Of an iteration, outside its forward and units."""
+    rest_s: float
+    """Of one that finds the engine at rest, besides."""
+    guess: Callable[[], CostModel]
+    """The prices that its scheduler starts from."""
+    forward_s: Callable[[Pass], float]
+    """One packed forward with sampling; 0 when there is nothing in it."""
+    unit_s: Callable[[Unit], float]
+    """One fine-tune unit."""
 
     @property
-    def linear_weights(self) -> int:
-        """Weights of the decoder's linears, in all layers."""
-        return sum(fan_in * fan_out for fan_in, fan_out in self.shape.linears)
-
-    @property
-    def linear_bytes(self) -> int:
-        """Bytes of them."""
-        return sum(self.form.bytes_of(*linear) for linear in self.shape.linears)
-
-    def report(self, device: str, context: int) -> dict[str, Any]:
-        """As a status shows a model."""
-        weights = self.shape.plain_weights * self.dtype.itemsize + self.linear_bytes
-        return {
-            "name": self.name,
-            "path": self.path,
-            "architecture": self.architecture,
-            "parameters": self.shape.parameters,
-            "weight_bytes": weights,
-            "quantization": self.quantization,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": device,
-            "max_context_tokens": context,
-            "vocab_size": self.shape.vocab_size,
-        }
+    def cuda(self) -> bool:
+        """Whether CUDA runs there."""
+        return self.kind != "cpu"
 
 
-class RooflineDevice:
-    """A device file's times for one model."""
+def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> Device:
+    """A device file's memory, and its times for one model."""
+    times = _Roofline(file, model, settings)
+    return Device(
+        name=f"{file.name} ({file.power_mode})",
+        kind=file.kind,
+        available_bytes=int(file.available_gib * 2**30),
+        overhead_s=file.overhead.iteration_ms / 1e3,
+        rest_s=0.0,
+        guess=times.guess,
+        forward_s=times.forward_s,
+        unit_s=times.unit_s,
+    )
+
+
+class _Roofline:
+    """The times."""
 
     def __init__(self, file: DeviceFile, model: ModelSizes, settings: Settings) -> None:
-        self.name, self.cuda = f"{file.name} ({file.power_mode})", file.cuda
-        self.overhead_s, self.rest_s = file.overhead.iteration_ms / 1e3, 0.0
         shape, item = model.shape, model.dtype.itemsize
         self._bytes_per_s = file.bandwidth.bytes_per_s
         self._flops_per_s = file.compute.flops_per_s(item)
@@ -199,20 +174,6 @@ class RooflineDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What there is of it: `kind` as in a device's file."""
-
-    name: str
-    kind: str
-    available_bytes: int
-
-    @classmethod
-    def of(cls, file: DeviceFile) -> Memory:
-        """A device file's."""
-        return cls(file.name, file.kind, int(file.available_gib * 2**30))
-
-
-@dataclass(frozen=True, slots=True)
 class Room:
     """What the device's memory has room for beside the weights and the work."""
 
@@ -222,13 +183,13 @@ class Room:
     parts: Needs
 
 
-def room_for(device: Memory, model: ModelSizes, settings: Settings) -> Room:
+def room_for(device: Device, model: ModelSizes, settings: Settings) -> Room:
     """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
     """
     shape, size = model.shape, settings.cache.page_size
-    parts = needs(shape, settings, model.form, model.dtype, device.kind != "cpu", device.available_bytes)
+    parts = needs(shape, settings, model.form, model.dtype, device.cuda, device.available_bytes)
     free = device.available_bytes - (parts.total - parts.kept_graph)
     budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
     wanted = settings.model.max_context_tokens or shape.max_positions
