@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, finish, markdown, model_folder, option, parse
-from benchmarks.support.interleave import LONGEST_WAIT_S
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
@@ -123,19 +122,11 @@ class Bench(LocalEngine):
 
     def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
         super().__init__(model, settings, watch=self._watch)
-        self.engine.submit_pairs(list(pairs))
+        self.submit_pairs(pairs)
 
     def _watch(self, parts: EngineParts) -> None:
         self.watch = Watch(parts.runner.run)
         setattr(parts.runner, "run", self.watch)  # noqa: B010 - a method of one object is watched
-
-    def wait_until_learning(self) -> None:
-        """Until the first step has been taken: what is loaded late is loaded then."""
-        deadline_s = time.monotonic() + LONGEST_WAIT_S
-        while not self.engine.status()["finetune"]["steps"]:
-            if self.engine.error or time.monotonic() > deadline_s:
-                raise RuntimeError(f"the engine: {self.engine.error or 'no step in time'}")
-            time.sleep(0.05)
 
     def arrive(self, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
         """One request from its arrival to its end: the moments of its arrival and of its forward's start."""
@@ -152,7 +143,8 @@ def measure(
     chance = random.Random(seed)
     bench = Bench(model, settings, pairs)
     try:
-        bench.wait_until_learning()
+        # What is loaded late is loaded with the first step.
+        bench.recorder.wait_for(lambda: bench.engine.error or bench.recorder.versions, "a step")
         before = bench.engine.status()
         moments = []
         for number in range(requests):

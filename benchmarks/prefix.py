@@ -22,7 +22,6 @@ import contextlib
 import json
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ import torch
 
 from benchmarks.support.command import DEVICE, finish, flag, markdown, option, parse, table_of
 from benchmarks.support.interleave import (
-    LONGEST_WAIT_S,
     Conversation,
     Spread,
     open_sides,
@@ -50,7 +48,6 @@ from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scal
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.bench.recorder import percentiles_ms
 from edged.bench.traces import Arrival, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
-from edged.engine.request import Event, FinishEvent
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
@@ -80,64 +77,48 @@ class Job:
     memory_mb: int
 
 
-class _ClosedLoop:
+class _ClosedLoop(LocalEngine):
     """An engine that is kept at `concurrency` open requests."""
 
     def __init__(self, job: Job, shares: bool) -> None:
         self._concurrency = job.concurrency
-        self._open: dict[str, int | None] = {}
-        """Conversations by the request that is open."""
-        self._changed = threading.Condition()
         settings: dict[str, dict[str, Any]] = {
             "model": {"device": job.device, "dtype": job.dtype},
             "cache": {"prefix_sharing": shares, "memory_mb": job.memory_mb},
         }
-        self._local = LocalEngine(Path(job.model), settings, also=self._close_ended)
-
-    def _close_ended(self, events: list[Event]) -> None:
-        with self._changed:
-            for event in events:
-                if isinstance(event, FinishEvent):
-                    del self._open[event.request_id]
-            self._changed.notify_all()
+        super().__init__(Path(job.model), settings)
 
     def run(self, rows: Sequence[TraceRow], load: Sequence[Arrival]) -> dict[str, Any]:
         """Send the load, which `rows` became, as fast as it is answered; its figures."""
-        waiting = [(str(number), conversation_of(row)) for number, row in enumerate(rows)]
+        talks = {str(number): conversation_of(row) for number, row in enumerate(rows)}
+        waiting, answers = list(talks), self.recorder.answers
+
+        def next_one() -> str | None:
+            """The first request that may go now."""
+            going_on = [talks[name] for name, answer in answers.items() if answer.finish is None]
+            if len(going_on) >= self._concurrency:
+                return None
+            return next((name for name in waiting if talks[name] is None or talks[name] not in going_on), None)
+
         started = time.monotonic()
         while waiting:
-            name, conversation = waiting.pop(self._next(waiting))
-            self._open[name] = conversation
-            arrival = load[int(name)]
-            self._local.ask(name, arrival.prompt_ids, arrival.output_tokens)
-        answers = self._local.wait().values()
+            self.recorder.wait_for(lambda: next_one() or self.engine.error, "an answer")
+            name = next_one()
+            if name is None:
+                raise RuntimeError(f"edged's engine: {self.engine.error}")
+            waiting.remove(name)
+            self.ask(name, load[int(name)].prompt_ids, load[int(name)].output_tokens)
+        self.wait()
         seconds = time.monotonic() - started
-        ends = [answer.finish for answer in answers if answer.finish is not None]
+        ends = [answer.finish for answer in answers.values() if answer.finish is not None]
         prompt_tokens = sum(end.prompt_tokens for end in ends)
         return {
             "seconds": seconds,
             "requests_per_s": len(load) / seconds,
             "prompt_tokens_per_s": prompt_tokens / seconds,
-            "ttft_ms": percentiles_ms([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+            "ttft_ms": percentiles_ms([answer.ttft_s for answer in answers.values() if answer.ttft_s is not None]),
             "hit_share": sum(end.cached_tokens for end in ends) / prompt_tokens,
         }
-
-    def _next(self, waiting: Sequence[tuple[str, int | None]]) -> int:
-        """The index of the first request that may go now; waits until there is one."""
-
-        def first() -> int | None:
-            if len(self._open) >= self._concurrency:
-                return None
-            going_on = set(self._open.values()) - {None}
-            return next((index for index, (_, talk) in enumerate(waiting) if talk not in going_on), None)
-
-        with self._changed:
-            if not self._changed.wait_for(lambda: first() is not None or self._local.engine.error, LONGEST_WAIT_S):
-                raise RuntimeError("edged's engine: no answer in time")
-            found = first()
-        if found is None:
-            raise RuntimeError(f"edged's engine: {self._local.engine.error}")
-        return found
 
 
 def be_side(name: str, told: str) -> None:

@@ -83,36 +83,25 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
     from benchmarks.adapters import write_adapters
     from benchmarks.support.local_engine import LocalEngine
     from edged.engine.engine import Engine
-    from edged.engine.request import Event, TokenEvent
     from edged.settings.load import Settings
 
     settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
-    tokens: dict[str, list[int]] = {}
-    wrong: list[int] = []
-
-    def collect(events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, TokenEvent):
-                tokens[event.request_id].append(event.token_id)
-                if event.version != bool(adapter):
-                    wrong.append(event.version)
-
     folder = Path(job.adapters) if adapter else None
     if adapter:
         blank = Engine.build(settings, Path(job.model), lambda _events: None, lambda _records: None, folder)
         write_adapters(blank.adapter_files, [adapter])
         del blank
-    engine = LocalEngine(Path(job.model), settings, folder, also=collect)
+    engine = LocalEngine(Path(job.model), settings, folder)
 
     def answer(prompts: Prompts) -> Answers:
-        tokens.clear()
-        tokens.update({str(index): [] for index in range(len(prompts))})
+        engine.recorder.tokens.clear()
         for index, prompt in enumerate(prompts):
             engine.ask(str(index), prompt, job.output_tokens, adapter)
         engine.wait()
-        if wrong:
-            raise RuntimeError(f"edged's engine: tokens of version {wrong[0]}, with adapter {adapter}")
-        return [tokens[str(index)] for index in range(len(prompts))]
+        found = [engine.recorder.tokens[str(index)] for index in range(len(prompts))]
+        if wrong := {event.version for events in found for event in events} - {int(bool(adapter))}:
+            raise RuntimeError(f"edged's engine: tokens of versions {wrong}, with adapter {adapter}")
+        return [[event.token_id for event in events] for events in found]
 
     return answer
 

@@ -123,7 +123,7 @@ class ReplayRecorder:
         return not self._open
 
     def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[ReplayedAnswer]:
-        """Wait until every request is answered to its full length.
+        """Wait until every request is answered to its end.
 
         `problem` tells why the engine no longer runs. RuntimeError with it, when time is up, or when a request ended
         otherwise.
@@ -132,7 +132,7 @@ class ReplayRecorder:
             raise RuntimeError(f"the engine: {problem() or 'no answer in time'}")
         answers = list(self.answers.values())
         ends = [answer.finish for answer in answers if answer.finish is not None]
-        if bad := [end.error or end.reason for end in ends if end.reason != "length"]:
+        if bad := [end.error or end.reason for end in ends if end.reason not in ("length", "stop")]:
             raise RuntimeError(f"{len(bad)} of {len(answers)} requests failed, the first with: {bad[0]}")
         return answers
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TypeVar
 
@@ -144,13 +144,26 @@ def scale_rows(
 
     Requests that are still too long for the context keep the start of the prompt.
     """
-    fresh = count()
-    prompts = _PromptMaker(max(1, round(block_tokens * scale)), token_ids, seed)
+    whole_block = max(1, round(block_tokens * scale))
+    # Listed, so that the prompts of a long load share their numbers.
+    known_ids, fresh = list(token_ids), count()
+
+    def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
+        """Random tokens, always the same ones of a kind's number."""
+        drawn = np.random.default_rng((seed, kind, number)).integers(0, len(known_ids), tokens)
+        return tuple(known_ids[index] for index in drawn.tolist())
+
+    def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """One whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
+        if not blocks:
+            return draw(0, next(fresh), tokens)
+        ids = tuple(chain(*(draw(1, block, whole_block) for block in blocks[: max(1, tokens // whole_block)])))
+        return (ids + draw(2, blocks[-1], max(0, tokens - len(ids))))[:tokens]
+
     arrivals = []
     for row in rows:
         prompt, output = scaled_lengths(row, scale, context_tokens)
-        ids = prompts.shared(row.blocks, prompt) if row.blocks else prompts.alone(next(fresh), prompt)
-        arrivals.append(Arrival(row.at_s, ids, output))
+        arrivals.append(Arrival(row.at_s, prompt_of(row.blocks, prompt), output))
     return arrivals
 
 
@@ -158,30 +171,6 @@ def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[in
     """(prompt, output) tokens, at least one each, that fit the context together."""
     output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
-
-
-class _PromptMaker:
-    """Draws tokens: the same block id always gives the same tokens."""
-
-    def __init__(self, block_tokens: int, token_ids: range, seed: int) -> None:
-        # Listed, so that the prompts of a long load share their numbers.
-        self._block_tokens, self._ids, self._seed = block_tokens, list(token_ids), seed
-
-    def _draw(self, stream: tuple[int, int], tokens: int) -> Iterator[int]:
-        generator = np.random.default_rng((self._seed, *stream))
-        return (self._ids[index] for index in generator.integers(0, len(self._ids), tokens).tolist())
-
-    def alone(self, number: int, tokens: int) -> tuple[int, ...]:
-        """A prompt that nothing else starts like."""
-        return tuple(self._draw((0, number), tokens))
-
-    def shared(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """A prompt whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
-        ids: list[int] = []
-        for block in blocks[: max(1, tokens // self._block_tokens)]:
-            ids.extend(self._draw((1, block), self._block_tokens))
-        ids.extend(self._draw((2, blocks[-1]), max(0, tokens - len(ids))))
-        return tuple(ids[:tokens])
 
 
 def _poisson(generator: random.Random) -> RequestTrace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -38,14 +37,6 @@ class ProfilingFailed(RuntimeError):
     """The device could not be measured; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A profile and where it belongs."""
-
-    profile: Profile
-    path: Path
-
-
 def profile_device(
     settings: Settings,
     model_dir: Path,
@@ -53,8 +44,8 @@ def profile_device(
     output: Path | None = None,
     quick: bool = False,
     progress: Progress = lambda _done, _all, _what: None,
-) -> Measured:
-    """Measure, fit and write the profile, to `output` or into the data folder.
+) -> tuple[Profile, Path]:
+    """Measure, fit and write the profile, to `output` or into the data folder; the profile, and where it is.
 
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
@@ -84,7 +75,7 @@ def profile_device(
     )
     path = output or data_dir / FOLDER / file_name(parts.subject)
     profile.write(path)
-    return Measured(profile, path)
+    return profile, path
 
 
 def _for_measuring(settings: Settings) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from edged.bench.memory import ModelSizes
@@ -82,14 +83,17 @@ class Device:
 
 def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> Device:
     """A device file's memory, and its times for one model."""
-    times = _Roofline(file, model, settings)
+    times, shape, item = _Roofline(file, model, settings), model.shape, model.dtype.itemsize
+    speed = file.compute.flops_per_s(item), file.bandwidth.bytes_per_s
+    # The cost model that knows the data sheet alone.
+    prices = roofline(shape.parameters, *speed, shape.layers, item)
     return Device(
         name=f"{file.name} ({file.power_mode})",
         kind=file.kind,
         available_bytes=int(file.available_gib * 2**30),
         overhead_s=file.overhead.iteration_ms / 1e3,
         rest_s=0.0,
-        guess=times.guess,
+        guess=partial(CostModel, prices),
         forward_s=times.forward_s,
         unit_s=times.unit_s,
     )
@@ -114,34 +118,27 @@ class _Roofline:
         self._lora_weights = adapter_weights(shape.targets, settings.align.rank)
         self._matrices = 2 * len(shape.targets)
         self._captures = file.cuda and settings.model.graph_memory_mb > 0
-        self._parameters = shape.parameters
-
-    def guess(self) -> CostModel:
-        """The cost model that knows the data sheet alone."""
-        prices = roofline(self._parameters, self._flops_per_s, self._bytes_per_s, self._layers, self._item)
-        return CostModel(prices)
 
     def forward_s(self, load: Pass) -> float:
         """Seconds of one packed forward with sampling; 0 when there is nothing in it."""
-        tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
+        tokens = load.tokens
         if not tokens:
             return 0.0
         chunks = load.prefill_tokens + load.finetune_tokens
         unpacked = self._unpacked_bytes if tokens > 1 else 0
-        device_s = (
-            self._part_s(self._weight_bytes + unpacked, 2.0 * self._weights * tokens)
-            + self._part_s(self._kv_bytes * load.context, self._pair_flops * load.context)
-            + self._part_s(
-                self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * (load.pairs + load.tuned_pairs)
-            )
-        )
+        pairs = load.pairs + load.tuned_pairs
+        # Bytes and operations of what follows one another.
+        parts = [
+            (self._weight_bytes + unpacked, 2.0 * self._weights * tokens),
+            (self._kv_bytes * load.context, self._pair_flops * load.context),
+            (self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * pairs),
+        ]
         if load.adapted:
-            device_s += self._part_s(self._item * self._lora_weights, 2.0 * self._lora_weights * load.adapted)
+            parts.append((self._item * self._lora_weights, 2.0 * self._lora_weights * load.adapted))
         if load.sampled:
             logits = 4 * self._vocab * load.sampled
-            device_s += self._part_s(
-                self._item * self._head_weights + 4 * logits, 2.0 * self._head_weights * load.sampled
-            )
+            parts.append((self._item * self._head_weights + 4 * logits, 2.0 * self._head_weights * load.sampled))
+        device_s = sum(self._part_s(*part) for part in parts)
         kernels = self._layers * LAYER_KERNELS["forward"]
         launched = 0 if self._captures and not chunks else kernels
         return max(device_s + kernels * self._gap_s, launched * self._launch_s)
