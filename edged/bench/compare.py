@@ -129,20 +129,25 @@ def compare(
     known = {row["file"]: row for row in manifest["runs"] if "file" in row}
     manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
     _write(folder / MANIFEST, manifest)
-    missing = [run for run in runs if not is_done(folder / run.file)]
+    missing = [run for run in runs if not _is_done(folder / run.file)]
     ended: list[Run] = []
     started_s = time.monotonic()
 
-    def report(line: str) -> None:
+    def remaining() -> str:
         left = len(missing) - len(ended)
         each_s = (time.monotonic() - started_s) / len(ended) if ended else workload.seconds / jobs
-        minutes = max(1, round(left * each_s / 60))
-        progress(f"{len(runs) - left} of {len(runs)} runs, about {minutes} min left; {line}")
+        return f"{len(runs) - left} of {len(runs)} runs, about {max(1, round(left * each_s / 60))} min left"
 
     def do(run: Run) -> None:
-        record, name = _record(workload, run, report), run.file.removesuffix(".json")
-        if "error" in record:
-            progress(f"{name} failed: {record['error']}")
+        command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
+        record: dict[str, Any] = {"run": asdict(run), "command": command}
+        name, began_s = run.file.removesuffix(".json"), time.monotonic()
+        try:
+            record["report"] = call(command, workload.seconds, lambda line: progress(f"{remaining()}; {name}: {line}"))
+        except RunFailed as error:
+            record["error"] = str(error)
+            progress(f"{name} failed: {error}")
+        record["wall_s"] = time.monotonic() - began_s
         _write(folder / run.file, record)
         ended.append(run)
 
@@ -152,22 +157,9 @@ def compare(
     return manifest
 
 
-def is_done(path: Path) -> bool:
+def _is_done(path: Path) -> bool:
     """Whether a run has left a report there, not an error. Raises CompareError for a file that is damaged."""
     return path.is_file() and "report" in read_object(path)
-
-
-def _record(workload: Workload, run: Run, progress: Progress) -> dict[str, Any]:
-    """Do a run; what its file holds, "error" instead of "report" where it came to none."""
-    command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
-    record: dict[str, Any] = {"run": asdict(run), "command": command}
-    name = run.file.removesuffix(".json")
-    started_s = time.monotonic()
-    try:
-        record["report"] = call(command, workload.seconds, lambda line: progress(f"{name}: {line}"))
-    except RunFailed as error:
-        record["error"] = str(error)
-    return {**record, "wall_s": time.monotonic() - started_s}
 
 
 def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:

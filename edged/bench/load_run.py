@@ -12,6 +12,7 @@ from typing import Any
 
 from edged.align.feedback.pair import TokenPair
 from edged.bench.recorder import (
+    Look,
     ReplayRecorder,
     alignment_figures,
     iteration_figures,
@@ -20,9 +21,9 @@ from edged.bench.recorder import (
     request_counts,
     score_series,
     serving_figures,
+    shares,
     slo_figures,
 )
-from edged.bench.timeline import Look, shares
 from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
 from edged.engine.sampling.params import Sampling

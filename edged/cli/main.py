@@ -31,7 +31,7 @@ EXPECTED = (
     ("edged.bench.compare", "CompareError"),
     ("edged.simulator.device_file", "DeviceError"),
     ("edged.profiler.profile", "ProfilingFailed"),
-    ("edged.rebuild.stored", "RebuildError"),
+    ("edged.rebuild.training", "RebuildError"),
     ("edged.store.backup", "BackupError"),
     ("edged.store.lock", "FolderTaken"),
 )

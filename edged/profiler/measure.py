@@ -149,19 +149,20 @@ def measure(
     """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
     prober, chance = Prober(parts), random.Random(0)
     forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
+    latest_s: dict[Shape, float] = {}
     for index, shape in enumerate(forwards):
         progress(index, len(forwards), f"{shape.text}, to warm up")
-        prober.run_forward(shape, noted=False)
+        latest_s[shape] = prober.run_forward(shape, noted=False)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     for number in range(rounds):
         with_steps = number % _STEPS_EVERY == 0
-        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or not prober.is_long(shape)]
+        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or latest_s[shape] <= _LONG_S]
         work += steps if with_steps else []
         chance.shuffle(work)
         for index, item in enumerate(work):
             progress(number * len(work) + index, rounds * len(work), item.text)
             if isinstance(item, Shape):
-                prober.run_forward(item)
+                latest_s[item] = prober.run_forward(item)
             else:
                 prober.run_step(item)
     return prober.times()
@@ -183,7 +184,6 @@ class Prober:
         self._slots: list[int] = []
         self._forwards: dict[str, tuple[Load, list[float]]] = {}
         self._units: dict[tuple[str, int], list[float]] = {}
-        self._latest_s: dict[Shape, float] = {}
 
     def times(self) -> tuple[list[ForwardTime], list[UnitTime]]:
         """What all forwards took, by their loads, and all units, by kind and tokens; in a random order.
@@ -204,19 +204,16 @@ class Prober:
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def is_long(self, shape: Shape) -> bool:
-        """Whether the shape's forward took long when it last ran."""
-        return self._latest_s.get(shape, 0.0) > _LONG_S
-
-    def run_forward(self, shape: Shape, noted: bool = True) -> None:
-        """A shape's forward with sampling, once; `noted`: it counts."""
+    def run_forward(self, shape: Shape, noted: bool = True) -> float:
+        """Seconds of a shape's forward with sampling, once; `noted`: it counts."""
         slots = self._adapter_slots(shape.adapters)
         ends = [(1, shape.context)] * shape.decodes + list(shape.chunks)
         running = [self._sequence(*end, slots[i % len(slots)]) for i, end in enumerate(ends)]
         try:
-            self._latest_s[shape] = self._run(running).forward_s
+            seconds = self._run(running).forward_s
             if noted:
-                self._note(shape.load, self._latest_s[shape])
+                self._note(shape.load, seconds)
+            return seconds
         finally:
             for sequence in running:
                 self._pages.free(sequence)

@@ -101,7 +101,7 @@ def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     prober, shape, settings, dtype = Prober(parts), shape_of(parts.model), parts.settings, parts.model.dtype
     pages = parts.runner.pages.pool.pages - 1
     modelled = iteration_bytes(shape, settings, dtype, pages * parts.model.page_bytes(settings.cache.page_size))
-    pieces: dict[str, tuple[int, Callable[[], None]]] = {
+    pieces: dict[str, tuple[int, Callable[[], object]]] = {
         "forward": (modelled, partial(prober.run_forward, _largest_forward(parts)))
     }
     if not parts.model.trainable_error:
@@ -131,7 +131,7 @@ def _largest_forward(parts: EngineParts) -> Shape:
     return Shape(decodes, page - 1, ((tokens, min(parts.max_context_tokens, room) - tokens),))
 
 
-def _peak_of(device: torch.device, work: Callable[[], None]) -> int:
+def _peak_of(device: torch.device, work: Callable[[], object]) -> int:
     """Bytes above what is there before; once before, so that pages and workspaces are there."""
     work()
     before = used_bytes(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def greedy_agreement(model: Any, one: str, other: str, prompts: Sequence[Sequenc
     for prompt in prompts:
         answers = [_greedy(model, adapter, prompt, tokens) for adapter in (one, other)]
         longest = max(map(len, answers))
-        same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), min(map(len, answers)))
+        same = len(list(takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))))
         shares.append(same / longest if longest else 1.0)
     return sum(shares) / len(shares)
 

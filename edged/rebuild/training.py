@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from edged.align.feedback.pair import TokenPair
-from edged.rebuild.stored import RebuildError
 from edged.settings.load import AlignSettings
 
 REBUILT = "default"
 """The trained adapter's name in the PEFT model."""
+
+
+class RebuildError(RuntimeError):
+    """An adapter cannot be rebuilt or adopted; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

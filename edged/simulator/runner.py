@@ -307,6 +307,7 @@ class SimulatedEngine:
             lambda state, previous: self._sequences.on_publish(state, previous),
             task_ids,
         )
+        self.recorder.pairs = self.learning.pairs
         self._sequences = SequenceTable(
             settings.serving,
             self.scheduler,

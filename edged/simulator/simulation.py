@@ -12,7 +12,7 @@ from typing import Any
 from edged.align.feedback.pair import TokenPair
 from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
 from edged.bench.memory import ModelSizes
-from edged.bench.timeline import EVERY_S
+from edged.bench.recorder import EVERY_S
 from edged.bench.traces import Arrival, RequestTrace, read_trace
 from edged.simulator.device_file import find_device, find_model_shape, read_device
 from edged.simulator.profiled import profiled
@@ -79,7 +79,6 @@ class Simulation(LoadRun):
 
     def __init__(self, plan: SimulationPlan, bench: Bench, progress: Progress) -> None:
         engine = SimulatedEngine(plan.settings, bench.device, bench.model, bench.room)
-        engine.recorder.pairs = engine.learning.pairs
         super().__init__(plan, engine, engine.recorder, _pairs(plan), range(bench.model.shape.vocab_size), progress)
         self._bench = bench
 
