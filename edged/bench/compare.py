@@ -220,7 +220,7 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     }
     if not path.is_file():
         created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        new = {"cores": os.cpu_count(), "capacity_per_s": None, "runs": []}
+        new: dict[str, Any] = {"cores": os.cpu_count(), "capacity_per_s": None, "runs": []}
         return {"created_at": created_at, "workload": wanted, **present, **new}
     manifest = read_manifest(folder)
     before = manifest["workload"]
