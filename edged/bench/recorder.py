@@ -59,18 +59,19 @@ class ReplayRecorder:
         """By pair id."""
         self.skipped_steps: list[StepSkipped] = []
         self._changed = threading.Condition()
-        self._open = 0
+        self.open_requests = 0
+        """Submitted and not ended yet."""
 
     def expect(self, request_id: str, due_s: float, prompt_tokens: int) -> None:
         """A request is about to be submitted."""
         with self._changed:
             self.answers[request_id] = ReplayedAnswer(due_s, prompt_tokens)
-            self._open += 1
+            self.open_requests += 1
 
     def refuse(self, request_id: str) -> None:
         """The engine did not take it."""
         with self._changed:
-            self._open -= 1
+            self.open_requests -= 1
 
     def expect_pair(self, pair_id: int) -> None:
         """A pair is about to be submitted."""
@@ -89,7 +90,7 @@ class ReplayRecorder:
                 ended += 1
         if ended:
             with self._changed:
-                self._open -= ended
+                self.open_requests -= ended
                 self._changed.notify_all()
 
     def journal(self, records: list[Record]) -> None:
@@ -106,21 +107,16 @@ class ReplayRecorder:
             elif isinstance(record, StepSkipped):
                 self.skipped_steps.append(record)
 
-    @property
-    def open_requests(self) -> int:
-        """Submitted and not ended yet."""
-        return self._open
-
     def wait_until_answered(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
         """Wait for the end of every request; False when time is up, or the engine no longer `alive`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._open and alive():
+            while self.open_requests and alive():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
                 self._changed.wait(min(left, 0.5))
-        return not self._open
+        return not self.open_requests
 
     def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[ReplayedAnswer]:
         """Wait until every request is answered to its end.

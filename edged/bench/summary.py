@@ -80,12 +80,13 @@ class Done:
     report: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a comparison's folder."""
+    """The runs of a comparison's folder; `failed` maps the file of a run to its error."""
 
-    def __init__(self, manifest: dict[str, Any], done: Sequence[Done], failed: dict[str, str]) -> None:
-        """`failed` maps the file of a run to its error."""
-        self.manifest, self.done, self.failed = manifest, list(done), failed
+    manifest: dict[str, Any]
+    done: Sequence[Done]
+    failed: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> Runs:

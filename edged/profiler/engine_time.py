@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from itertools import count
-from typing import Any
+from itertools import count, pairwise
 
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
-from edged.engine.model_runner import RunnerOutput
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.profiler.measure import Progress
@@ -45,16 +43,12 @@ def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progr
 
 
 class _Running:
-    """An engine, and the seconds between the work of its iterations."""
+    """An engine that is asked."""
 
     def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
         self.engine = Engine(parts)
-        self._run = parts.runner.run
-        self._gaps: list[float] = []
-        self._last_end_s = 0.0
-        setattr(parts.runner, "run", self._watched)  # noqa: B010 - a method of one object is watched
         self.engine.start()
 
     def overhead_s(self) -> float:
@@ -63,7 +57,11 @@ class _Running:
         for _ in range(_REQUESTS):
             self._submit(tokens, answer=tokens)
         self._wait()
-        return statistics.median(self._gaps) if self._gaps else 0.0
+        gaps = [
+            then.started_s - now.started_s - now.forward_s - sum(seconds for _, _, seconds in now.units)
+            for now, then in pairwise(self.engine.iterations())
+        ]
+        return statistics.median(gaps) if gaps else 0.0
 
     def rest_s(self, rounds: int, progress: Progress) -> float:
         """How much later the first token comes to a prompt after a rest than right after another one; at least 0.
@@ -99,11 +97,3 @@ class _Running:
 
     def _wait(self) -> None:
         self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)
-
-    def _watched(self, *arguments: Any, **named: Any) -> RunnerOutput:
-        began_s = time.perf_counter()
-        if self._last_end_s:
-            self._gaps.append(began_s - self._last_end_s)
-        work = self._run(*arguments, **named)
-        self._last_end_s = began_s + work.forward_s + sum(seconds for _, seconds in work.units)
-        return work
