@@ -102,8 +102,6 @@ class Notes(LearningRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.started_s = 0.0
-        self.sent: dict[tuple[str, int], float] = {}
-        """When each pair came, in seconds since the start, by adapter and pair id."""
         self.report: dict[str, Any] = {}
 
     def file_at(self, adapter: str, at_s: float) -> str | None:
@@ -161,12 +159,11 @@ def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPai
             except EngineBusy:
                 notes.refuse(name)
         else:
-            notes.sent[item.adapter, item.pair_id] = time.monotonic() - notes.started_s
             local.submit_pairs([item])
         if at_s >= next_line_s:
             next_line_s += _LINE_EVERY_S
             say(
-                f"  {at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.sent)} pairs "
+                f"  {at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.pairs)} pairs "
                 f"sent, {len(notes.scores)} scored, {len(notes.versions)} versions"
             )
     _sleep_until(notes.started_s + load.seconds, engine)
@@ -201,7 +198,7 @@ def _drain(engine: Engine, notes: Notes, load: Load) -> None:
     deadline_s = time.monotonic() + load.longest_drain_s
     notes.wait_until_answered(load.longest_drain_s, lambda: not engine.error)
     if engine.status()["finetune"]["enabled"]:
-        while len(notes.scores) < len(notes.sent) and time.monotonic() < deadline_s:
+        while len(notes.scores) < len(notes.pairs) and time.monotonic() < deadline_s:
             time.sleep(0.1)
             _check(engine)
 
@@ -248,7 +245,7 @@ def on_arrival(notes: Notes, pairs: Sequence[TokenPair], reference: Reference) -
     """`figures` of each pair by the version that answered when it came: what its user saw at that wall time."""
     rows: list[Logps] = []
     for weights, group in groupby(
-        pairs, key=lambda pair: notes.file_at(pair.adapter, notes.sent[pair.adapter, pair.pair_id])
+        pairs, key=lambda pair: notes.file_at(pair.adapter, notes.pairs[pair.pair_id].sent_s - notes.started_s)
     ):
         rows += score(reference, list(group), weights)
     return figures(rows)
@@ -278,10 +275,10 @@ def learning(notes: Notes) -> dict[str, Any]:
     trained = [version.pairs for _, version in notes.versions if version.reason == "trained"]
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
-    latest = {(score.adapter, score.pair_id): at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
-    waited = [at_s - notes.started_s - notes.sent[key] for key, at_s in latest.items()]
+    latest = {score.pair_id: at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
+    waited = [at_s - notes.pairs[pair_id].sent_s for pair_id, at_s in latest.items()]
     return {
-        "pairs_sent": len(notes.sent),
+        "pairs_sent": len(notes.pairs),
         "pairs_scored": len(latest),
         "versions": len(notes.versions),
         "mean_pairs_of_a_step": sum(trained) / len(trained) if trained else None,

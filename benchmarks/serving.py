@@ -82,16 +82,13 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
     """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
     from benchmarks.adapters import write_adapters
     from benchmarks.support.local_engine import LocalEngine
-    from edged.engine.engine import Engine
     from edged.settings.load import Settings
 
     settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
-    folder = Path(job.adapters) if adapter else None
+    model, folder = Path(job.model), Path(job.adapters)
     if adapter:
-        blank = Engine.build(settings, Path(job.model), lambda _events: None, lambda _records: None, folder)
-        write_adapters(blank.adapter_files, [adapter])
-        del blank
-    engine = LocalEngine(Path(job.model), settings, folder)
+        write_adapters(settings, model, folder, [adapter])
+    engine = LocalEngine(model, settings, folder if adapter else None)
 
     def answer(prompts: Prompts) -> Answers:
         engine.recorder.tokens.clear()
