@@ -13,9 +13,7 @@ from functools import partial
 from typing import Literal
 
 from edged.bench.memory import ModelSizes
-from edged.engine.model.loading import ModelRefused
-from edged.engine.model.memory_model import Needs, adapter_weights, graph_bytes, needs
-from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
+from edged.engine.model.memory_model import adapter_weights
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
@@ -168,36 +166,3 @@ class _Roofline:
 
     def _launched_s(self, device_s: float, kernels: int) -> float:
         return max(device_s + kernels * self._gap_s, kernels * self._launch_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the device's memory has room for beside the weights and the work."""
-
-    pages: int
-    keeps_graph: bool
-    """Whether a fine-tune step may keep its graph."""
-    parts: Needs
-
-
-def room_for(device: Device, model: ModelSizes, settings: Settings) -> Room:
-    """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
-
-    Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
-    """
-    shape, size = model.shape, settings.cache.page_size
-    parts = needs(shape, settings, model.form, model.dtype, device.cuda, device.available_bytes)
-    free = device.available_bytes - (parts.total - parts.kept_graph)
-    budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
-    wanted = settings.model.max_context_tokens or shape.max_positions
-    useful = settings.serving.max_sequences * -(-wanted // size) + 1
-    page_bytes = size * parts.kv_per_token
-    pages = min(useful, budget // page_bytes)
-    if pages < 4:
-        raise ModelRefused(
-            f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
-            f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
-        )
-    refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
-    left = free - pages * page_bytes
-    return Room(pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)

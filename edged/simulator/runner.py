@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from edged.bench.load_run import ADAPTER
-from edged.bench.memory import ModelSizes
 from edged.bench.recorder import ReplayRecorder
 from edged.cache.page_pool import OutOfPages, PagePool
 from edged.cache.prefix_trie import PrefixTrie, TrieStats
@@ -38,7 +37,8 @@ from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Unit
 from edged.settings.load import CacheSettings, ServingSettings, Settings
-from edged.simulator.roofline import Device, Pass, Room
+from edged.simulator.bench import Bench
+from edged.simulator.roofline import Device, Pass
 from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
 
 START_S = 1.0
@@ -274,16 +274,16 @@ class _AllPages:
 class SimulatedEngine:
     """Serves requests and learns from pairs as fast as a device does, by the engine's own loop."""
 
-    def __init__(self, settings: Settings, device: Device, model: ModelSizes, room: Room) -> None:
-        self.device, self.settings, self._model, self._room = device, settings, model, room
-        shape, pages = model.shape, room.pages
+    def __init__(self, settings: Settings, bench: Bench) -> None:
+        self.device, self.settings, self._bench = bench.device, settings, bench
+        shape, pages = bench.model.shape, bench.pages
         longest = settings.model.max_context_tokens or shape.max_positions
         self.max_context_tokens = min(longest, shape.max_positions, (pages - 1) * settings.cache.page_size)
         self.clock = VirtualClock()
         self.recorder = ReplayRecorder(self.clock)
         self.commands = ComingCommands(self.clock)
         self.stats = Counters()
-        self.scheduler = Scheduler(settings.scheduler, device.guess())
+        self.scheduler = Scheduler(settings.scheduler, self.device.guess())
         policy, cache = self.scheduler.policy, settings.cache
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, no sequence owns page 0.
@@ -292,7 +292,7 @@ class SimulatedEngine:
         kv_pages = KvPages(self.pool, self.trie)
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(device, self.clock, kv_pages, self.pruner)
+        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner)
         task_ids = itertools.count(1)
         self.learning = SimulatedFinetuning(
             ADAPTER,
@@ -341,7 +341,7 @@ class SimulatedEngine:
         """Not where the weights are read for serving anyway: see `FinetuneJobs`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        return self._room.keeps_graph and not (serving and self.device.cuda)
+        return self._bench.keeps_graph and not (serving and self.device.cuda)
 
     @property
     def now(self) -> float:
@@ -356,7 +356,7 @@ class SimulatedEngine:
         """What a report is made of, as `Engine.status` has it."""
         learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
         return {
-            "model": self._model.report(self.device.name, self.max_context_tokens),
+            "model": self._bench.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,
             "busy": self.busy(),
             "prefix": asdict(self.trie.stats if self.trie is not None else TrieStats()),

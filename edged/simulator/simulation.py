@@ -11,12 +11,10 @@ from typing import Any
 
 from edged.align.feedback.pair import TokenPair
 from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
-from edged.bench.memory import ModelSizes
 from edged.bench.recorder import EVERY_S
 from edged.bench.traces import Arrival, RequestTrace, read_trace
-from edged.simulator.device_file import find_device, find_model_shape, read_device
-from edged.simulator.profiled import profiled
-from edged.simulator.roofline import Device, Pass, Room, roofline_device, room_for
+from edged.simulator.bench import Bench
+from edged.simulator.roofline import Device, Pass
 from edged.simulator.runner import START_S, Coming, SimulatedEngine
 
 PAIR_TOKENS = (100, 60, 60)
@@ -39,27 +37,6 @@ class SimulationPlan(LoadPlan):
     pair_lengths: Sequence[tuple[int, int, int]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A device with a model on it."""
-
-    device: Device
-    model: ModelSizes
-    room: Room
-
-    @classmethod
-    def of(cls, plan: SimulationPlan) -> Bench:
-        """Read the files. Raises DeviceError, ModelRefused."""
-        path, shape, settings = find_device(plan.device), find_model_shape(plan.model), plan.settings
-        if path.suffix == ".json":
-            device, model = profiled(path, shape, settings)
-        else:
-            file = read_device(path)
-            model = ModelSizes.read(shape, settings, file.cuda)
-            device = roofline_device(file, model, settings)
-        return cls(device, model, room_for(device, model, settings))
-
-
 def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
     """Run the plan and report as `edged.bench.replay.replay` does; units are in the keys' names.
 
@@ -78,7 +55,7 @@ class Simulation(LoadRun):
     engine: SimulatedEngine
 
     def __init__(self, plan: SimulationPlan, bench: Bench, progress: Progress) -> None:
-        engine = SimulatedEngine(plan.settings, bench.device, bench.model, bench.room)
+        engine = SimulatedEngine(plan.settings, bench)
         super().__init__(plan, engine, engine.recorder, _pairs(plan), range(bench.model.shape.vocab_size), progress)
         self._bench = bench
 

@@ -24,9 +24,10 @@ from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
 from edged.settings.load import AlignSettings, Settings
+from edged.simulator.bench import Bench
 from edged.simulator.device_file import DeviceError
 from edged.simulator.roofline import Pass
-from edged.simulator.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
+from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.simulator.steps import SimulatedStep
 from tests.align.dpo import test_dpo_exact as exact
 from tests.cache.integrity import check_trie
@@ -250,8 +251,7 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     assert gap_s == pytest.approx(0.003 + 0.01 + 0.0002 + 1e-7 * first.prompt_tokens, abs=2e-4)
     with pytest.raises(DeviceError, match='of the model "tiny", not of "mistral-3b"'):
         simulate(replace(what, model="mistral-3b"))
-    told = Bench.of(what).room
-    assert told.parts.total < 6 << 30
+    assert Bench.of(what).parts.total < 6 << 30
     little = DeviceMemory(kind="cpu", total_bytes=8 << 30, available_bytes=32 << 20)
     profile.model_copy(update={"device_memory": little}).write(path)
     with pytest.raises(ModelRefused, match="and A CPU 2 cores has"):
@@ -260,7 +260,7 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"does not tell the memory of A CPU 2 cores.*set cache\.memory_mb"):
         Bench.of(what)
     given = Settings.model_validate({"cache": {"memory_mb": 8}})
-    assert Bench.of(replace(what, settings=given)).room.pages > 4
+    assert Bench.of(replace(what, settings=given)).pages > 4
     path.write_text("{}")
     with pytest.raises(DeviceError, match="is no profile of this version"):
         simulate(what)
