@@ -111,6 +111,8 @@ def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) ->
 class _Replay(LoadRun):
     """One replay against a running engine."""
 
+    engine: Engine
+
     def __init__(
         self,
         plan: ReplayPlan,

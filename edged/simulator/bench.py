@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import Needs, graph_bytes, needs
 from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
 from edged.scheduler.cost.model import CostModel, roofline
-from edged.scheduler.cost.profile import Profile, ProfileError
+from edged.scheduler.cost.profile import DeviceMemory, Profile, ProfileError
 from edged.settings.load import Settings
 from edged.simulator.device_file import DeviceError, find_device, find_model_shape, read_device
 from edged.simulator.roofline import Device, roofline_device
@@ -81,26 +81,29 @@ def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, Mode
         profile = Profile.read(path)
     except ProfileError as error:
         raise DeviceError(str(error)) from None
-    subject, memory = profile.subject, profile.device_memory
+    subject = profile.subject
     update = {"dtype": subject.dtype, "quantize": subject.quantization}
     chosen = settings.model_copy(update={"model": settings.model.model_copy(update=update)})
     model = ModelSizes.read(shape, chosen, cuda=not subject.threads)
     if model.name != subject.model:
         raise DeviceError(f'profile "{path}" is of the model "{subject.model}", not of "{model.name}"')
-    if memory is None and not settings.cache.memory_mb:
+    if profile.device_memory is None and not settings.cache.memory_mb:
         raise DeviceError(
             f'profile "{path}" does not tell the memory of {subject.device}, as an older edged wrote it: set '
             "cache.memory_mb, or measure it again with edged profile"
         )
+    # Where the pages' share is given alone, that the rest has room is all that can be assumed.
+    kind: Literal["cpu", "discrete"] = "cpu" if subject.threads else "discrete"
+    enough = DeviceMemory(kind=kind, total_bytes=_ENOUGH_BYTES, available_bytes=_ENOUGH_BYTES)
+    memory = profile.device_memory or enough
     guess = roofline(model.shape.parameters, *_GUESSED_RATES, model.shape.layers, model.dtype.itemsize)
     # A daemon that has the profile starts from it, too.
     measured = partial(CostModel.from_profile, profile, guess)
     prices = measured()
     device = Device(
         name=subject.device,
-        # Where the pages' share is given alone, that the rest has room is all that can be assumed.
-        kind=memory.kind if memory else "cpu" if subject.threads else "discrete",
-        available_bytes=memory.available_bytes if memory else _ENOUGH_BYTES,
+        kind=memory.kind,
+        available_bytes=memory.available_bytes,
         overhead_s=profile.overhead_s,
         rest_s=profile.rest_s,
         guess=measured,
