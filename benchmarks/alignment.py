@@ -53,7 +53,7 @@ from benchmarks.support.machine_limits import report_header
 from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, relabel
 from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
 from edged.align.feedback.pair import StepSkipped, TokenPair
-from edged.bench.recorder import request_counts, serving_figures
+from edged.bench.figures import request_counts, serving_figures
 from edged.bench.replay import ReplayPlan, load_pairs, replay
 from edged.bench.traces import Arrival, RequestTrace, TraceError, read_trace, scale_trace
 from edged.engine.engine import Engine

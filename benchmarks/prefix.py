@@ -24,8 +24,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +46,7 @@ from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header
 from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scaled, whole_conversations
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.recorder import percentiles_ms
+from edged.bench.figures import percentiles_ms
 from edged.bench.traces import Arrival, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
 
 WINDOW, CONVERSATIONS = "window", "conversations"
@@ -125,7 +125,7 @@ def be_side(name: str, told: str) -> None:
     """Each question `{"workload": NAME, "seed": N}` is a round, with tokens that no other round has."""
     job = Job(**json.loads(told))
     workloads = {
-        workload: [TraceRow(at_s, prompt, output, tuple(blocks)) for at_s, prompt, output, blocks in rows]
+        workload: [TraceRow(**{**row, "blocks": tuple(row["blocks"])}) for row in rows]
         for workload, rows in json.loads(Path(job.workloads).read_text()).items()
     }
     loop = _ClosedLoop(job, name == SHARING)
@@ -191,35 +191,33 @@ def run(trace: RequestTrace, options: Namespace) -> None:
             concurrency=options.concurrency,
             memory_mb=options.memory_mb,
         )
-        limits = Limits(job, machine)
+        limit = bounds_of(job, machine)
         if options.analyse:
-            bounds = analyse(trace.rows, limits, options.requests)
+            bounds = analyse(trace.rows, limit, options.requests)
             report: dict[str, Any] = {"bounds": {label: found.as_json() for label, found in bounds.items()}}
             finish(options, report, bounds_table(bounds, job, machine))
             return
         workloads = choose(trace.rows, options)
-        rows = {
-            name: [(row.at_s, row.prompt_tokens, row.output_tokens, row.blocks) for row in chosen]
-            for name, chosen in workloads.items()
-        }
+        rows = {name: [asdict(row) for row in chosen] for name, chosen in workloads.items()}
         Path(job.workloads).write_text(json.dumps(rows))
         report = {"model": size, "trace": trace.name, "machine": machine.as_json()}
-        report |= measure(job, workloads, limits, options.rounds)
+        report |= measure(job, workloads, limit, options.rounds)
     finish(options, report, table(report))
 
 
-class Limits:
-    """The bounds of rows on one model and machine, at the lengths that the job gives them."""
+BoundOf = Callable[[Sequence[TraceRow]], Bound]
+"""The bound of rows as they are in the trace, at the lengths that a job gives them."""
 
-    def __init__(self, job: Job, machine: Machine) -> None:
-        self._job, self._machine = job, machine
-        self._sizes = Sizes.of(Path(job.model), job.dtype)
 
-    def of(self, rows: Sequence[TraceRow]) -> Bound:
-        """Of rows as they are in the trace."""
-        job = self._job
+def bounds_of(job: Job, machine: Machine) -> BoundOf:
+    """Bounds on the job's model and a machine."""
+    sizes = Sizes.of(Path(job.model), job.dtype)
+
+    def limit(rows: Sequence[TraceRow]) -> Bound:
         rows = scaled(rows, job.block_tokens / job.trace_block_tokens, job.block_tokens, job.context_tokens)
-        return bound(rows, job.block_tokens, self._sizes, self._machine, job.concurrency)
+        return bound(rows, job.block_tokens, sizes, machine, job.concurrency)
+
+    return limit
 
 
 def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[TraceRow]]:
@@ -231,11 +229,11 @@ def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[T
     return {name: make() for name, make in makers.items() if options.workload in (None, name)}
 
 
-def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str, Bound]:
+def analyse(rows: Sequence[TraceRow], limit: BoundOf, requests: int) -> dict[str, Bound]:
     """Bounds of the whole trace, of its windows (the middle one and the best) and of its conversations."""
-    found = {"the whole trace": limits.of(rows)}
+    found = {"the whole trace": limit(rows)}
     for length in WINDOWS:
-        windows = [limits.of(rows[at : at + length]) for at in range(0, len(rows) - length + 1, length)]
+        windows = [limit(rows[at : at + length]) for at in range(0, len(rows) - length + 1, length)]
         if windows:
             windows.sort(key=lambda window: window.hit_share)
             found[f"windows of {length}: median"] = windows[len(windows) // 2]
@@ -243,11 +241,11 @@ def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str
     for turns in TURNS:
         for label, most in (("all", len(rows)), (f"first {requests}", requests)):
             with contextlib.suppress(ValueError):  # a short trace may have none
-                found[f"conversations of {turns} and more: {label}"] = limits.of(whole_conversations(rows, turns, most))
+                found[f"conversations of {turns} and more: {label}"] = limit(whole_conversations(rows, turns, most))
     return found
 
 
-def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, rounds: int) -> dict[str, Any]:
+def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limit: BoundOf, rounds: int) -> dict[str, Any]:
     """One round of the first workload to warm up, then `rounds` of each, the two sides in turns."""
     header = report_header(job.device)
     names = [next(iter(workloads)), *(name for _ in range(rounds) for name in workloads)]
@@ -271,7 +269,7 @@ def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, 
         "rounds": rounds,
         "workloads": {
             name: {
-                "bound": limits.of(rows).as_json(),
+                "bound": limit(rows).as_json(),
                 **figures({side: found[index :: len(workloads)] for side, found in answers.items()}),
             }
             for index, (name, rows) in enumerate(workloads.items())

@@ -11,19 +11,8 @@ from itertools import count
 from typing import Any
 
 from edged.align.feedback.pair import TokenPair
-from edged.bench.recorder import (
-    Look,
-    ReplayRecorder,
-    alignment_figures,
-    iteration_figures,
-    learning_latency,
-    prefix_figures,
-    request_counts,
-    score_series,
-    serving_figures,
-    shares,
-    slo_figures,
-)
+from edged.bench import figures
+from edged.bench.recorder import ReplayRecorder
 from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
 from edged.engine.sampling.params import Sampling
@@ -68,7 +57,7 @@ class LoadRun(ABC):
         self._pairs, self._token_ids = iter(pairs), token_ids
         self._pairs_sent = 0
         self._numbers = count()
-        self._looks: list[Look] = []
+        self._looks: list[figures.Look] = []
         self._next_line_s = 0.0
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
@@ -117,9 +106,9 @@ class LoadRun(ABC):
                 "retrain_rate": plan.retrain_rate,
                 "capacity_per_s": capacity,
             },
-            "requests": request_counts(answers),
-            **serving_figures(answers, start_s, plan.seconds),
-            "slo": slo_figures(answers, prompts, alone_s, plan.settings.scheduler.ttft_floor_ms / 1e3),
+            "requests": figures.request_counts(answers),
+            **figures.serving_figures(answers, start_s, plan.seconds),
+            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler.ttft_floor_ms / 1e3),
             "finetune": {
                 "pairs_sent": self._pairs_sent,
                 "pairs_trained": gained("pairs_trained"),
@@ -128,13 +117,13 @@ class LoadRun(ABC):
                 "tokens": gained("finetune_tokens"),
                 "tokens_per_s": gained("finetune_tokens") / plan.seconds,
                 "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
-                "latency_ms": learning_latency(pairs),
+                "latency_ms": figures.learning_latency(pairs),
             },
-            "alignment": alignment_figures(scores),
-            "series": score_series(scores, scored_s, start_s),
-            "timeline": shares(self._looks),
-            "prefix": prefix_figures(before["prefix"], after["prefix"], answers),
-            "iterations": iteration_figures(before["busy"], after["busy"]),
+            "alignment": figures.alignment_figures(scores),
+            "series": figures.score_series(scores, scored_s, start_s),
+            "timeline": figures.shares(self._looks),
+            "prefix": figures.prefix_figures(before["prefix"], after["prefix"], answers),
+            "iterations": figures.iteration_figures(before["busy"], after["busy"]),
             "scheduler": {
                 "decision_ms_p50": after["scheduler"]["decision_ms_p50"],
                 "iterations": gained("iterations"),
@@ -175,7 +164,7 @@ class LoadRun(ABC):
     def _look(self, start_s: float) -> None:
         """Remember what time went to so far; a line on the progress now and then."""
         now = self._clock()
-        self._looks.append(Look.of(now, self.engine.busy()))
+        self._looks.append(figures.Look.of(now, self.engine.busy()))
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))

@@ -16,8 +16,9 @@ import numpy as np
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import Format, read_pairs
 from edged.align.feedback.pair_tokens import tokenize_pair
+from edged.bench.figures import EVERY_S
 from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
-from edged.bench.recorder import EVERY_S, ReplayRecorder
+from edged.bench.recorder import ReplayRecorder
 from edged.bench.traces import Arrival, RequestTrace, length_scale, read_trace
 from edged.engine.engine import Engine
 from edged.store.feedback import PairRow, Side

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from edged.align.feedback.pair import TokenPair
+from edged.bench.figures import EVERY_S
 from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
-from edged.bench.recorder import EVERY_S
 from edged.bench.traces import Arrival, RequestTrace, read_trace
 from edged.simulator.bench import Bench
 from edged.simulator.roofline import Device, Pass

@@ -8,9 +8,7 @@ import time
 import pytest
 
 from edged.align.feedback.pair import PairRetired, PairScored
-from edged.bench.recorder import (
-    ReplayedAnswer,
-    ReplayRecorder,
+from edged.bench.figures import (
     alignment_figures,
     attainment,
     iteration_figures,
@@ -21,6 +19,7 @@ from edged.bench.recorder import (
     score_series,
     serving_figures,
 )
+from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
 from edged.engine.request import FinishEvent, FinishReason, TokenEvent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edged.bench.recorder import Look, shares
+from edged.bench.figures import Look, shares
 
 
 def test_each_second_has_the_shares_of_what_ran_in_it() -> None:
