@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def main() -> None:
     crowd = registered_cost(demo_model_dir(), options.registered, options.active)
     crowd |= crowd_floors(Sizes.of(demo_model_dir(), dtype, rank), machine)
     lines = [f"the machine: {machine.text()}", *batch_lines(batch), *crowd_lines(crowd)]
-    finish(options, {"machine": machine.as_json(), "batch": batch, "crowd": crowd}, "\n".join(lines))
+    finish(options, {"machine": asdict(machine), "batch": batch, "crowd": crowd}, "\n".join(lines))
 
 
 def batch_floors(sizes: Sizes, machine: Machine, counts: list[str]) -> dict[str, float]:

@@ -236,7 +236,7 @@ def before_training(notes: Notes, pairs: Sequence[TokenPair]) -> dict[str, list[
 
     In the order in which the pairs came; a pair that was never scored is left out.
     """
-    scores = {(score.adapter, score.pair_id): score for score in notes.scores}
+    scores = {(score.adapter, score.pair_id): score for _, score in notes.scores}
     found = [scores[key] for pair in pairs if (key := (pair.adapter, pair.pair_id)) in scores]
     return figures([(s.chosen_logp, s.rejected_logp, s.ref_chosen_logp, s.ref_rejected_logp) for s in found])
 
@@ -275,7 +275,7 @@ def learning(notes: Notes) -> dict[str, Any]:
     trained = [version.pairs for _, version in notes.versions if version.reason == "trained"]
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
-    latest = {score.pair_id: at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
+    latest = {score.pair_id: at_s for at_s, score in notes.scores}
     waited = [at_s - notes.pairs[pair_id].sent_s for pair_id, at_s in latest.items()]
     return {
         "pairs_sent": len(notes.pairs),

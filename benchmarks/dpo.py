@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
@@ -162,7 +162,7 @@ class _EdgedLearner:
         recorder.wait_for(lambda: len(recorder.versions) > steps or recorder.skipped_steps, "a step")
         if recorder.skipped_steps:
             raise RuntimeError(f"edged's engine: {recorder.skipped_steps[0].reason}")
-        return mean(score.loss for score in recorder.scores[scored:])
+        return mean(score.loss for _, score in recorder.scores[scored:])
 
     def close(self) -> None:
         """Stop the engine."""
@@ -368,7 +368,7 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: 
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
-        "machine": machine.as_json(),
+        "machine": asdict(machine),
         "floor_s": floor_s,
         "times_floor": {
             name: Spread.of([a["seconds"] / least for a, least in zip(found[1:], floor_s, strict=True)]).as_json()

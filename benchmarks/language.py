@@ -151,7 +151,7 @@ class Bench(LocalEngine):
                 recorder.outcomes.pop(pair_id, None)
             self.submit_pairs(part)
             recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
-        return recorder.scores[first:]
+        return [score for _, score in recorder.scores[first:]]
 
     def _settled(self, ids: Sequence[int]) -> bool:
         """Whether each of these pairs has an outcome."""

@@ -23,7 +23,7 @@ from argparse import Namespace
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
         "mean_gap_s": options.gap_s,
         "adapters": options.adapters,
         "learnt_meanwhile": learnt,
-        "machine": machine.as_json(),
+        "machine": asdict(machine),
         "all": summary(waits, floors),
         "by_kind": {
             kind: summary([wait for wait in waits if wait.kind == kind], floors)

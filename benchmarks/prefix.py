@@ -194,13 +194,13 @@ def run(trace: RequestTrace, options: Namespace) -> None:
         limit = bounds_of(job, machine)
         if options.analyse:
             bounds = analyse(trace.rows, limit, options.requests)
-            report: dict[str, Any] = {"bounds": {label: found.as_json() for label, found in bounds.items()}}
+            report: dict[str, Any] = {"bounds": {label: asdict(found) for label, found in bounds.items()}}
             finish(options, report, bounds_table(bounds, job, machine))
             return
         workloads = choose(trace.rows, options)
         rows = {name: [asdict(row) for row in chosen] for name, chosen in workloads.items()}
         Path(job.workloads).write_text(json.dumps(rows))
-        report = {"model": size, "trace": trace.name, "machine": machine.as_json()}
+        report = {"model": size, "trace": trace.name, "machine": asdict(machine)}
         report |= measure(job, workloads, limit, options.rounds)
     finish(options, report, table(report))
 
@@ -269,7 +269,7 @@ def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limit: BoundOf, 
         "rounds": rounds,
         "workloads": {
             name: {
-                "bound": limit(rows).as_json(),
+                "bound": asdict(limit(rows)),
                 **figures({side: found[index :: len(workloads)] for side, found in answers.items()}),
             }
             for index, (name, rows) in enumerate(workloads.items())
@@ -307,7 +307,7 @@ def bounds_table(bounds: dict[str, Bound], job: Job, machine: Machine) -> str:
         "prefills": "{prefill_speedup:.2f}",
         "with answers": "{speedup:.2f}",
     }
-    rows = [{"label": label, **found.as_json()} for label, found in bounds.items()]
+    rows = [{"label": label, **asdict(found)} for label, found in bounds.items()]
     title = (
         f"Blocks of {job.trace_block_tokens} tokens as {job.block_tokens}, context {job.context_tokens}, "
         f"{job.concurrency} at once; an unbounded cache at the floors of {machine.text()}"

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -302,7 +302,7 @@ def floors(job: Job, machine: Machine) -> dict[str, Any]:
             total += decode(sizes, job.requests, job.prompt_tokens + token, adapters).floor_s(machine)
         return total
 
-    return {"machine": machine.as_json(), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
+    return {"machine": asdict(machine), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
 
 
 def table(report: dict[str, Any]) -> str:

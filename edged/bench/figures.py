@@ -84,7 +84,7 @@ def learning_latency(pairs: Sequence[SentPair]) -> dict[str, float | None]:
     return percentiles_ms([pair.learnt_s - pair.sent_s for pair in pairs if pair.learnt_s is not None])
 
 
-def score_series(scores: Sequence[PairScored], moments_s: Sequence[float], start_s: float) -> list[dict[str, Any]]:
+def score_series(scores: Sequence[tuple[float, PairScored]], start_s: float) -> list[dict[str, Any]]:
     """Each scored pair as it came, with what the base model without an adapter says of it."""
     return [
         {
@@ -96,7 +96,7 @@ def score_series(scores: Sequence[PairScored], moments_s: Sequence[float], start
             "reward_margin": score.reward_margin,
             "base_clpd_nats": score.ref_chosen_logp - score.ref_rejected_logp,
         }
-        for score, moment_s in zip(scores, moments_s, strict=False)
+        for moment_s, score in scores
     ]
 
 

@@ -83,10 +83,8 @@ class LoadRun(ABC):
         self._drain(start_s + plan.seconds, max(10.0, plan.seconds / 4))
         answers = list(recorder.answers.values())[measured_from:]
         prompts = [len(arrival.prompt_ids) for arrival in load]
-        # The engine may still learn: both lists grow, a moment before its score.
-        scores = list(recorder.scores)
-        scored_s = recorder.scored_s[: len(scores)]
-        pairs = list(recorder.pairs.values())
+        # The engine may still learn.
+        scores, pairs = list(recorder.scores), list(recorder.pairs.values())
 
         def gained(name: str) -> int:
             return int(after["totals"][name] - before["totals"][name])
@@ -119,8 +117,8 @@ class LoadRun(ABC):
                 "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
                 "latency_ms": figures.learning_latency(pairs),
             },
-            "alignment": figures.alignment_figures(scores),
-            "series": figures.score_series(scores, scored_s, start_s),
+            "alignment": figures.alignment_figures([score for _, score in scores]),
+            "series": figures.score_series(scores, start_s),
             "timeline": figures.shares(self._looks),
             "prefix": figures.prefix_figures(before["prefix"], after["prefix"], answers),
             "iterations": figures.iteration_figures(before["busy"], after["busy"]),

@@ -43,9 +43,8 @@ class ReplayRecorder:
         """`clock` has the moments' seconds."""
         self.clock = clock
         self.answers: dict[str, ReplayedAnswer] = {}
-        self.scores: list[PairScored] = []
-        self.scored_s: list[float] = []
-        """When each of `scores` came."""
+        self.scores: list[tuple[float, PairScored]] = []
+        """With the moments in which they came."""
         self.pairs: dict[int, SentPair] = {}
         """By pair id."""
         self.skipped_steps: list[StepSkipped] = []
@@ -89,9 +88,7 @@ class ReplayRecorder:
         now = self.clock()
         for record in records:
             if isinstance(record, PairScored) and record.split == "prequential":
-                # In this order, so that a reader finds a moment for each score.
-                self.scored_s.append(now)
-                self.scores.append(record)
+                self.scores.append((now, record))
             elif isinstance(record, PairRetired) and record.epochs_done and record.state != "skipped":
                 pair = self.pairs[record.pair_id]
                 pair.learnt_s = pair.learnt_s or now
