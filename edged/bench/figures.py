@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +17,8 @@ SLO_FACTOR = 5.0
 """A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
 EVERY_S = 1.0
 _PARTS = ("prefill", "decode", "finetune")
-Sums = tuple[float, ...]
-"""Seconds of each of _PARTS since some start."""
+Look = tuple[float, dict[str, Any]]
+"""A moment, and an engine's sums of where its time went until then: the status' "busy"."""
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
@@ -150,27 +149,16 @@ def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | N
     return figures
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The sums at one moment."""
-
-    at_s: float
-    sums: Sums
-
-    @classmethod
-    def of(cls, at_s: float, busy: dict[str, Any]) -> Look:
-        """From the status' "busy" then."""
-        return cls(at_s, tuple(busy[f"{part}_s"] for part in _PARTS))
-
-
-def shares(looks: list[Look]) -> list[dict[str, float]]:
+def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
     """Rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the looks.
 
     An engine counts an iteration when it ends: what a span has beyond its own length ran in the spans before it, and is
     counted there.
     """
-    spans = [after.at_s - before.at_s for before, after in pairwise(looks)]
-    work = [[b - a for a, b in zip(before.sums, after.sums, strict=True)] for before, after in pairwise(looks)]
+    spans = [after - before for (before, _), (after, _) in pairwise(looks)]
+    work = []
+    for (_, before), (_, after) in pairwise(looks):
+        work.append([after[f"{part}_s"] - before[f"{part}_s"] for part in _PARTS])
     for index in range(len(work) - 1, -1, -1):
         total = sum(work[index])
         if total <= spans[index]:
@@ -180,8 +168,8 @@ def shares(looks: list[Look]) -> list[dict[str, float]]:
             work[index - 1] = [a + b * (1.0 - kept) for a, b in zip(work[index - 1], work[index], strict=True)]
         work[index] = [part * kept for part in work[index]]
     rows = []
-    for look, span, parts in zip(looks[1:], spans, work, strict=True):
+    for (at_s, _), span, parts in zip(looks[1:], spans, work, strict=True):
         if span > 0.05 * EVERY_S:
             row = {f"{name}_share": part / span for name, part in zip(_PARTS, parts, strict=True)}
-            rows.append({"at_s": look.at_s - looks[0].at_s, "busy_share": sum(parts) / span, **row})
+            rows.append({"at_s": at_s - looks[0][0], "busy_share": sum(parts) / span, **row})
     return rows

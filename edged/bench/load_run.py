@@ -162,7 +162,7 @@ class LoadRun(ABC):
     def _look(self, start_s: float) -> None:
         """Remember what time went to so far; a line on the progress now and then."""
         now = self._clock()
-        self._looks.append(figures.Look.of(now, self.engine.busy()))
+        self._looks.append((now, self.engine.busy()))
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
