@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.support.interleave import Spread, paired_ratio
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, decode, measure_machine, prefill
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.align.adapters.adapter import AdapterFiles, Snapshot
+from edged.align.adapters.adapter import Snapshot
 from edged.engine.engine import Engine
 from edged.models import demo_model_dir
 from edged.settings.load import AlignSettings, Settings
@@ -47,9 +47,7 @@ class Bench(LocalEngine):
         self._folder = tempfile.TemporaryDirectory(prefix="edged-bench-")
         folder = Path(self._folder.name)
         made = Settings.model_validate(settings)
-        blank = Engine.build(made, model, lambda _: None, lambda _: None, folder)
-        write_adapters(blank.adapter_files, adapters)
-        del blank
+        write_adapters(made, model, folder, adapters)
         started = time.monotonic()
         super().__init__(model, made, folder)
         self.start_s = time.monotonic() - started
@@ -69,8 +67,9 @@ class Bench(LocalEngine):
         self._folder.cleanup()
 
 
-def write_adapters(files: AdapterFiles, names: Iterable[str]) -> None:
-    """A small random version 1 of each, as if it had been learned."""
+def write_adapters(settings: Settings, model: Path, folder: Path, names: Iterable[str]) -> None:
+    """A small random version 1 of each, as if an engine of that folder had learned it."""
+    files = Engine.build(settings, model, lambda _events: None, lambda _records: None, folder).adapter_files
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, (fan_in, fan_out) in files.spec.shapes.items():
@@ -164,7 +163,7 @@ def main() -> None:
     crowd = registered_cost(demo_model_dir(), options.registered, options.active)
     crowd |= crowd_floors(Sizes.of(demo_model_dir(), dtype, rank), machine)
     lines = [f"the machine: {machine.text()}", *batch_lines(batch), *crowd_lines(crowd)]
-    finish(options, {"machine": machine.as_json(), "batch": batch, "crowd": crowd}, "\n".join(lines))
+    finish(options, {"machine": asdict(machine), "batch": batch, "crowd": crowd}, "\n".join(lines))
 
 
 def batch_floors(sizes: Sizes, machine: Machine, counts: list[str]) -> dict[str, float]:

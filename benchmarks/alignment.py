@@ -25,7 +25,7 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
@@ -48,15 +48,16 @@ from benchmarks.support.command import (
     say,
 )
 from benchmarks.support.interleave import open_sides
+from benchmarks.support.local_engine import LearningRecorder, LocalEngine
 from benchmarks.support.machine_limits import report_header
 from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, relabel
 from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, VersionSaved
-from edged.bench.recorder import ReplayRecorder, request_counts, serving_figures
+from edged.align.feedback.pair import StepSkipped, TokenPair
+from edged.bench.figures import request_counts, serving_figures
 from edged.bench.replay import ReplayPlan, load_pairs, replay
 from edged.bench.traces import Arrival, RequestTrace, TraceError, read_trace, scale_trace
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, Request
+from edged.engine.request import EngineBusy
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings, load_settings
@@ -71,7 +72,6 @@ _SECOND_USER = 1_000_000
 """Added to the pair ids of the second of two users."""
 
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _LINE_EVERY_S = 10.0
 _Event = tuple[float, int, Arrival | TokenPair]
 """When, which number of its kind, and what."""
@@ -96,36 +96,19 @@ class Load:
     seed: int = 0
 
 
-@dataclass
-class Notes(ReplayRecorder):
-    """Everything that a run left behind; moments of what `ReplayRecorder` does not have are seconds since its start."""
+class Notes(LearningRecorder):
+    """Everything that a run left behind."""
 
-    started_s: float = 0.0
-    sent: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When each pair came, by adapter and pair id."""
-    versions: list[tuple[float, VersionPublished]] = field(default_factory=list)
-    files: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Weights of the versions on disk, by adapter and version."""
-    report: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
-
-    def journal(self, records: list[Record]) -> None:
-        """The engine's callback for the learning loop's records."""
-        now_s = time.monotonic() - self.started_s
-        for record in records:
-            if isinstance(record, VersionPublished):
-                self.versions.append((now_s, record))
-            elif isinstance(record, VersionSaved):
-                self.files[record.adapter, record.version] = str(Path(record.path) / WEIGHTS_FILE)
-        super().journal(records)
+        self.started_s = 0.0
+        self.report: dict[str, Any] = {}
 
     def file_at(self, adapter: str, at_s: float) -> str | None:
         """Weights of the newest version that was published by then and is on disk; None: nothing was learned yet."""
         known = [
-            (moment, self.files[adapter, version.version])
-            for moment, version in self.versions
+            (moment_s - self.started_s, self.files[adapter, version.version])
+            for moment_s, version in self.versions
             if version.adapter == adapter and (adapter, version.version) in self.files
         ]
         index = bisect_right(known, at_s, key=lambda entry: entry[0])
@@ -141,18 +124,17 @@ def run_under_load(load: Load, settings: Settings, pairs: Sequence[TokenPair], d
     # Versions are kept and written often: they are what is scored afterwards.
     store = settings.store.model_copy(update={"save_every_s": 0.5, "keep_versions": 1_000_000})
     settings = settings.model_copy(update={"store": store})
-    engine = Engine.build(settings, load.model_dir, notes.deliver, notes.journal, data_dir)
-    engine.start()
+    local = LocalEngine(load.model_dir, settings, data_dir, recorder=notes)
     try:
-        _play(engine, notes, load, pairs)
+        _play(local, notes, load, pairs)
     finally:
-        engine.stop(0.0)
+        local.close()
     return notes
 
 
-def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) -> None:
+def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) -> None:
+    engine, vocab = local.engine, local.vocab
     adapters = sorted({pair.adapter for pair in pairs})
-    vocab = int(engine.status()["model"]["vocab_size"])
     arrivals = scale_trace(
         load.trace,
         rate_per_s=load.rate_per_s,
@@ -170,15 +152,18 @@ def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) 
     for at_s, index, item in merge(requests, feedback, key=lambda event: event[0]):
         _sleep_until(notes.started_s + at_s, engine)
         if isinstance(item, Arrival):
-            _submit(engine, notes, item, index, adapters[index % len(adapters)])
+            name, adapter = f"request-{index}", adapters[index % len(adapters)]
+            drawn = {"temperature": Sampling().temperature, "seed": index}
+            try:
+                local.ask(name, item.prompt_ids, item.output_tokens, adapter, notes.started_s + at_s, **drawn)
+            except EngineBusy:
+                notes.refuse(name)
         else:
-            notes.sent[item.adapter, item.pair_id] = time.monotonic() - notes.started_s
-            notes.expect_pair(item.pair_id)
-            engine.submit_pairs([item])
+            local.submit_pairs([item])
         if at_s >= next_line_s:
             next_line_s += _LINE_EVERY_S
             say(
-                f"  {at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.sent)} pairs "
+                f"  {at_s:.0f} of {load.seconds:.0f} s: {notes.open_requests} requests open, {len(notes.pairs)} pairs "
                 f"sent, {len(notes.scores)} scored, {len(notes.versions)} versions"
             )
     _sleep_until(notes.started_s + load.seconds, engine)
@@ -192,16 +177,6 @@ def _play(engine: Engine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) 
     }
     _drain(engine, notes, load)
     notes.report["requests"] = request_counts(list(notes.answers.values()))
-
-
-def _submit(engine: Engine, notes: Notes, arrival: Arrival, number: int, adapter: str) -> None:
-    request_id = f"request-{number}"
-    sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
-    notes.expect(request_id, notes.started_s + arrival.at_s, len(arrival.prompt_ids))
-    try:
-        engine.submit(Request(request_id, arrival.prompt_ids, sampling, adapter))
-    except EngineBusy:
-        notes.refuse(request_id)
 
 
 def _sleep_until(moment_s: float, engine: Engine) -> None:
@@ -223,7 +198,7 @@ def _drain(engine: Engine, notes: Notes, load: Load) -> None:
     deadline_s = time.monotonic() + load.longest_drain_s
     notes.wait_until_answered(load.longest_drain_s, lambda: not engine.error)
     if engine.status()["finetune"]["enabled"]:
-        while len(notes.scores) < len(notes.sent) and time.monotonic() < deadline_s:
+        while len(notes.scores) < len(notes.pairs) and time.monotonic() < deadline_s:
             time.sleep(0.1)
             _check(engine)
 
@@ -261,7 +236,7 @@ def before_training(notes: Notes, pairs: Sequence[TokenPair]) -> dict[str, list[
 
     In the order in which the pairs came; a pair that was never scored is left out.
     """
-    scores = {(score.adapter, score.pair_id): score for score in notes.scores}
+    scores = {(score.adapter, score.pair_id): score for _, score in notes.scores}
     found = [scores[key] for pair in pairs if (key := (pair.adapter, pair.pair_id)) in scores]
     return figures([(s.chosen_logp, s.rejected_logp, s.ref_chosen_logp, s.ref_rejected_logp) for s in found])
 
@@ -270,7 +245,7 @@ def on_arrival(notes: Notes, pairs: Sequence[TokenPair], reference: Reference) -
     """`figures` of each pair by the version that answered when it came: what its user saw at that wall time."""
     rows: list[Logps] = []
     for weights, group in groupby(
-        pairs, key=lambda pair: notes.file_at(pair.adapter, notes.sent[pair.adapter, pair.pair_id])
+        pairs, key=lambda pair: notes.file_at(pair.adapter, notes.pairs[pair.pair_id].sent_s - notes.started_s)
     ):
         rows += score(reference, list(group), weights)
     return figures(rows)
@@ -300,10 +275,10 @@ def learning(notes: Notes) -> dict[str, Any]:
     trained = [version.pairs for _, version in notes.versions if version.reason == "trained"]
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
-    latest = {(score.adapter, score.pair_id): at_s for score, at_s in zip(notes.scores, notes.scored_s, strict=True)}
-    waited = [at_s - notes.started_s - notes.sent[key] for key, at_s in latest.items()]
+    latest = {score.pair_id: at_s for at_s, score in notes.scores}
+    waited = [at_s - notes.pairs[pair_id].sent_s for pair_id, at_s in latest.items()]
     return {
-        "pairs_sent": len(notes.sent),
+        "pairs_sent": len(notes.pairs),
         "pairs_scored": len(latest),
         "versions": len(notes.versions),
         "mean_pairs_of_a_step": sum(trained) / len(trained) if trained else None,
@@ -409,7 +384,13 @@ def capacity(options: Namespace) -> float:
     """Requests per second of a burst, as a replay measures it."""
     settings = settings_of(options, "fcfs")
     plan = ReplayPlan(
-        options.trace, options.pairs, options.model, settings, options.format, retrain_rate=0.0, seconds=1.0
+        trace=options.trace,
+        pairs=options.pairs,
+        model_dir=options.model,
+        settings=settings,
+        pair_format=options.format,
+        retrain_rate=0.0,
+        seconds=1.0,
     )
     return float(replay(plan, lambda line: say(f"  {line}"))["load"]["capacity_per_s"])
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, markdown, option, parse
 from benchmarks.support.interleave import (
-    LONGEST_WAIT_S,
     Conversation,
     Side,
     Spread,
@@ -121,51 +119,33 @@ class _EdgedLearner:
     """The engine with one adapter and nothing to serve."""
 
     def __init__(self, job: Job, model: str) -> None:
-        from edged.align.feedback.pair import PairScored, Record, StepSkipped, VersionPublished
-        from edged.engine.engine import Engine
-        from edged.settings.load import Settings
+        from benchmarks.support.local_engine import LocalEngine
 
-        settings = Settings.model_validate(
-            {
-                "model": {"device": job.device, "dtype": job.dtype},
-                "cache": {"memory_mb": 256},
-                "align": {
-                    "rank": job.rank,
-                    "alpha": job.alpha,
-                    "beta": job.beta,
-                    "learning_rate": job.learning_rate,
-                    "micro_batch_pairs": job.pairs_per_step,
-                    "replay_share": 0.0,
-                    "loss_threshold": 0.0,
-                    "max_active_adapters": 1,
-                },
-                "guard": {"held_out_share": 0.0},
-                "store": {"save_every_s": 3600.0},
-            }
-        )
-        self._done = threading.Semaphore(0)
-        self._losses: list[float] = []
-        self._problem = ""
-
-        def journal(records: list[Record]) -> None:
-            for record in records:
-                if isinstance(record, PairScored):
-                    self._losses.append(record.loss)
-                elif isinstance(record, StepSkipped):
-                    self._problem = record.reason
-                    self._done.release()
-                elif isinstance(record, VersionPublished):
-                    self._done.release()
-
-        self._engine = Engine.build(settings, Path(model), lambda _events: None, journal, None)
-        self._engine.start()
+        settings: dict[str, dict[str, Any]] = {
+            "model": {"device": job.device, "dtype": job.dtype},
+            "cache": {"memory_mb": 256},
+            "align": {
+                "rank": job.rank,
+                "alpha": job.alpha,
+                "beta": job.beta,
+                "learning_rate": job.learning_rate,
+                "micro_batch_pairs": job.pairs_per_step,
+                "replay_share": 0.0,
+                "loss_threshold": 0.0,
+                "max_active_adapters": 1,
+            },
+            "guard": {"held_out_share": 0.0},
+            "store": {"save_every_s": 3600.0},
+        }
+        self._local = LocalEngine(Path(model), settings)
 
     def learn(self, first_id: int, pairs: Sequence[_TokenizedPair]) -> float:
         """One optimizer step; returns the mean loss before it."""
         from edged.align.feedback.pair import TokenPair
 
-        self._losses.clear()
-        self._engine.submit_pairs(
+        recorder = self._local.recorder
+        steps, scored = len(recorder.versions), len(recorder.scores)
+        self._local.submit_pairs(
             [
                 TokenPair(
                     pair_id=first_id + index,
@@ -179,13 +159,14 @@ class _EdgedLearner:
                 for index, pair in enumerate(pairs)
             ]
         )
-        if not self._done.acquire(timeout=LONGEST_WAIT_S) or self._problem:
-            raise RuntimeError(f"edged's engine: {self._engine.error or self._problem or 'no step in time'}")
-        return sum(self._losses) / len(self._losses)
+        recorder.wait_for(lambda: len(recorder.versions) > steps or recorder.skipped_steps, "a step")
+        if recorder.skipped_steps:
+            raise RuntimeError(f"edged's engine: {recorder.skipped_steps[0].reason}")
+        return mean(score.loss for _, score in recorder.scores[scored:])
 
     def close(self) -> None:
         """Stop the engine."""
-        self._engine.stop(0.0)
+        self._local.close()
 
 
 def run_trl(job: Job, converse: Conversation, checkpointing: bool, pairs_per_forward: int) -> None:
@@ -387,7 +368,7 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: 
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
-        "machine": machine.as_json(),
+        "machine": asdict(machine),
         "floor_s": floor_s,
         "times_floor": {
             name: Spread.of([a["seconds"] / least for a, least in zip(found[1:], floor_s, strict=True)]).as_json()

@@ -100,10 +100,12 @@ STREAMS: dict[str, Stream] = {
 
 def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
     """Give an adapter that knows nothing one pair after the other; its accuracies, and the outcomes of the pairs."""
-    first = len(bench.records.versions)
+    first = len(bench.recorder.versions)
     margins = {score.pair_id: score.reward_margin for score in bench.learn(pairs, one_by_one=True)}
     held = {
-        direct: [bench.records.states[pair.pair_id].state == "quarantined" for pair in pairs if pair.direct == direct]
+        direct: [
+            bench.recorder.outcomes[pair.pair_id].state == "quarantined" for pair in pairs if pair.direct == direct
+        ]
         for direct in (True, False)
     }
     bench.engine.forget(pairs[0].adapter).result()
@@ -111,7 +113,7 @@ def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
         "accuracy": by_window([margins.get(pair.pair_id) for pair in pairs]),
         "held_own": [sum(held[True]), len(held[True])],
         "held_foreign": [sum(held[False]), len(held[False])],
-        "versions": [version.reason for version in bench.records.versions[first:] if version.reason != "trained"],
+        "versions": [version.reason for _, version in bench.recorder.versions[first:] if version.reason != "trained"],
     }
 
 

@@ -20,7 +20,7 @@ import benchmarks.support.prepared  # noqa: F401
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
         "model": size,
         **header,
         "dtype": dtype,
-        "machine": {**machine.as_json(), "copy_bytes_per_s": copy},
+        "machine": {**asdict(machine), "copy_bytes_per_s": copy},
         "prompt_tokens": PROMPT_TOKENS,
         **found,
         "shares": {name: shares(work, took_s, machine, copy) for name, (work, took_s) in works.items()},

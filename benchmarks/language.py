@@ -22,11 +22,10 @@ import json
 import random
 import statistics
 import tempfile
-import threading
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from benchmarks.support.command import (
     say,
 )
 from benchmarks.support.interleave import open_sides
+from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import report_header
 from benchmarks.support.preference_streams import (
     DEMO_TASTES,
@@ -60,13 +60,10 @@ from benchmarks.support.preference_streams import (
     relabel,
 )
 from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
-from edged.align.feedback.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
+from edged.align.feedback.pair import PairScored, TokenPair
 from edged.align.language import neutral_pairs, repetition
 from edged.align.metrics import RECENT_PAIRS
 from edged.bench.replay import load_pairs
-from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, Request, TokenEvent
-from edged.engine.sampling.params import Sampling
 from edged.models import demo_model_dir
 from edged.settings.load import ConfigError, Settings, load_settings
 from edged.text.tokenizer import Tokenizer
@@ -88,54 +85,6 @@ _LONGEST_S = 1800.0
 """Learning or answering that takes longer has gone wrong."""
 
 
-class RunError(RuntimeError):
-    """A run did not come to its end; the message says where."""
-
-
-@dataclass
-class Records:
-    """The engine's callbacks keep here answers by request, pairs' latest states, prequential scores and versions."""
-
-    answers: dict[str, list[int]] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    scores: list[PairScored] = field(default_factory=list)
-    states: dict[int, PairRetired] = field(default_factory=dict)
-    versions: list[VersionPublished] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def deliver(self, events: list[Event]) -> None:
-        """Take tokens and ends in."""
-        with self.changed:
-            for event in events:
-                if isinstance(event, TokenEvent):
-                    self.answers.setdefault(event.request_id, []).append(event.token_id)
-                elif isinstance(event, FinishEvent):
-                    self.ended.add(event.request_id)
-            self.changed.notify_all()
-
-    def take(self, records: list[Record]) -> None:
-        """Take the learning loop's records in."""
-        with self.changed:
-            for record in records:
-                if isinstance(record, PairRetired):
-                    self.states[record.pair_id] = record
-                elif isinstance(record, PairScored) and record.split == "prequential":
-                    self.scores.append(record)
-                elif isinstance(record, VersionPublished):
-                    self.versions.append(record)
-            self.changed.notify_all()
-
-    def settled(self, ids: Sequence[int]) -> bool:
-        """Whether each of these pairs has an outcome."""
-        return all(pair in self.states and self.states[pair].state != "queued" for pair in ids)
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until `condition` holds. Raises RunError."""
-        with self.changed:
-            if not self.changed.wait_for(condition, _LONGEST_S):
-                raise RunError(f"{what} was not done after {_LONGEST_S:g} s")
-
-
 @dataclass(frozen=True, slots=True)
 class Exam:
     """Prompts that no adapter learns from, with the base model's own answers to them."""
@@ -147,32 +96,29 @@ class Exam:
     """Pairs that no adapter learns from: text by others, for NLL, KL and reward accuracy."""
 
 
-class Bench:
+class Bench(LocalEngine):
     """An engine, which learns and answers, and transformers with peft beside it as the judge of NLL and KL."""
 
     def __init__(self, model: Path, settings: Settings, reference: Reference) -> None:
         """Raises what building an engine raises."""
-        self.settings, self.reference, self.codec = settings, reference, Tokenizer.load(model)
-        self.records = Records()
         self._folder = tempfile.TemporaryDirectory(prefix="edged-")
+        super().__init__(model, settings, Path(self._folder.name))
+        self.settings, self.reference, self.codec = settings, reference, Tokenizer.load(model)
         self._numbers = itertools.count()
-        self.engine = Engine.build(settings, model, self.records.deliver, self.records.take, Path(self._folder.name))
-        self.engine.start()
         self.engine.test_with(neutral_pairs(self.codec))
 
     def close(self) -> None:
         """Stop the engine and remove its adapters."""
-        self.engine.stop(0.0)
+        super().close()
         self._folder.cleanup()
 
     def answers(self, asked: Sequence[Tokens], adapter: str | None, temperature: float) -> list[Tokens]:
         """The answers to prompts in tokens, EOS included where there is one; those of equal seeds are equal."""
         ids = [f"exam-{next(self._numbers)}" for _ in asked]
         for seed, (request_id, prompt) in enumerate(zip(ids, asked, strict=True)):
-            sampling = Sampling(max_tokens=_ANSWER_TOKENS, temperature=temperature, seed=seed)
-            self.engine.submit(Request(request_id, prompt, sampling, adapter))
-        self.records.wait(lambda: self.records.ended.issuperset(ids), "an exam")
-        return [tuple(self.records.answers.pop(request_id, ())) for request_id in ids]
+            self.ask(request_id, prompt, _ANSWER_TOKENS, adapter, temperature=temperature, seed=seed, ignore_eos=False)
+        self.wait(_LONGEST_S)
+        return [tuple(event.token_id for event in self.recorder.tokens.pop(request_id, ())) for request_id in ids]
 
     def exam(self, asked: Sequence[Tokens], unseen: Sequence[TokenPair]) -> Exam:
         """The base model's part of an exam."""
@@ -197,15 +143,20 @@ class Bench:
 
     def learn(self, pairs: Sequence[TokenPair], one_by_one: bool) -> list[PairScored]:
         """Have an adapter learn `pairs`, all at once or each when the one before is learned; their scores before."""
-        first = len(self.records.scores)
-        states = self.records.states
+        recorder = self.recorder
+        first = len(recorder.scores)
         for part in [[pair] for pair in pairs] if one_by_one else [list(pairs)]:
             ids = [pair.pair_id for pair in part]
             for pair_id in ids:
-                states.pop(pair_id, None)
-            self.engine.submit_pairs(part)
-            self.records.wait(partial(self.records.settled, ids), "learning")
-        return self.records.scores[first:]
+                recorder.outcomes.pop(pair_id, None)
+            self.submit_pairs(part)
+            recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
+        return [score for _, score in recorder.scores[first:]]
+
+    def _settled(self, ids: Sequence[int]) -> bool:
+        """Whether each of these pairs has an outcome."""
+        outcomes = self.recorder.outcomes
+        return all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids)
 
     def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
         """What a person gets: answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.

@@ -22,8 +22,8 @@ import time
 from argparse import Namespace
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,13 @@ import numpy as np
 import torch
 
 from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, finish, markdown, model_folder, option, parse
-from benchmarks.support.interleave import LONGEST_WAIT_S
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import read_pairs
 from edged.bench.replay import load_pairs
-from edged.engine.build import EngineParts
-from edged.engine.model_runner import RunnerOutput
+from edged.engine.stats.iterations import Iteration
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer
@@ -98,44 +96,19 @@ def wait_of(pieces: Sequence[Piece], arrived_s: float, started_s: float) -> Wait
     )
 
 
-class Watch:
-    """Remembers every piece of an executor's runs. Must be put in its place before the engine starts."""
-
-    def __init__(self, run: Callable[..., RunnerOutput]) -> None:
-        self.pieces: list[Piece] = []
-        self._run = run
-
-    def __call__(self, *arguments: Any, **named: Any) -> RunnerOutput:
-        """`ModelRunner.run`: units lie back to back at its end, the forward before them."""
-        work = self._run(*arguments, **named)
-        moment = time.monotonic() - sum(seconds for _, seconds in work.units)
-        if work.forward_s:
-            tokens = sum(count for _, count in (*work.prefilled, *work.finetuned))
-            self.pieces.append(Piece(FORWARD, tokens, moment - work.forward_s, moment))
-        for piece, seconds in work.units:
-            self.pieces.append(Piece(piece.kind, piece.tokens, moment, moment + seconds))
+def pieces_of(iterations: Iterable[Iteration]) -> Iterator[Piece]:
+    """What ran in iterations: their units lie back to back at the end, the forward before them."""
+    for one in iterations:
+        moment = one.started_s + one.elapsed_s - sum(seconds for _, _, seconds in one.units)
+        if one.forward_s:
+            yield Piece(FORWARD, sum(share.tokens for share in one.members), moment - one.forward_s, moment)
+        for kind, tokens, seconds in one.units:
+            yield Piece(kind, tokens, moment, moment + seconds)
             moment += seconds
-        return work
 
 
 class Bench(LocalEngine):
     """An engine that learns without pause while requests come one at a time."""
-
-    def __init__(self, model: Path, settings: Settings, pairs: Sequence[TokenPair]) -> None:
-        super().__init__(model, settings, watch=self._watch)
-        self.engine.submit_pairs(list(pairs))
-
-    def _watch(self, parts: EngineParts) -> None:
-        self.watch = Watch(parts.runner.run)
-        setattr(parts.runner, "run", self.watch)  # noqa: B010 - a method of one object is watched
-
-    def wait_until_learning(self) -> None:
-        """Until the first step has been taken: what is loaded late is loaded then."""
-        deadline_s = time.monotonic() + LONGEST_WAIT_S
-        while not self.engine.status()["finetune"]["steps"]:
-            if self.engine.error or time.monotonic() > deadline_s:
-                raise RuntimeError(f"the engine: {self.engine.error or 'no step in time'}")
-            time.sleep(0.05)
 
     def arrive(self, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
         """One request from its arrival to its end: the moments of its arrival and of its forward's start."""
@@ -150,23 +123,28 @@ def measure(
 ) -> tuple[list[Wait], dict[str, Any]]:
     """What each of `requests` met that came at random after the one before it ended; and what was learnt meanwhile."""
     chance = random.Random(seed)
-    bench = Bench(model, settings, pairs)
+    bench = Bench(model, settings)
+    bench.submit_pairs(pairs)
+    ran: list[Iteration] = []
     try:
-        bench.wait_until_learning()
+        # What is loaded late is loaded with the first step.
+        bench.recorder.wait_for(lambda: bench.engine.error or bench.recorder.versions, "a step")
         before = bench.engine.status()
         moments = []
         for number in range(requests):
             time.sleep(chance.expovariate(1.0 / mean_gap_s))
             prompt = tuple(chance.randrange(3, bench.vocab) for _ in range(_PROMPT_TOKENS))
             moments.append(bench.arrive(str(number), prompt))
+            ran += bench.engine.iterations(ran[-1].number if ran else 0)
         after = bench.engine.status()
     finally:
         bench.close()
+    pieces = list(pieces_of(ran))
     learnt = {
         "steps": after["finetune"]["steps"] - before["finetune"]["steps"],
         "pairs_left": after["finetune"]["pairs_queued"],
     }
-    return [wait_of(bench.watch.pieces, *moment) for moment in moments], learnt
+    return [wait_of(pieces, *moment) for moment in moments], learnt
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -226,7 +204,7 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
         "mean_gap_s": options.gap_s,
         "adapters": options.adapters,
         "learnt_meanwhile": learnt,
-        "machine": machine.as_json(),
+        "machine": asdict(machine),
         "all": summary(waits, floors),
         "by_kind": {
             kind: summary([wait for wait in waits if wait.kind == kind], floors)

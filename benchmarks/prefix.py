@@ -22,11 +22,10 @@ import contextlib
 import json
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +34,6 @@ import torch
 
 from benchmarks.support.command import DEVICE, finish, flag, markdown, option, parse, table_of
 from benchmarks.support.interleave import (
-    LONGEST_WAIT_S,
     Conversation,
     Spread,
     open_sides,
@@ -48,9 +46,8 @@ from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header
 from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scaled, whole_conversations
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.recorder import percentiles_ms
+from edged.bench.figures import percentiles_ms
 from edged.bench.traces import Arrival, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
-from edged.engine.request import Event, FinishEvent
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
@@ -80,71 +77,55 @@ class Job:
     memory_mb: int
 
 
-class _ClosedLoop:
+class _ClosedLoop(LocalEngine):
     """An engine that is kept at `concurrency` open requests."""
 
     def __init__(self, job: Job, shares: bool) -> None:
         self._concurrency = job.concurrency
-        self._open: dict[str, int | None] = {}
-        """Conversations by the request that is open."""
-        self._changed = threading.Condition()
         settings: dict[str, dict[str, Any]] = {
             "model": {"device": job.device, "dtype": job.dtype},
             "cache": {"prefix_sharing": shares, "memory_mb": job.memory_mb},
         }
-        self._local = LocalEngine(Path(job.model), settings, also=self._close_ended)
-
-    def _close_ended(self, events: list[Event]) -> None:
-        with self._changed:
-            for event in events:
-                if isinstance(event, FinishEvent):
-                    del self._open[event.request_id]
-            self._changed.notify_all()
+        super().__init__(Path(job.model), settings)
 
     def run(self, rows: Sequence[TraceRow], load: Sequence[Arrival]) -> dict[str, Any]:
         """Send the load, which `rows` became, as fast as it is answered; its figures."""
-        waiting = [(str(number), conversation_of(row)) for number, row in enumerate(rows)]
+        talks = {str(number): conversation_of(row) for number, row in enumerate(rows)}
+        waiting, answers = list(talks), self.recorder.answers
+
+        def next_one() -> str | None:
+            """The first request that may go now."""
+            going_on = [talks[name] for name, answer in answers.items() if answer.finish is None]
+            if len(going_on) >= self._concurrency:
+                return None
+            return next((name for name in waiting if talks[name] is None or talks[name] not in going_on), None)
+
         started = time.monotonic()
         while waiting:
-            name, conversation = waiting.pop(self._next(waiting))
-            self._open[name] = conversation
-            arrival = load[int(name)]
-            self._local.ask(name, arrival.prompt_ids, arrival.output_tokens)
-        answers = self._local.wait().values()
+            self.recorder.wait_for(lambda: next_one() or self.engine.error, "an answer")
+            name = next_one()
+            if name is None:
+                raise RuntimeError(f"edged's engine: {self.engine.error}")
+            waiting.remove(name)
+            self.ask(name, load[int(name)].prompt_ids, load[int(name)].output_tokens)
+        self.wait()
         seconds = time.monotonic() - started
-        ends = [answer.finish for answer in answers if answer.finish is not None]
+        ends = [answer.finish for answer in answers.values() if answer.finish is not None]
         prompt_tokens = sum(end.prompt_tokens for end in ends)
         return {
             "seconds": seconds,
             "requests_per_s": len(load) / seconds,
             "prompt_tokens_per_s": prompt_tokens / seconds,
-            "ttft_ms": percentiles_ms([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+            "ttft_ms": percentiles_ms([answer.ttft_s for answer in answers.values() if answer.ttft_s is not None]),
             "hit_share": sum(end.cached_tokens for end in ends) / prompt_tokens,
         }
-
-    def _next(self, waiting: Sequence[tuple[str, int | None]]) -> int:
-        """The index of the first request that may go now; waits until there is one."""
-
-        def first() -> int | None:
-            if len(self._open) >= self._concurrency:
-                return None
-            going_on = set(self._open.values()) - {None}
-            return next((index for index, (_, talk) in enumerate(waiting) if talk not in going_on), None)
-
-        with self._changed:
-            if not self._changed.wait_for(lambda: first() is not None or self._local.engine.error, LONGEST_WAIT_S):
-                raise RuntimeError("edged's engine: no answer in time")
-            found = first()
-        if found is None:
-            raise RuntimeError(f"edged's engine: {self._local.engine.error}")
-        return found
 
 
 def be_side(name: str, told: str) -> None:
     """Each question `{"workload": NAME, "seed": N}` is a round, with tokens that no other round has."""
     job = Job(**json.loads(told))
     workloads = {
-        workload: [TraceRow(at_s, prompt, output, tuple(blocks)) for at_s, prompt, output, blocks in rows]
+        workload: [TraceRow(**{**row, "blocks": tuple(row["blocks"])}) for row in rows]
         for workload, rows in json.loads(Path(job.workloads).read_text()).items()
     }
     loop = _ClosedLoop(job, name == SHARING)
@@ -210,35 +191,33 @@ def run(trace: RequestTrace, options: Namespace) -> None:
             concurrency=options.concurrency,
             memory_mb=options.memory_mb,
         )
-        limits = Limits(job, machine)
+        limit = bounds_of(job, machine)
         if options.analyse:
-            bounds = analyse(trace.rows, limits, options.requests)
-            report: dict[str, Any] = {"bounds": {label: found.as_json() for label, found in bounds.items()}}
+            bounds = analyse(trace.rows, limit, options.requests)
+            report: dict[str, Any] = {"bounds": {label: asdict(found) for label, found in bounds.items()}}
             finish(options, report, bounds_table(bounds, job, machine))
             return
         workloads = choose(trace.rows, options)
-        rows = {
-            name: [(row.at_s, row.prompt_tokens, row.output_tokens, row.blocks) for row in chosen]
-            for name, chosen in workloads.items()
-        }
+        rows = {name: [asdict(row) for row in chosen] for name, chosen in workloads.items()}
         Path(job.workloads).write_text(json.dumps(rows))
-        report = {"model": size, "trace": trace.name, "machine": machine.as_json()}
-        report |= measure(job, workloads, limits, options.rounds)
+        report = {"model": size, "trace": trace.name, "machine": asdict(machine)}
+        report |= measure(job, workloads, limit, options.rounds)
     finish(options, report, table(report))
 
 
-class Limits:
-    """The bounds of rows on one model and machine, at the lengths that the job gives them."""
+BoundOf = Callable[[Sequence[TraceRow]], Bound]
+"""The bound of rows as they are in the trace, at the lengths that a job gives them."""
 
-    def __init__(self, job: Job, machine: Machine) -> None:
-        self._job, self._machine = job, machine
-        self._sizes = Sizes.of(Path(job.model), job.dtype)
 
-    def of(self, rows: Sequence[TraceRow]) -> Bound:
-        """Of rows as they are in the trace."""
-        job = self._job
+def bounds_of(job: Job, machine: Machine) -> BoundOf:
+    """Bounds on the job's model and a machine."""
+    sizes = Sizes.of(Path(job.model), job.dtype)
+
+    def limit(rows: Sequence[TraceRow]) -> Bound:
         rows = scaled(rows, job.block_tokens / job.trace_block_tokens, job.block_tokens, job.context_tokens)
-        return bound(rows, job.block_tokens, self._sizes, self._machine, job.concurrency)
+        return bound(rows, job.block_tokens, sizes, machine, job.concurrency)
+
+    return limit
 
 
 def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[TraceRow]]:
@@ -250,11 +229,11 @@ def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[T
     return {name: make() for name, make in makers.items() if options.workload in (None, name)}
 
 
-def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str, Bound]:
+def analyse(rows: Sequence[TraceRow], limit: BoundOf, requests: int) -> dict[str, Bound]:
     """Bounds of the whole trace, of its windows (the middle one and the best) and of its conversations."""
-    found = {"the whole trace": limits.of(rows)}
+    found = {"the whole trace": limit(rows)}
     for length in WINDOWS:
-        windows = [limits.of(rows[at : at + length]) for at in range(0, len(rows) - length + 1, length)]
+        windows = [limit(rows[at : at + length]) for at in range(0, len(rows) - length + 1, length)]
         if windows:
             windows.sort(key=lambda window: window.hit_share)
             found[f"windows of {length}: median"] = windows[len(windows) // 2]
@@ -262,11 +241,11 @@ def analyse(rows: Sequence[TraceRow], limits: Limits, requests: int) -> dict[str
     for turns in TURNS:
         for label, most in (("all", len(rows)), (f"first {requests}", requests)):
             with contextlib.suppress(ValueError):  # a short trace may have none
-                found[f"conversations of {turns} and more: {label}"] = limits.of(whole_conversations(rows, turns, most))
+                found[f"conversations of {turns} and more: {label}"] = limit(whole_conversations(rows, turns, most))
     return found
 
 
-def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, rounds: int) -> dict[str, Any]:
+def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limit: BoundOf, rounds: int) -> dict[str, Any]:
     """One round of the first workload to warm up, then `rounds` of each, the two sides in turns."""
     header = report_header(job.device)
     names = [next(iter(workloads)), *(name for _ in range(rounds) for name in workloads)]
@@ -290,7 +269,7 @@ def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limits: Limits, 
         "rounds": rounds,
         "workloads": {
             name: {
-                "bound": limits.of(rows).as_json(),
+                "bound": asdict(limit(rows)),
                 **figures({side: found[index :: len(workloads)] for side, found in answers.items()}),
             }
             for index, (name, rows) in enumerate(workloads.items())
@@ -328,7 +307,7 @@ def bounds_table(bounds: dict[str, Bound], job: Job, machine: Machine) -> str:
         "prefills": "{prefill_speedup:.2f}",
         "with answers": "{speedup:.2f}",
     }
-    rows = [{"label": label, **found.as_json()} for label, found in bounds.items()]
+    rows = [{"label": label, **asdict(found)} for label, found in bounds.items()]
     title = (
         f"Blocks of {job.trace_block_tokens} tokens as {job.block_tokens}, context {job.context_tokens}, "
         f"{job.concurrency} at once; an unbounded cache at the floors of {machine.text()}"

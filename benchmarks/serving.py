@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -82,37 +82,23 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
     """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
     from benchmarks.adapters import write_adapters
     from benchmarks.support.local_engine import LocalEngine
-    from edged.engine.engine import Engine
-    from edged.engine.request import Event, TokenEvent
     from edged.settings.load import Settings
 
     settings = Settings.model_validate({"model": {"device": job.device, "dtype": job.dtype}})
-    tokens: dict[str, list[int]] = {}
-    wrong: list[int] = []
-
-    def collect(events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, TokenEvent):
-                tokens[event.request_id].append(event.token_id)
-                if event.version != bool(adapter):
-                    wrong.append(event.version)
-
-    folder = Path(job.adapters) if adapter else None
+    model, folder = Path(job.model), Path(job.adapters)
     if adapter:
-        blank = Engine.build(settings, Path(job.model), lambda _events: None, lambda _records: None, folder)
-        write_adapters(blank.adapter_files, [adapter])
-        del blank
-    engine = LocalEngine(Path(job.model), settings, folder, also=collect)
+        write_adapters(settings, model, folder, [adapter])
+    engine = LocalEngine(model, settings, folder if adapter else None)
 
     def answer(prompts: Prompts) -> Answers:
-        tokens.clear()
-        tokens.update({str(index): [] for index in range(len(prompts))})
+        engine.recorder.tokens.clear()
         for index, prompt in enumerate(prompts):
             engine.ask(str(index), prompt, job.output_tokens, adapter)
         engine.wait()
-        if wrong:
-            raise RuntimeError(f"edged's engine: tokens of version {wrong[0]}, with adapter {adapter}")
-        return [tokens[str(index)] for index in range(len(prompts))]
+        found = [engine.recorder.tokens[str(index)] for index in range(len(prompts))]
+        if wrong := {event.version for events in found for event in events} - {int(bool(adapter))}:
+            raise RuntimeError(f"edged's engine: tokens of versions {wrong}, with adapter {adapter}")
+        return [[event.token_id for event in events] for events in found]
 
     return answer
 
@@ -316,7 +302,7 @@ def floors(job: Job, machine: Machine) -> dict[str, Any]:
             total += decode(sizes, job.requests, job.prompt_tokens + token, adapters).floor_s(machine)
         return total
 
-    return {"machine": machine.as_json(), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
+    return {"machine": asdict(machine), "floor_s": {EDGED: seconds(0), ADAPTED: seconds(1)}}
 
 
 def table(report: dict[str, Any]) -> str:

@@ -12,8 +12,6 @@ leaves out. Printed: medians over the rounds with the smallest and the largest, 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -23,12 +21,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support.command import FORMAT, MODEL, PAIRS, SEED, existing_file, finish, names, option, parse, say
+from edged.bench.compare import RunFailed, Workload, call
 from edged.bench.replay import load_pairs
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings, load_settings
 from edged.simulator.simulation import SimulationPlan, simulate
 from edged.text.tokenizer import Tokenizer
 
+_PROFILING_S = 600.0
 FIGURES = (
     ("output tokens/s", ("throughput", "output_tokens_per_s")),
     ("prompt tokens/s", ("throughput", "prompt_tokens_per_s")),
@@ -67,22 +67,16 @@ def main() -> None:
         report: dict[str, dict[str, list[dict[str, Any]]]] = {
             policy: {"measured": [], "simulated": []} for policy in options.policies
         }
-        for number in range(options.rounds):
-            say(f"round {number + 1} of {options.rounds}")
-            profile, config = begin_round(options, Path(folder))
-            for policy, sides in report.items():
-                sides["measured"].append(replayed(options, config, policy))
-                sides["simulated"].append(simulated(options, profile, config, policy, sides["measured"][-1]))
+        try:
+            for number in range(options.rounds):
+                say(f"round {number + 1} of {options.rounds}")
+                profile, config = begin_round(options, Path(folder))
+                for policy, sides in report.items():
+                    sides["measured"].append(replayed(options, config, policy))
+                    sides["simulated"].append(simulated(options, profile, config, policy, sides["measured"][-1]))
+        except RunFailed as error:
+            raise SystemExit(str(error)) from None
     finish(options, report, "\n".join(line for policy, sides in report.items() for line in table(policy, **sides)))
-
-
-def edged(arguments: Sequence[str]) -> str:
-    """What a command of `edged` printed; its progress goes to stderr."""
-    command = [sys.executable, "-m", "edged.cli", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"edged {' '.join(arguments)} failed with {done.returncode}")
-    return done.stdout
 
 
 def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
@@ -91,7 +85,8 @@ def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
     if profile is None:
         profile = folder / "profile.json"
         quick = ["--quick"] if options.quick else []
-        edged(["profile", "--model", str(options.model), "--output", str(profile), *quick])
+        command = ["edged", "profile", "--model", str(options.model), "--output", str(profile), "--json", *quick]
+        call(command, _PROFILING_S, say)
     config = folder / "settings.toml"
     config.write_text(f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n")
     return profile, config
@@ -99,11 +94,15 @@ def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
 
 def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
     """A replay's report."""
-    load = ["--trace", options.trace, "--rate", f"{options.rate}", "--retrain-rate", f"{options.retrain_rate}"]
-    run = ["--seconds", f"{options.seconds}", "--seed", f"{options.seed}", "--policy", policy, "--config", str(config)]
-    what = ["--pairs", str(options.pairs), "--format", options.format, "--model", str(options.model), "--json"]
-    report: dict[str, Any] = json.loads(edged(["bench", "replay", *load, *run, *what]))
-    return report
+    workload = Workload(
+        trace=options.trace,
+        model=str(options.model),
+        seconds=options.seconds,
+        pairs=str(options.pairs),
+        pair_format=options.format,
+        config=str(config),
+    )
+    return call(workload.command(policy, options.retrain_rate, options.rate, options.seed), options.seconds, say)
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:

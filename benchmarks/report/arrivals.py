@@ -7,7 +7,7 @@ with the weights that it met.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,14 @@ import torch
 
 from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
-from edged.bench.replay import ADAPTER, Progress, ReplayPlan, replay
+from edged.bench.load_run import ADAPTER, Progress
+from edged.bench.replay import ReplayPlan, replay
 from edged.cli.bench import compare as compare_command
 from edged.cli.bench import replay as replay_command
 from edged.cli.main import CONTEXT, FailingGroup
 from edged.client.client import DaemonError
 from edged.engine.engine import Engine
+from edged.rebuild.scores import answer_logps
 
 _MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
 Weights = tuple[int, dict[str, torch.Tensor]]
@@ -56,29 +58,22 @@ class Arrivals:
         self._arrivals.append(_Arrival(at_s, pair, weights))
 
     def judge(self, model_dir: Path, device: str) -> dict[str, Any]:
-        """Means over the pairs, and the series of them. Loads the model anew: end the engine before."""
-        series = self._series(model_dir, device) if self._arrivals else []
-        means = {name: float(np.mean([row[key] for row in series])) for name, key in _MEANS.items()} if series else {}
-        return {"pairs": len(series), **means, "series": series}
-
-    def _series(self, model_dir: Path, device: str) -> list[dict[str, Any]]:
-        """{"at_s", "version", "win", "clpd_nats", "pair_id"} of each.
+        """Means over the pairs, and the series of them. Loads the model anew: end the engine before.
 
         Log-probabilities of answers are sums in nats, of the unquantized model in float32.
         """
+        series = list(self._series(model_dir, device)) if self._arrivals else []
+        means = {name: float(np.mean([row[key] for row in series])) for name, key in _MEANS.items()} if series else {}
+        return {"pairs": len(series), **means, "series": series}
+
+    def _series(self, model_dir: Path, device: str) -> Iterator[dict[str, Any]]:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
         from transformers import AutoModelForCausalLM
 
-        base = (
-            AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, dtype=torch.float32)
-            .to(device)
-            .eval()
-        )
-        config = LoraConfig(
-            r=self._spec.rank, lora_alpha=self._spec.alpha, target_modules=list(self._spec.peft_targets)
-        )
+        base = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False, dtype=torch.float32).to(device)
+        targets = list(self._spec.peft_targets)
+        config = LoraConfig(r=self._spec.rank, lora_alpha=self._spec.alpha, target_modules=targets)
         model = get_peft_model(base, config).eval()
-        rows = []
         loaded = 0
         for arrival in self._arrivals:
             version, tensors = arrival.weights.result()
@@ -87,19 +82,18 @@ class Arrivals:
                 loaded = version
             # A fresh LoRA, as PEFT makes it, changes nothing: that is version 0.
             pair = arrival.pair
-            with torch.inference_mode():
-                chosen, rejected = (answer_logp(model, pair.prompt, answer) for answer in (pair.chosen, pair.rejected))
-            clpd = float(chosen) - float(rejected)
-            rows.append(
-                {
-                    "at_s": round(arrival.at_s, 3),
-                    "pair_id": pair.pair_id,
-                    "version": version,
-                    "win": clpd > 0.0,
-                    "clpd_nats": clpd,
-                }
-            )
-        return rows
+            with torch.no_grad():
+                chosen, rejected = (
+                    float(answer_logp(model, "default", pair.prompt, answer)) for answer in (pair.chosen, pair.rejected)
+                )
+            clpd = chosen - rejected
+            yield {
+                "at_s": round(arrival.at_s, 3),
+                "pair_id": pair.pair_id,
+                "version": version,
+                "win": clpd > 0.0,
+                "clpd_nats": clpd,
+            }
 
 
 def replay_and_score(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
@@ -130,18 +124,10 @@ for _command, _callback in ((replay_command, _replay), (compare_command, _compar
     arrivals.add_command(click.Command(_command.name, callback=_callback, params=_command.params, help=_command.help))
 
 
-def answer_logp(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """log p(answer | prompt) in nats by one whole forward of a model of transformers or PEFT."""
+def answer_logp(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """log p(answer | prompt) in nats of a PEFT model under an adapter; BASE: under none."""
     targets = torch.tensor(answer, device=model.device)[:, None]
-    return answer_logps(model, prompt, answer).gather(1, targets).sum()
-
-
-def answer_logps(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [answer tokens, vocabulary] of every token at each place of the answer, in nats."""
-    ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-    log_probabilities: torch.Tensor = logits.log_softmax(-1)
-    return log_probabilities
+    return answer_logps(model, adapter, prompt, answer).gather(1, targets).sum()
 
 
 if __name__ == "__main__":

@@ -154,8 +154,8 @@ def against_retrain_rate(setting: Setting) -> Figure | None:
     metrics = {"win rate": WIN_RATE, "CLPD, nats": CLPD, "reward accuracy, as trained": REWARD_ACCURACY}
     panels = []
     for title, metric in metrics.items():
-        curves = {p: setting.curve(metric, p, "retrain_rate", 1.0) for p in setting.policies}
-        curves = {policy: curve for policy, curve in curves.items() if any(y is not None for y in curve.y)}
+        found = setting.curves(metric, "retrain_rate").items()
+        curves = {policy: curve for policy, curve in found if any(y is not None for y in curve.y)}
         if curves:
             panels.append(Panel(title, "retrain rate", title, curves))
     if not panels:

@@ -27,6 +27,7 @@ from benchmarks.report.scored import ScoredWorkload
 from benchmarks.report.serving import ablations, breakdown, iterations, throughput, utilisation
 from benchmarks.report.setting import Setting
 from benchmarks.report.sources import read_pruning, read_scheduler
+from benchmarks.support.command import markdown
 from edged.bench.compare import CompareError, Workload
 
 PAGE = "README.md"
@@ -141,8 +142,7 @@ def _claims_part(found: Sequence[Claim]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"{line}\n" for line in markdown(head, rows))
 
 
 def _about(setting: Setting) -> str:

@@ -73,8 +73,7 @@ def breakdown(setting: Setting) -> Figure:
 
 def throughput(setting: Setting) -> Figure:
     """Figure 10: output tokens per second against the retrain rate, and against the load."""
-    by_retrain = {policy: setting.curve(THROUGHPUT, policy, "retrain_rate") for policy in setting.policies}
-    by_load = {policy: setting.curve(THROUGHPUT, policy, "rate_per_s") for policy in setting.policies}
+    by_retrain, by_load = (setting.curves(THROUGHPUT, axis) for axis in ("retrain_rate", "rate_per_s"))
     orin = "orin" in (setting.simulated or "")
     number = paper.THROUGHPUT_TO_ADAINF_ORIN if orin else paper.THROUGHPUT_TO_ADAINF
     rows = [
@@ -110,14 +109,8 @@ def ablations(setting: Setting) -> Figure | None:
     if len(variants) < 2:
         return None
     highest = setting.rates[-1]
-    panels = [
-        Panel(
-            "SLO attainment",
-            "requests/s",
-            "share of first tokens in time",
-            {policy: setting.curve(ATTAINMENT, policy, "rate_per_s") for policy in variants},
-        )
-    ]
+    attained = setting.curves(ATTAINMENT, "rate_per_s", variants)
+    panels = [Panel("SLO attainment", "requests/s", "share of first tokens in time", attained)]
     for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s"), (PAIRS, "pairs learnt")):
         values = {p: setting.median(metric, p, rate_per_s=highest) for p in variants}
         if any(value is not None for value in values.values()):
@@ -154,12 +147,11 @@ def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Compariso
 
 def iterations(setting: Setting) -> Figure:
     """Figure 13: how many iterations the window took, and how long each was."""
-    count, latency = (
-        ReportFigure("iterations.count", "iterations", 0),
-        ReportFigure("iterations.mean_ms", "iteration ms", 2),
-    )
+    count = ReportFigure("iterations.count", "iterations", 0)
+    latency = ReportFigure("iterations.mean_ms", "iteration ms", 2)
     kinds = ("serving", "finetune", "hybrid")
     by_mix = {kind: ReportFigure(f"iterations.by_mix.{kind}.mean_ms", kind, 2) for kind in kinds}
+    by_policy = {policy: setting.bars(by_mix, policy) for policy in setting.policies}
     rows = [
         ComparisonRow(
             f"{policy}: iterations, mean latency",
@@ -173,25 +165,9 @@ def iterations(setting: Setting) -> Figure:
         "Figure 13: iterations and latency of each",
         tuple(rows),
         (
-            Panel(
-                "iterations in the window",
-                "retrain rate",
-                "iterations",
-                {policy: setting.curve(count, policy, "retrain_rate") for policy in setting.policies},
-            ),
-            Panel(
-                "mean latency",
-                "retrain rate",
-                "ms",
-                {policy: setting.curve(latency, policy, "retrain_rate") for policy in setting.policies},
-            ),
-            Panel(
-                "mean latency by what is in it",
-                "",
-                "ms",
-                {policy: setting.bars(by_mix, policy) for policy in setting.policies},
-                "bar",
-            ),
+            Panel("iterations in the window", "retrain rate", "iterations", setting.curves(count, "retrain_rate")),
+            Panel("mean latency", "retrain rate", "ms", setting.curves(latency, "retrain_rate")),
+            Panel("mean latency by what is in it", "", "ms", by_policy, "bar"),
         ),
         f"By kind at {setting.point()}. Policies that answer more requests in the window need more iterations.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,15 @@ class Setting:
         ratios = [ratio.median for ratio in found if ratio is not None]
         return sum(ratios) / len(ratios) if len(ratios) == len(points) > 1 else None
 
-    def curve(self, metric: ReportFigure, policy: str, axis: str, scale: float = 1.0) -> Curve:
+    def curve(self, metric: ReportFigure, policy: str, axis: str) -> Curve:
         """A metric over `axis` (a field of Run), at the headline otherwise."""
         values = self.runs.axis(axis)
         middles = [self.runs.middle(metric, policy=policy, **{**self.headline, axis: value}) for value in values]
-        return Curve(values, *(column(middles, name, scale) for name in ("median", "low", "high")))
+        return Curve(values, *(column(middles, name) for name in ("median", "low", "high")))
+
+    def curves(self, metric: ReportFigure, axis: str, policies: Sequence[str] = ()) -> dict[str, Curve]:
+        """`curve` of some policies, or of all."""
+        return {policy: self.curve(metric, policy, axis) for policy in policies or self.policies}
 
     def bars(self, metrics: dict[str, ReportFigure], policy: str) -> Curve:
         """Metrics at the headline, by the name of their bar."""
@@ -126,6 +131,6 @@ def _has(report: Any, path: str) -> bool:
     return True
 
 
-def column(middles: list[Middle | None], name: str, scale: float = 1.0) -> list[float | None]:
+def column(middles: list[Middle | None], name: str) -> list[float | None]:
     """One of median, low and high of each."""
-    return [None if middle is None else getattr(middle, name) * scale for middle in middles]
+    return [None if middle is None else getattr(middle, name) for middle in middles]

@@ -9,8 +9,7 @@ the rates from one sixth of the time to the next, which two steps leave near zer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,10 +74,6 @@ class Growth:
             found = [f"resident memory grows by {leak:.2f} MiB a minute"]
         more = {"files": self.files, "threads": self.threads}
         return found + [f"{what} grow by {count:g}" for what, count in more.items() if count > _SPARE]
-
-    def json(self) -> dict[str, Any]:
-        """As it goes into a file."""
-        return asdict(self)
 
 
 def growth(samples: Sequence[Held]) -> Growth:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Soak:
             "missing": missing,
             "fuzz_examples_per_draw": -(-self.fuzz_examples // FUZZ_DRAWS),
             "queue_at_the_end": queue,
-            "growth": held.json(),
+            "growth": asdict(held),
             "held_every_10_s": held_over_time(self.samples[::5]),
             "data_mib": round(subject.data_bytes / 2**20, 1),
             "pages": pages,

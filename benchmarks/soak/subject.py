@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.soak.growth import Held, Said
 from benchmarks.soak.manager import Manager
-from edged.client.client import Address, Client, DaemonError
+from benchmarks.support.checkout import ROOT
+from edged.client.client import DaemonError
+from examples.quickstart.daemon import TemporaryDaemon
 
-_CHECKOUT = Path(__file__).parents[2]
-_READY_S = 120.0
-_STOP_S = 60.0
 MARKER = 5
 """Three of this token in a row have activations that are NaN; answers are biased against it."""
 _SETTINGS = {
@@ -39,51 +37,34 @@ _SETTINGS = {
 }
 
 
-class Subject:
+class Subject(TemporaryDaemon):
     """A daemon with the demo model in `folder`, on a small disk of its own where one can be mounted."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.socket, self.data = folder, folder / "edged.sock", folder / "data"
-        self._orders, self._log = folder / "orders.sock", folder / "log"
-        self.data.mkdir(parents=True, exist_ok=True)
-        self.manager = Manager(folder / "notify.sock")
-        mount = ["mount", "-t", "tmpfs", "-o", "size=384m", "tmpfs", str(self.data)]
-        self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
-        self.process = self._start()
+    READY_S, STOP_S = 120.0, 60.0
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def __init__(self, folder: Path) -> None:
+        self._orders = folder / "orders.sock"
+        data = folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        self.manager = Manager(folder / "notify.sock")
+        mount = ["mount", "-t", "tmpfs", "-o", "size=384m", "tmpfs", str(data)]
+        self.small_disk = subprocess.run(mount, capture_output=True).returncode == 0
+        super().__init__(folder=folder)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """A process that has faults at `order`."""
         self._orders.unlink(missing_ok=True)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
         places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
         settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
-        environment = {**kept, **settings, **self.manager.environment, "PYTHONPATH": str(_CHECKOUT)}
-        command = [sys.executable, "-P", "-m", "benchmarks.support.child", "benchmarks.soak.inject", "edged"]
-        command += [str(self._orders), str(MARKER)]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    def wait_until_ready(self) -> None:
-        """Raises RuntimeError with the end of the log when it never is."""
-        if not self._becomes_ready():
-            raise RuntimeError(f"the daemon is not ready; its log ends with:\n{self.log[-3000:]}")
-
-    def _becomes_ready(self) -> bool:
-        end = time.monotonic() + _READY_S
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(DaemonError), self.client() as client:
-                client.get("/readyz")
-                return True
-            time.sleep(0.1)
-        return False
-
-    @property
-    def log(self) -> str:
-        """All that its lives have said."""
-        return self._log.read_text(errors="replace")
-
-    def client(self) -> Client:
-        """A connection."""
-        return Client(Address(sockets=(self.socket,)), timeout_s=60.0)
+        arguments = [
+            "-m",
+            "benchmarks.support.child",
+            "benchmarks.soak.inject",
+            "edged",
+            str(self._orders),
+            str(MARKER),
+        ]
+        return self._spawn(arguments, {**settings, **self.manager.environment, "PYTHONPATH": str(ROOT)})
 
     def status(self) -> dict[str, Any]:
         """`GET /v1/status`."""
@@ -103,14 +84,14 @@ class Subject:
 
     def restart(self) -> None:
         """A new one, after the end of the one before."""
-        self.process = self._start()
+        self.process = self.start()
         self.wait_until_ready()
 
     def refused_start(self) -> tuple[int | None, str]:
         """Exit code and log of a start that is to be refused; None: it was not, and was ended."""
         before = len(self.log)
-        self.process = self._start()
-        if self._becomes_ready() or self.process.poll() is None:
+        self.process = self.start()
+        if self.becomes_ready() or self.process.poll() is None:
             self.kill()
             return None, self.log[before:]
         return self.process.returncode, self.log[before:]
@@ -120,20 +101,11 @@ class Subject:
         options = f"remount,{'ro' if on else 'rw'}"
         subprocess.run(["mount", "-o", options, str(self.data)], check=True, capture_output=True)
 
-    def stop(self) -> int:
-        """SIGTERM; the exit code, or the signal that it took."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
     def second_daemon(self) -> int:
         """The exit code of another daemon on the same folder."""
         environment = {**os.environ, "EDGED_STORE__DATA_DIR": str(self.data), "EDGED_API__SOCKET": f"{self.socket}2"}
         command = [sys.executable, "-P", "-m", "edged.cli", "serve"]
-        return subprocess.run(command, env=environment, capture_output=True, timeout=_READY_S).returncode
+        return subprocess.run(command, env=environment, capture_output=True, timeout=self.READY_S).returncode
 
     @property
     def tcp_port(self) -> int:
@@ -179,8 +151,7 @@ class Subject:
     def remove(self) -> None:
         """End what is left of it."""
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
         if self.small_disk:
             subprocess.run(["umount", "-l", str(self.data)], check=False)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        super().remove()

@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.interleave import LONGEST_WAIT_S
+from edged.align.feedback.pair import PairRetired, Record, TokenPair, VersionPublished, VersionSaved
 from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.engine import Engine
-from edged.engine.request import Event, Request
+from edged.engine.request import Event, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
 
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class LearningRecorder(ReplayRecorder):
+    """A recorder that keeps answers' tokens, and what became of pairs and versions, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: defaultdict[str, list[TokenEvent]] = defaultdict(list)
+        """By request."""
+        self.outcomes: dict[int, PairRetired] = {}
+        """The latest of each pair, by its id."""
+        self.versions: list[tuple[float, VersionPublished]] = []
+        """With their moments."""
+        self.files: dict[tuple[str, int], str] = {}
+        """Weights of the versions on disk, by adapter and version."""
+
+    def deliver(self, events: list[Event]) -> None:
+        """Keep the tokens, before who waits for the end hears of it."""
+        for event in events:
+            if isinstance(event, TokenEvent):
+                self.tokens[event.request_id].append(event)
+        super().deliver(events)
+
+    def journal(self, records: list[Record]) -> None:
+        """Wake who waits for any of the records."""
+        super().journal(records)
+        with self._changed:
+            for record in records:
+                if isinstance(record, PairRetired):
+                    self.outcomes[record.pair_id] = record
+                elif isinstance(record, VersionPublished):
+                    self.versions.append((self.clock(), record))
+                elif isinstance(record, VersionSaved):
+                    self.files[record.adapter, record.version] = str(Path(record.path) / WEIGHTS_FILE)
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = LONGEST_WAIT_S) -> None:
+        """Until `condition` holds, which events or records bring about. Raises RuntimeError."""
+        with self._changed:
+            if not self._changed.wait_for(condition, seconds):
+                raise RuntimeError(f"the engine: {what} was not there after {seconds:g} s")
+
 
 class LocalEngine:
-    """A running engine that answers every request to its full length, greedily unless told otherwise.
+    """A running engine that answers greedily and to the full length, unless it is told otherwise.
 
-    `settings` are sections as in a settings file; `watch` may replace methods of the parts before the engine starts,
-    `also` hears of the events as well, on the engine's thread.
+    `settings` are sections as in a settings file; `watch` may replace methods of the parts before the engine starts.
     """
 
     def __init__(
@@ -29,32 +73,42 @@ class LocalEngine:
         settings: Settings | dict[str, dict[str, Any]],
         folder: Path | None = None,
         watch: Callable[[EngineParts], None] = lambda _parts: None,
-        also: Callable[[list[Event]], None] = lambda _events: None,
+        recorder: LearningRecorder | None = None,
     ) -> None:
-        self._recorder, self._also = ReplayRecorder(), also
-        parts = build_parts_apart(Settings.model_validate(settings), model, folder, self._deliver)
+        self.recorder = recorder or LearningRecorder()
+        made = Settings.model_validate(settings)
+        parts = build_parts_apart(made, model, folder, self.recorder.deliver, self.recorder.journal)
         watch(parts)
         self.vocab = parts.model.shape.vocab_size
         self.engine = Engine(parts)
         self.engine.start()
 
-    def _deliver(self, events: list[Event]) -> None:
-        # First: whoever waits for the answers finds what it took from the events.
-        self._also(events)
-        self._recorder.deliver(events)
-
-    def ask(self, name: str, prompt: Sequence[int], tokens: int, adapter: str | None = None, **sampling: Any) -> float:
-        """Submit a request; the moment at which it was asked (monotonic clock)."""
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        adapter: str | None = None,
+        due_s: float | None = None,
+        **sampling: Any,
+    ) -> float:
+        """Submit a request that was due at `due_s`, or is now; the moment (monotonic clock)."""
         chosen = Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
-        asked_s = time.monotonic()
-        self._recorder.expect(name, asked_s, len(prompt))
+        due_s = time.monotonic() if due_s is None else due_s
+        self.recorder.expect(name, due_s, len(prompt))
         self.engine.submit(Request(name, tuple(prompt), chosen, adapter))
-        return asked_s
+        return due_s
 
-    def wait(self) -> dict[str, ReplayedAnswer]:
+    def submit_pairs(self, pairs: Sequence[TokenPair]) -> None:
+        """Have pairs learned."""
+        for pair in pairs:
+            self.recorder.expect_pair(pair.pair_id)
+        self.engine.submit_pairs(list(pairs))
+
+    def wait(self, seconds: float = LONGEST_WAIT_S) -> dict[str, ReplayedAnswer]:
         """Wait until all are answered; the answers since the last call. RuntimeError where one is not."""
-        self._recorder.whole_answers(lambda: self.engine.error, LONGEST_WAIT_S)
-        found, self._recorder = self._recorder.answers, ReplayRecorder()
+        self.recorder.whole_answers(lambda: self.engine.error, seconds)
+        found, self.recorder.answers = self.recorder.answers, {}
         return found
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,6 @@ class Machine:
 
     bytes_per_s: float
     operations_per_s: float
-
-    def as_json(self) -> dict[str, float]:
-        """For reports."""
-        return asdict(self)
 
     def text(self) -> str:
         """`38 GB/s, 170 GFLOP/s`."""

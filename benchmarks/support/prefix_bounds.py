@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from benchmarks.support.machine_limits import Machine, Sizes, decode, prefill
 from edged.bench.traces import TraceRow, scaled_lengths
@@ -33,10 +32,6 @@ class Bound:
     unseen_s: float
     first_token_s: float
     unseen_first_token_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        """For reports."""
-        return asdict(self)
 
 
 def unbounded_hits(rows: Sequence[TraceRow], block_tokens: int) -> list[int]:

@@ -17,11 +17,14 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.report.arrivals import answer_logp, answer_logps
+from benchmarks.report.arrivals import answer_logp
 from benchmarks.support.interleave import Conversation, Side, sides_of
 from edged.align.feedback.pair import TokenPair
+from edged.rebuild.scores import BASE, answer_logps
 from edged.settings.load import AlignSettings
 
+_ADAPTER = "default"
+"""What peft calls the first one."""
 _FEW_PARAMETERS = 16_000_000
 """Operations of smaller models are shorter than a hand-over to another thread."""
 Logps = tuple[torch.Tensor, torch.Tensor]
@@ -159,11 +162,10 @@ class _Loop:
         set_peft_model_state_dict(self._model, load_file(adapter))
         found = []
         for prompt, answer in texts:
-            policy = answer_logps(self._model, prompt, answer)
+            policy = answer_logps(self._model, _ADAPTER, prompt, answer)
             base = self._kept.get(key := json.dumps([prompt, answer]))
             if base is None:
-                with self._model.disable_adapter():
-                    base = answer_logps(self._model, prompt, answer)
+                base = answer_logps(self._model, BASE, prompt, answer)
             if keep:
                 self._kept[key] = base
             targets = torch.tensor(answer, device=policy.device)[:, None]
@@ -180,17 +182,17 @@ class _Loop:
         """See `Reference.base`."""
         return [_row(known, known) for known in map(self._reference, pairs)]
 
-    def _logps(self, pair: list[list[int]]) -> Logps:
-        prompt, chosen, rejected = pair
-        return answer_logp(self._model, prompt, chosen), answer_logp(self._model, prompt, rejected)
+    def _logps(self, pair: list[list[int]], adapter: str | None = _ADAPTER) -> Logps:
+        prompt, *answers = pair
+        chosen, rejected = (answer_logp(self._model, adapter, prompt, answer) for answer in answers)
+        return chosen, rejected
 
     @torch.no_grad()
     def _reference(self, pair: list[list[int]]) -> Logps:
         """Of the base model; computed once for a pair."""
         key = json.dumps(pair)
         if key not in self._known:
-            with self._model.disable_adapter():
-                self._known[key] = self._logps(pair)
+            self._known[key] = self._logps(pair, BASE)
         return self._known[key]
 
 

@@ -129,53 +129,37 @@ def compare(
     known = {row["file"]: row for row in manifest["runs"] if "file" in row}
     manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
     _write(folder / MANIFEST, manifest)
-    missing = [run for run in runs if not is_done(folder / run.file)]
-    clock = _Remaining(len(runs), len(missing), jobs, workload.seconds)
+    missing = [run for run in runs if not _is_done(folder / run.file)]
+    ended: list[Run] = []
+    started_s = time.monotonic()
+
+    def remaining() -> str:
+        left = len(missing) - len(ended)
+        each_s = (time.monotonic() - started_s) / len(ended) if ended else workload.seconds / jobs
+        return f"{len(runs) - left} of {len(runs)} runs, about {max(1, round(left * each_s / 60))} min left"
+
+    def do(run: Run) -> None:
+        command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
+        record: dict[str, Any] = {"run": asdict(run), "command": command}
+        name, began_s = run.file.removesuffix(".json"), time.monotonic()
+        try:
+            record["report"] = call(command, workload.seconds, lambda line: progress(f"{remaining()}; {name}: {line}"))
+        except RunFailed as error:
+            record["error"] = str(error)
+            progress(f"{name} failed: {error}")
+        record["wall_s"] = time.monotonic() - began_s
+        _write(folder / run.file, record)
+        ended.append(run)
+
     # A measured run has the machine to itself; simulated ones share its cores.
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda run: _do(workload, run, folder, clock, progress), missing))
+        list(pool.map(do, missing))
     return manifest
 
 
-def is_done(path: Path) -> bool:
+def _is_done(path: Path) -> bool:
     """Whether a run has left a report there, not an error. Raises CompareError for a file that is damaged."""
     return path.is_file() and "report" in read_object(path)
-
-
-class _Remaining:
-    """How far a comparison is; used by several threads."""
-
-    def __init__(self, runs: int, missing: int, jobs: int, seconds: float) -> None:
-        self._runs, self._missing, self._jobs, self._seconds = runs, missing, jobs, seconds
-        self._started_s = time.monotonic()
-        self._ended = 0
-        self._lock = threading.Lock()
-
-    def end(self) -> None:
-        """A run is over."""
-        with self._lock:
-            self._ended += 1
-
-    def __str__(self) -> str:
-        left = self._missing - self._ended
-        elapsed_s = time.monotonic() - self._started_s
-        each_s = elapsed_s / self._ended if self._ended else self._seconds / self._jobs
-        return f"{self._runs - left} of {self._runs} runs, about {max(1, round(left * each_s / 60))} min left"
-
-
-def _do(workload: Workload, run: Run, folder: Path, clock: _Remaining, progress: Progress) -> None:
-    command = workload.command(run.policy, run.retrain_rate, run.rate_per_s, run.seed)
-    record: dict[str, Any] = {"run": asdict(run), "command": command}
-    name = run.file.removesuffix(".json")
-    started_s = time.monotonic()
-    try:
-        record["report"] = call(command, workload.seconds, lambda line: progress(f"{clock}; {name}: {line}"))
-    except RunFailed as error:
-        record["error"] = str(error)
-        progress(f"{name} failed: {error}")
-    clock.end()
-    record["wall_s"] = time.monotonic() - started_s
-    _write(folder / run.file, record)
 
 
 def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:
@@ -236,14 +220,8 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     }
     if not path.is_file():
         created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return {
-            "created_at": created_at,
-            "workload": wanted,
-            **present,
-            "cores": os.cpu_count(),
-            "capacity_per_s": None,
-            "runs": [],
-        }
+        new: dict[str, Any] = {"cores": os.cpu_count(), "capacity_per_s": None, "runs": []}
+        return {"created_at": created_at, "workload": wanted, **present, **new}
     manifest = read_manifest(folder)
     before = manifest["workload"]
     for name in before | wanted:

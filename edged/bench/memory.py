@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +15,93 @@ from transformers import AutoConfig
 from edged.engine.lora.linear import NoSuchLinears
 from edged.engine.model.loading import ModelRefused, pick_dtype
 from edged.engine.model.memory_model import BaseShape, needs
-from edged.engine.model.quantization import CannotQuantize, form_of_checkpoint, form_of_setting, method_of
+from edged.engine.model.quantization import (
+    CannotQuantize,
+    WeightForm,
+    form_of_checkpoint,
+    form_of_setting,
+    method_of,
+)
 from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
 """Kept for the operating system, Python and its libraries, and the context of CUDA: taken to be so, not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A model's sizes, in the form in which the device holds it."""
+
+    name: str
+    path: str
+    architecture: str
+    shape: BaseShape
+    heads: int
+    form: WeightForm
+    dtype: torch.dtype
+    quantization: str
+
+    @classmethod
+    def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
+        """From a directory or a config.json. Raises ModelRefused."""
+        try:
+            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+            shape = BaseShape.of_config(config, settings.align.target_modules)
+        except NoSuchLinears as error:
+            raise ModelRefused(str(error)) from None
+        except Exception as error:
+            raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
+        dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
+        stored, kind = method_of(config), settings.model.quantize
+        method = str(stored.get("quant_method")) if stored else kind
+        try:
+            # A profile of such a checkpoint names the method itself.
+            if stored and kind not in ("", method):
+                raise CannotQuantize(f"it is already quantized ({method}): leave --quantize out")
+            form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
+        except CannotQuantize as error:
+            raise ModelRefused(f'model "{path}": {error}') from None
+        return cls(
+            name=path.stem if path.is_file() else path.name,
+            path=str(path),
+            architecture=str((config.architectures or [config.model_type])[0]),
+            shape=shape,
+            heads=int(config.get_text_config().num_attention_heads),
+            form=form,
+            dtype=dtype,
+            quantization=method,
+        )
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of the decoder's linears, in all layers."""
+        return sum(fan_in * fan_out for fan_in, fan_out in self.shape.linears)
+
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes of them."""
+        return sum(self.form.bytes_of(*linear) for linear in self.shape.linears)
+
+    @property
+    def dtype_name(self) -> str:
+        """Without "torch."."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def report(self, device: str, context: int) -> dict[str, Any]:
+        """As a status shows a model."""
+        weights = self.shape.plain_weights * self.dtype.itemsize + self.linear_bytes
+        return {
+            "name": self.name,
+            "path": self.path,
+            "architecture": self.architecture,
+            "parameters": self.shape.parameters,
+            "weight_bytes": weights,
+            "quantization": self.quantization,
+            "dtype": self.dtype_name,
+            "device": device,
+            "max_context_tokens": context,
+            "vocab_size": self.shape.vocab_size,
+        }
 
 
 def plan_memory(
@@ -29,43 +111,29 @@ def plan_memory(
 
     `context` is how many tokens of K/V must fit. Raises ModelRefused.
     """
-    try:
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-        shape = BaseShape.of_config(config, settings.align.target_modules)
-    except NoSuchLinears as error:
-        raise ModelRefused(str(error)) from None
-    except Exception as error:
-        raise ModelRefused(f'model "{model}" has no configuration that can be read: {error}') from error
-    dtype = pick_dtype(settings.model.dtype, torch.device(device))
-    stored, kind = method_of(config), settings.model.quantize
-    try:
-        if stored and kind:
-            raise CannotQuantize(f"it is already quantized ({stored.get('quant_method')}): leave --quantize out")
-        cuda = device == "cuda"
-        form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
-    except CannotQuantize as error:
-        raise ModelRefused(f'model "{model}": {error}') from None
-    system = SYSTEM_BYTES[device]
-    found = needs(shape, settings, form, dtype, cuda, device_bytes - system)
+    cuda, system = device == "cuda", SYSTEM_BYTES[device]
+    sizes = ModelSizes.read(model, settings, cuda)
+    found = needs(sizes.shape, settings, sizes.form, sizes.dtype, cuda, device_bytes - system)
     parts = {"system": system, **asdict(found)}
-    sizes = {name: parts.pop(name) for name in ("kv_per_token", "loaded_adapters", "active_adapters")}
-    room, wanted = device_bytes - system - found.total, context * found.kv_per_token
+    kv_per_token = parts.pop("kv_per_token")
+    adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
+    room, wanted = device_bytes - system - found.total, context * kv_per_token
     if room < wanted:
         # Steps compute their layers twice then.
         room, parts["kept_graph"] = room + found.kept_graph, 0
     return {
         "model": str(model),
-        "parameters": shape.parameters,
-        "quantization": str(stored.get("quant_method")) if stored else kind,
+        "parameters": sizes.shape.parameters,
+        "quantization": sizes.quantization,
         "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": sizes.dtype_name,
         "device_bytes": device_bytes,
         "parts": parts,
-        "kv_bytes_per_1k_tokens": 1000 * sizes.pop("kv_per_token"),
-        "adapter": {"rank": settings.align.rank, **sizes},
+        "kv_bytes_per_1k_tokens": 1000 * kv_per_token,
+        "adapter": {"rank": settings.align.rank, **adapters},
         "context_tokens": context,
         "context_bytes": wanted,
         "free_bytes": room,
-        "kv_tokens": max(0, room) // found.kv_per_token,
+        "kv_tokens": max(0, room) // kv_per_token,
         "fits": room >= wanted,
     }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,6 @@ class Middle:
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
-    def as_json(self) -> dict[str, float]:
-        """For reports."""
-        return {"median": self.median, "low": self.low, "high": self.high}
-
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -85,12 +80,13 @@ class Done:
     report: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a comparison's folder."""
+    """The runs of a comparison's folder; `failed` maps the file of a run to its error."""
 
-    def __init__(self, manifest: dict[str, Any], done: Sequence[Done], failed: dict[str, str]) -> None:
-        """`failed` maps the file of a run to its error."""
-        self.manifest, self.done, self.failed = manifest, list(done), failed
+    manifest: dict[str, Any]
+    done: Sequence[Done]
+    failed: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> Runs:
@@ -146,24 +142,16 @@ def _done(path: Path, record: dict[str, Any]) -> Done:
 
 def summarise(runs: Runs) -> list[dict[str, Any]]:
     """A row per request rate, retrain rate and policy: each metric's median and range, and its ratio to baselines."""
-    points: defaultdict[tuple[float, float, float | None], list[str]] = defaultdict(list)
-    for done in runs.done:
-        policies = points[done.run.rate_per_s, done.run.retrain_rate, done.run.load]
-        if done.run.policy not in policies:
-            policies.append(done.run.policy)
+    points = {(one.run.rate_per_s, one.run.retrain_rate, one.run.load, one.run.policy) for one in runs.done}
+    order = runs.axis("policy").index
     rows = []
-    for (rate, retrain_rate, load), policies in sorted(points.items(), key=lambda item: item[0][:2]):
-        point: dict[str, Any] = {"rate_per_s": rate, "retrain_rate": retrain_rate, "load": load}
-        for policy in sorted(policies, key=runs.axis("policy").index):
-            row: dict[str, Any] = {
-                **point,
-                "policy": policy,
-                "runs": len(runs.at(policy=policy, **point)),
-                "metrics": {},
-            }
-            for metric in METRICS:
-                values = {"value": runs.middle(metric, policy=policy, **point)}
-                values |= {f"to_{base}": runs.ratio(metric, policy, base, **point) for base in BASELINES}
-                row["metrics"][metric.path] = {name: middle and middle.as_json() for name, middle in values.items()}
-            rows.append(row)
+    for rate, retrain_rate, load, policy in sorted(points, key=lambda at: (*at[:2], at[2] or 0.0, order(at[3]))):
+        point = {"rate_per_s": rate, "retrain_rate": retrain_rate, "load": load}
+        metrics = {}
+        for metric in METRICS:
+            values = {"value": runs.middle(metric, policy=policy, **point)}
+            values |= {f"to_{base}": runs.ratio(metric, policy, base, **point) for base in BASELINES}
+            metrics[metric.path] = {name: middle and asdict(middle) for name, middle in values.items()}
+        count = len(runs.at(policy=policy, **point))
+        rows.append({**point, "policy": policy, "runs": count, "metrics": metrics})
     return rows

@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -137,17 +137,6 @@ def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_i
     )
 
 
-def load_figures(trace: RequestTrace, load: Sequence[Arrival], context_tokens: int) -> dict[str, Any]:
-    """What a report tells of a trace and of the load that it became."""
-    return {
-        "trace": trace.name,
-        "recorded_rate_per_s": trace.rate_per_s,
-        "length_scale": length_scale(trace, context_tokens),
-        "mean_prompt_tokens": sum(len(arrival.prompt_ids) for arrival in load) / len(load),
-        "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
-    }
-
-
 def scale_rows(
     rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
 ) -> list[Arrival]:
@@ -155,13 +144,26 @@ def scale_rows(
 
     Requests that are still too long for the context keep the start of the prompt.
     """
-    fresh = count()
-    prompts = _PromptMaker(max(1, round(block_tokens * scale)), token_ids, seed)
+    whole_block = max(1, round(block_tokens * scale))
+    # Listed, so that the prompts of a long load share their numbers.
+    known_ids, fresh = list(token_ids), count()
+
+    def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
+        """Random tokens, always the same ones of a kind's number."""
+        drawn = np.random.default_rng((seed, kind, number)).integers(0, len(known_ids), tokens)
+        return tuple(known_ids[index] for index in drawn.tolist())
+
+    def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """One whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
+        if not blocks:
+            return draw(0, next(fresh), tokens)
+        ids = tuple(chain(*(draw(1, block, whole_block) for block in blocks[: max(1, tokens // whole_block)])))
+        return (ids + draw(2, blocks[-1], max(0, tokens - len(ids))))[:tokens]
+
     arrivals = []
     for row in rows:
         prompt, output = scaled_lengths(row, scale, context_tokens)
-        ids = prompts.shared(row.blocks, prompt) if row.blocks else prompts.alone(next(fresh), prompt)
-        arrivals.append(Arrival(row.at_s, ids, output))
+        arrivals.append(Arrival(row.at_s, prompt_of(row.blocks, prompt), output))
     return arrivals
 
 
@@ -169,30 +171,6 @@ def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[in
     """(prompt, output) tokens, at least one each, that fit the context together."""
     output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
-
-
-class _PromptMaker:
-    """Draws tokens: the same block id always gives the same tokens."""
-
-    def __init__(self, block_tokens: int, token_ids: range, seed: int) -> None:
-        # Listed, so that the prompts of a long load share their numbers.
-        self._block_tokens, self._ids, self._seed = block_tokens, list(token_ids), seed
-
-    def _draw(self, stream: tuple[int, int], tokens: int) -> Iterator[int]:
-        generator = np.random.default_rng((self._seed, *stream))
-        return (self._ids[index] for index in generator.integers(0, len(self._ids), tokens).tolist())
-
-    def alone(self, number: int, tokens: int) -> tuple[int, ...]:
-        """A prompt that nothing else starts like."""
-        return tuple(self._draw((0, number), tokens))
-
-    def shared(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """A prompt whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
-        ids: list[int] = []
-        for block in blocks[: max(1, tokens // self._block_tokens)]:
-            ids.extend(self._draw((1, block), self._block_tokens))
-        ids.extend(self._draw((2, blocks[-1]), max(0, tokens - len(ids))))
-        return tuple(ids[:tokens])
 
 
 def _poisson(generator: random.Random) -> RequestTrace:
@@ -215,9 +193,9 @@ def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
 
     def parse(record: dict[str, str]) -> TraceRow:
         at_s = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
-        return _checked(TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"])))
+        return TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
 
-    return [_parsed(name, reader.line_num, parse, record) for record in reader], 0
+    return _parsed(name, ((reader.line_num, record) for record in reader), parse), 0
 
 
 def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
@@ -227,10 +205,10 @@ def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
         record = json.loads(line)
         blocks = tuple(int(block) for block in record["hash_ids"])
         at_s = float(record["timestamp"]) / 1e3
-        return _checked(TraceRow(at_s, int(record["input_length"]), int(record["output_length"]), blocks))
+        return TraceRow(at_s, int(record["input_length"]), int(record["output_length"]), blocks)
 
-    rows = [_parsed(name, number, parse, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return _spread(rows), _MOONCAKE_BLOCK_TOKENS
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    return _spread(_parsed(name, numbered, parse)), _MOONCAKE_BLOCK_TOKENS
 
 
 def _spread(rows: list[TraceRow]) -> list[TraceRow]:
@@ -246,15 +224,16 @@ def _spread(rows: list[TraceRow]) -> list[TraceRow]:
     return result
 
 
-def _checked(row: TraceRow) -> TraceRow:
-    if row.prompt_tokens < 1 or row.output_tokens < 0 or any(block < 0 for block in row.blocks):
-        raise ValueError(f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens")
-    return row
-
-
-def _parsed(name: str, number: int, parse: Callable[[Record], TraceRow], record: Record) -> TraceRow:
-    try:
-        return parse(record)
-    except (KeyError, TypeError, ValueError) as error:
-        detail = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise TraceError(f"{name}, line {number}: not a request of this trace: {detail}") from None
+def _parsed(name: str, records: Iterable[tuple[int, Record]], parse: Callable[[Record], TraceRow]) -> list[TraceRow]:
+    """A file's records, each with the number of its line, as rows."""
+    rows = []
+    for number, record in records:
+        try:
+            row = parse(record)
+            if row.prompt_tokens < 1 or row.output_tokens < 0 or any(block < 0 for block in row.blocks):
+                raise ValueError(f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens")
+        except (KeyError, TypeError, ValueError) as error:
+            detail = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"{name}, line {number}: not a request of this trace: {detail}") from None
+        rows.append(row)
+    return rows

@@ -367,9 +367,9 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})
         folder = data_folder(settings.store.data_dir, os.environ)
         with progress_bar("loading") as progress:
-            measured = profile_device(named, model_dir, folder, output, quick, progress)
-    data = {"path": str(measured.path), **measured.profile.model_dump(mode="json")}
-    return data, lambda: profile_screen(measured.profile.model_dump(), str(measured.path))
+            measured, path = profile_device(named, model_dir, folder, output, quick, progress)
+    data = {"path": str(path), **measured.model_dump(mode="json")}
+    return data, lambda: profile_screen(measured.model_dump(), str(path))
 
 
 def profile_screen(profile: dict[str, Any], path: str) -> Renderable:

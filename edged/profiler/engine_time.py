@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from itertools import count, pairwise
 
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
-from edged.engine.model_runner import RunnerOutput
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.profiler.measure import Progress
@@ -29,46 +26,30 @@ _ROUNDS, _QUICK_ROUNDS = 12, 3
 _LONGEST_WAIT_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTime:
-    """Seconds of an iteration outside its forward and units."""
+def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> tuple[float, float]:
+    """Seconds of an iteration outside its forward and units: (of every one, of one that finds the engine at rest).
 
-    overhead_s: float
-    """Of every iteration: planning, bookkeeping, delivery."""
-    rest_s: float
-    """Of one that finds the engine at rest, besides: its thread sleeps, caches and clocks are cold."""
-
-
-def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> EngineTime:
-    """Run an engine of `parts`, which deliver to `recorder` and are closed afterwards.
-
-    RuntimeError when it fails or gives no answer.
+    Of every one are planning, bookkeeping, delivery; besides, after a rest, the thread sleeps, caches and clocks are
+    cold. Runs an engine of `parts`, which deliver to `recorder` and are closed afterwards. RuntimeError when it fails
+    or gives no answer.
     """
     running = _Running(parts, recorder)
     try:
         progress(0, 1, "the engine's overhead")
         overhead_s = running.overhead_s()
-        return EngineTime(overhead_s, running.rest_s(_QUICK_ROUNDS if quick else _ROUNDS, progress))
+        return overhead_s, running.rest_s(_QUICK_ROUNDS if quick else _ROUNDS, progress)
     finally:
-        running.stop()
+        running.engine.stop(0.0)
 
 
 class _Running:
-    """An engine, and the seconds between the work of its iterations."""
+    """An engine that is asked."""
 
     def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self._engine = Engine(parts)
-        self._run = parts.runner.run
-        self._gaps: list[float] = []
-        self._last_end_s = 0.0
-        setattr(parts.runner, "run", self._watched)  # noqa: B010 - a method of one object is watched
-        self._engine.start()
-
-    def stop(self) -> None:
-        """End the engine."""
-        self._engine.stop(0.0)
+        self.engine = Engine(parts)
+        self.engine.start()
 
     def overhead_s(self) -> float:
         """Median seconds between the work of two iterations, while some requests decode."""
@@ -76,7 +57,11 @@ class _Running:
         for _ in range(_REQUESTS):
             self._submit(tokens, answer=tokens)
         self._wait()
-        return statistics.median(self._gaps) if self._gaps else 0.0
+        gaps = [
+            then.started_s - now.started_s - now.forward_s - sum(seconds for _, _, seconds in now.units)
+            for now, then in pairwise(self.engine.iterations())
+        ]
+        return statistics.median(gaps) if gaps else 0.0
 
     def rest_s(self, rounds: int, progress: Progress) -> float:
         """How much later the first token comes to a prompt after a rest than right after another one; at least 0.
@@ -85,16 +70,15 @@ class _Running:
         """
         longest = self._parts.max_context_tokens - _ANSWER_TOKENS
         lengths = sorted({min(tokens, longest) for tokens in REST_PROMPTS})
-        rested: dict[int, list[float]] = {tokens: [] for tokens in lengths}
-        in_a_row: dict[int, list[float]] = {tokens: [] for tokens in lengths}
+        gained: dict[int, tuple[list[float], list[float]]] = {tokens: ([], []) for tokens in lengths}
         for number in range(rounds):
-            for index, tokens in enumerate(lengths):
+            for index, (tokens, (rested, in_a_row)) in enumerate(gained.items()):
                 progress(number * len(lengths) + index, rounds * len(lengths), f"{tokens} tokens after a rest")
                 time.sleep(_REST_S)
-                rested[tokens].append(self._first_token_after_s(tokens))
-                in_a_row[tokens].append(self._first_token_after_s(tokens))
-        differences = [statistics.median(rested[n]) - statistics.median(in_a_row[n]) for n in lengths]
-        return max(0.0, statistics.median(differences))
+                rested.append(self._first_token_after_s(tokens))
+                in_a_row.append(self._first_token_after_s(tokens))
+        medians = (map(statistics.median, both) for both in gained.values())
+        return max(0.0, statistics.median(rested - in_a_row for rested, in_a_row in medians))
 
     def _first_token_after_s(self, tokens: int) -> float:
         """Seconds from a lone prompt's submission to its first token."""
@@ -108,16 +92,8 @@ class _Running:
         prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
         name = f"timed {next(self._numbers)}"
         self._recorder.expect(name, time.monotonic(), tokens)
-        self._engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
+        self.engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
         return name
 
     def _wait(self) -> None:
-        self._recorder.whole_answers(lambda: self._engine.error, _LONGEST_WAIT_S)
-
-    def _watched(self, *arguments: Any, **named: Any) -> RunnerOutput:
-        began_s = time.perf_counter()
-        if self._last_end_s:
-            self._gaps.append(began_s - self._last_end_s)
-        work = self._run(*arguments, **named)
-        self._last_end_s = began_s + work.forward_s + sum(seconds for _, seconds in work.units)
-        return work
+        self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)

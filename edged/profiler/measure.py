@@ -9,10 +9,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_high
 
 import numpy as np
 
-from edged.align.adapters.adapter import AdapterState
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
 from edged.engine.build import EngineParts
@@ -62,11 +62,6 @@ class Shape:
         chunks = ", ".join(f"{tokens} tokens after {context}" for tokens, context in dict.fromkeys(self.chunks))
         parts = [f"{self.decodes} decodes over {self.context}"] if self.decodes else []
         return ", ".join([*parts, f"{len(self.chunks)} x {chunks}"] if chunks else parts)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the forward."""
-        return self.decodes + sum(tokens for tokens, _ in self.chunks)
 
     @property
     def load(self) -> Load:
@@ -122,7 +117,7 @@ def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
         {
             replace(shape, adapters=max(least, shape.adapters))
             for shape in found
-            if shape.tokens <= serving.max_batch_tokens
+            if shape.load.tokens <= serving.max_batch_tokens
             and shape.decodes <= serving.max_sequences
             and shape.adapters <= parts.slots.count
             and all(tokens + context <= longest for tokens, context in shape.chunks)
@@ -154,69 +149,74 @@ def measure(
     """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
     prober, chance = Prober(parts), random.Random(0)
     forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
+    latest_s: dict[Shape, float] = {}
     for index, shape in enumerate(forwards):
         progress(index, len(forwards), f"{shape.text}, to warm up")
-        prober.run_forward(shape, noted=False)
+        latest_s[shape] = prober.run_forward(shape, noted=False)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     for number in range(rounds):
         with_steps = number % _STEPS_EVERY == 0
-        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or not prober.is_long(shape)]
+        work: list[Shape | StepShape] = [shape for shape in forwards if with_steps or latest_s[shape] <= _LONG_S]
         work += steps if with_steps else []
         chance.shuffle(work)
         for index, item in enumerate(work):
             progress(number * len(work) + index, rounds * len(work), item.text)
             if isinstance(item, Shape):
-                prober.run_forward(item)
+                latest_s[item] = prober.run_forward(item)
             else:
                 prober.run_step(item)
-    return prober.forwards(), prober.units()
+    return prober.times()
 
 
 class Prober:
-    """Runs forwards and fine-tune steps on an engine's parts, whose thread must not run, and keeps their times."""
+    """Runs forwards and fine-tune steps on an engine's parts, whose thread must not run, and keeps their times.
+
+    Made on the thread that runs them.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
+        # With the threads and the device that the engine's own thread would have.
+        parts.runner.begin_thread()
         self._parts = parts
+        self._pages = parts.runner.pages
         self._generator = np.random.default_rng(0)
         self._pair_ids = 0
         self._slots: list[int] = []
         self._forwards: dict[str, tuple[Load, list[float]]] = {}
         self._units: dict[tuple[str, int], list[float]] = {}
-        self._latest_s: dict[Shape, float] = {}
 
-    def forwards(self) -> list[ForwardTime]:
-        """What all forwards took, by their loads, in a random order."""
-        found = [ForwardTime.of(load, _typical(times)) for _, (load, times) in sorted(self._forwards.items())]
-        random.Random(0).shuffle(found)
-        return found
+    def times(self) -> tuple[list[ForwardTime], list[UnitTime]]:
+        """What all forwards took, by their loads, and all units, by kind and tokens; in a random order.
 
-    def units(self) -> list[UnitTime]:
-        """What all units took, by kind and tokens, in a random order."""
-        found = [UnitTime(kind=kind, tokens=n, seconds=_typical(t)) for (kind, n), t in sorted(self._units.items())]
-        random.Random(0).shuffle(found)
-        return found
+        Medians: what others take from the device now and then is not its price.
+        """
+        forwards = [ForwardTime.of(load, median_high(times)) for _, (load, times) in sorted(self._forwards.items())]
+        units = [
+            UnitTime(kind=kind, tokens=tokens, seconds=median_high(times))
+            for (kind, tokens), times in sorted(self._units.items())
+        ]
+        random.Random(0).shuffle(forwards)
+        random.Random(0).shuffle(units)
+        return forwards, units
 
     def _note(self, load: Load, seconds: float) -> None:
         self._forwards.setdefault(repr(load), (load, []))[1].append(seconds)
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
-    def is_long(self, shape: Shape) -> bool:
-        """Whether the shape's forward took long when it last ran."""
-        return self._latest_s.get(shape, 0.0) > _LONG_S
-
-    def run_forward(self, shape: Shape, noted: bool = True) -> None:
-        """A shape's forward with sampling, once; `noted`: it counts."""
+    def run_forward(self, shape: Shape, noted: bool = True) -> float:
+        """Seconds of a shape's forward with sampling, once; `noted`: it counts."""
         slots = self._adapter_slots(shape.adapters)
         ends = [(1, shape.context)] * shape.decodes + list(shape.chunks)
         running = [self._sequence(*end, slots[i % len(slots)]) for i, end in enumerate(ends)]
         try:
-            self._latest_s[shape] = self._run(running).forward_s
+            seconds = self._run(running).forward_s
             if noted:
-                self._note(shape.load, self._latest_s[shape])
+                self._note(shape.load, seconds)
+            return seconds
         finally:
             for sequence in running:
-                self._parts.runner.pages.free(sequence)
+                self._pages.free(sequence)
 
     def _run(
         self, running: Sequence[Running], *tuned: Grant, jobs: dict[int, FineTuneJob] | None = None
@@ -234,7 +234,7 @@ class Prober:
         """A sequence with `tokens` to compute after `context` others, which have pages."""
         task = Task(next(self._parts.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
         prompt = self._tokens(tokens + context)
-        size = self._parts.runner.pages.pool.page_size
+        size = self._pages.page_size
         sequence = Running(
             Request(f"probe {task.task_id}", prompt, Sampling()),
             task,
@@ -245,7 +245,7 @@ class Prober:
             computed=context,
             slot=slot,
         )
-        sequence.add_pages(self._parts.runner.pages.allocate(-(-context // size)))
+        sequence.add_pages(self._pages.allocate(-(-context // size)))
         return sequence
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -255,18 +255,13 @@ class Prober:
     def _adapter_slots(self, count: int) -> list[int]:
         """Slots of `count` adapters with weights that are not zero."""
         while len(self._slots) < count:
-            state = self._state(f"prober-{len(self._slots)}")
+            state = self._parts.trainer.adapter_cache.get(f"prober-{len(self._slots)}")
+            if not state.version:
+                state.restore({key: value + 0.01 for key, value in state.tensors().items()}, 1)
             slot = self._parts.slots.acquire(state)
-            assert slot is not None, "shapes() asks for no more adapters than there are slots"
+            assert slot is not None, "forward_shapes() asks for no more adapters than there are slots"
             self._slots.append(slot)
         return self._slots[:count] or [NO_SLOT]
-
-    def _state(self, name: str) -> AdapterState:
-        state = self._parts.trainer.adapter_cache.get(name)
-        if not state.version:
-            weights = {key: value + 0.01 for key, value in state.tensors().items()}
-            state.restore(weights, 1)
-        return state
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -287,7 +282,7 @@ class Prober:
                     self._units.setdefault((unit.kind, unit.tokens), []).append(seconds)
         finally:
             for sequence in running:
-                self._parts.runner.pages.free(sequence)
+                self._pages.free(sequence)
         self._parts.trainer.close(step, time.monotonic() - began)
         self._parts.trainer.records.clear()
 
@@ -316,8 +311,3 @@ class Prober:
         self._pair_ids += 1
         prompt = self._tokens(max(1, tokens - 2 * answer))
         return TokenPair(self._pair_ids, adapter, prompt, self._tokens(answer), self._tokens(answer))
-
-
-def _typical(times: list[float]) -> float:
-    """Their median: what others take from the device now and then is not its price."""
-    return sorted(times)[len(times) // 2]

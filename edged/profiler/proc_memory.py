@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
 
 import torch
+
+from edged.runtime.process import give_back_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -31,9 +32,7 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_allocated(device))
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
+    give_back_memory()
     return _status_bytes("VmRSS")
 
 

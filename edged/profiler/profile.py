@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -14,10 +14,11 @@ import edged
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.model.loading import pick_device
-from edged.engine.model.memory_plan import free_bytes, total_bytes
+from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes
+from edged.engine.model.memory_plan import free_bytes, shape_of, total_bytes
 from edged.profiler.engine_time import engine_time
-from edged.profiler.measure import Progress, measure
-from edged.profiler.memory_peaks import measure_peaks
+from edged.profiler.measure import Prober, Progress, Shape, StepShape, measure
+from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 from edged.scheduler.cost.profile import (
     FOLDER,
     DeviceMemory,
@@ -36,14 +37,6 @@ class ProfilingFailed(RuntimeError):
     """The device could not be measured; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A profile and where it belongs."""
-
-    profile: Profile
-    path: Path
-
-
 def profile_device(
     settings: Settings,
     model_dir: Path,
@@ -51,8 +44,8 @@ def profile_device(
     output: Path | None = None,
     quick: bool = False,
     progress: Progress = lambda _done, _all, _what: None,
-) -> Measured:
-    """Measure, fit and write the profile, to `output` or into the data folder.
+) -> tuple[Profile, Path]:
+    """Measure, fit and write the profile, to `output` or into the data folder; the profile, and where it is.
 
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
@@ -62,9 +55,9 @@ def profile_device(
     try:
         # First, while the heap has no holes that others left.
         progress(0, 1, "memory")
-        memory = apart(lambda: _alone(parts, lambda: _peaks(parts)))
-        forwards, units = apart(lambda: _alone(parts, lambda: measure(parts, quick, progress)))
-        added = engine_time(parts, recorder, quick, progress)
+        memory = apart(lambda: _peaks(parts))
+        forwards, units = apart(lambda: measure(parts, quick, progress))
+        overhead_s, rest_s = engine_time(parts, recorder, quick, progress)
     except RuntimeError as error:
         raise ProfilingFailed(str(error)) from error
     profile = Profile(
@@ -72,8 +65,8 @@ def profile_device(
         created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         edged_version=edged.__version__,
         prices=fit_prices(forwards, units),
-        overhead_s=added.overhead_s,
-        rest_s=added.rest_s,
+        overhead_s=overhead_s,
+        rest_s=rest_s,
         error_percent=held_out_error(forwards, units),
         forwards=tuple(forwards),
         units=tuple(units),
@@ -82,7 +75,7 @@ def profile_device(
     )
     path = output or data_dir / FOLDER / file_name(parts.subject)
     profile.write(path)
-    return Measured(profile, path)
+    return profile, path
 
 
 def _for_measuring(settings: Settings) -> Settings:
@@ -99,15 +92,49 @@ def _device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(kind=kind, total_bytes=total_bytes(device), available_bytes=free_bytes(device)[0])
 
 
-def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
-    """`work` with the threads and the device that the engine's own thread would have."""
-    parts.runner.begin_thread()
-    return work()
-
-
 def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
-    """None of them where this system does not tell a process's peak."""
+    """By piece: the largest forward, and a step of full windows with and without its graph.
+
+    Pages, weights and adapters are there before. Empty where this system does not tell a process's peak; RuntimeError
+    where memory cannot be read.
+    """
+    prober, shape, settings, dtype = Prober(parts), shape_of(parts.model), parts.settings, parts.model.dtype
+    pages = parts.runner.pages.pool.pages - 1
+    modelled = iteration_bytes(shape, settings, dtype, pages * parts.model.page_bytes(settings.cache.page_size))
+    pieces: dict[str, tuple[int, Callable[[], object]]] = {
+        "forward": (modelled, partial(prober.run_forward, _largest_forward(parts)))
+    }
+    if not parts.model.trainable_error:
+        window, longest = settings.align.window_tokens, settings.align.max_pair_tokens
+        pairs = 2 if 2 * window > longest else 1
+        steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep_graph=False)}
+        if settings.align.keep_graph:
+            steps["kept graph"] = StepShape(min(window, longest), 1, keep_graph=True)
+        for name, step in steps.items():
+            modelled = lone_step_bytes(shape, settings, dtype, step.keep_graph)
+            pieces[name] = modelled, partial(prober.run_step, step)
     try:
-        return measure_peaks(parts)
+        return {
+            name: MemoryPeak(modelled_bytes=modelled, measured_bytes=_peak_of(parts.model.device, work))
+            for name, (modelled, work) in pieces.items()
+        }
     except OSError:
         return {}
+
+
+def _largest_forward(parts: EngineParts) -> Shape:
+    """As many tokens as an iteration may have: a few decodes, and one chunk that ends at the longest context."""
+    serving, page, pages = parts.settings.serving, parts.runner.pages.page_size, parts.runner.pages.pool.pages - 1
+    decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, pages // 4) - 1
+    room = (pages - decodes - 1) * page
+    tokens = min(serving.max_batch_tokens - decodes, parts.max_context_tokens, room)
+    return Shape(decodes, page - 1, ((tokens, min(parts.max_context_tokens, room) - tokens),))
+
+
+def _peak_of(device: torch.device, work: Callable[[], object]) -> int:
+    """Bytes above what is there before; once before, so that pages and workspaces are there."""
+    work()
+    before = used_bytes(device)
+    start_peak(device)
+    work()
+    return max(0, peak_bytes(device) - before)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from sqlite_utils import Database
 from transformers import AutoTokenizer
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
 from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
 from edged.engine.lora.linear import NoSuchLinears, target_linears
 from edged.engine.model.loading import load_pretrained
 from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
-from edged.rebuild.stored import RebuildError, StoredPairs, stored_pairs
-from edged.rebuild.training import REBUILT, Recipe, check_trl, train
+from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_trl, train
 from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import Version, insert_version, set_version_saved
+from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
+from edged.store.feedback import get_pairs, pair_ids_of
+from edged.store.migrations import UnknownMigration, check_known
 from edged.tensors.cpu_threads import CpuThreads
-from edged.text.tokenizer import Tokenizer
+from edged.text.tokenizer import Tokenizer, TokenizerError
 
+log = logging.getLogger(__name__)
 ONLINE = "online"
 REASON = "rebuilt"
 _PROMPTS, _GREEDY_TOKENS = 16, 32
@@ -66,7 +74,7 @@ class Rebuild:
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         self.spec = self._spec(name)
-        self.pairs: StoredPairs = stored_pairs(
+        self.learned, self.held_out = _stored_pairs(
             data_dir, adapter, Tokenizer.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
         )
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
@@ -90,20 +98,13 @@ class Rebuild:
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
         """Train anew, and compare with the online version. `progress(step, steps, loss)` after each step."""
-        steps = 0
-
-        def count(step: int, of: int, loss: float) -> None:
-            nonlocal steps
-            steps = step
-            progress(step, of, loss)
-
-        align, pairs = self._settings.align, self.pairs
-        self._model = train(self._base, self._tokenizer, self._targets, pairs.learned, align, recipe, count)
+        align, learned, held_out = self._settings.align, self.learned, self.held_out
+        self._model, steps = train(self._base, self._tokenizer, self._targets, learned, align, recipe, progress)
         path = self._files.path(self.adapter, self.online_version)
         self._model.load_adapter(str(path), ONLINE, torch_device=str(self._base.device))
         self._model.eval()
-        sets: dict[str, Sequence[TokenPair]] = {"held_out": pairs.held_out, "learned": pairs.learned}
-        prompts = [pair.prompt for pair in [*pairs.held_out, *reversed(pairs.learned)]][:_PROMPTS]
+        sets: dict[str, Sequence[TokenPair]] = {"held_out": held_out, "learned": learned}
+        prompts = [pair.prompt for pair in [*held_out, *reversed(learned)]][:_PROMPTS]
         scores = {
             name: {key: score(self._model, name, part, align.beta) for key, part in sets.items()}
             for name in (ONLINE, REBUILT)
@@ -134,17 +135,16 @@ class Rebuild:
         except StoreError as error:
             raise RebuildError(str(error)) from None
         try:
-            newest = store.read(self._newest_number)
-            number = max([newest, *self._files.versions(self.adapter)]) + 1
+            last = "SELECT max(version) FROM adapter_versions WHERE adapter = ?"
+            (newest,) = store.read(lambda db: db.execute(last, [self.adapter]).fetchone())
+            number = max([newest or 0, *self._files.versions(self.adapter)]) + 1
             weights = load_file(folder / "adapter_model.safetensors")
             try:
                 path, removed = self._files.save(Snapshot(self.adapter, number, weights, {}))
                 self._files.check(self.adapter, number)
             except (AdapterError, OSError) as error:
                 raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error
-            made = Version(
-                self.adapter, number, utc_text(utc_now()), self.online_version, REASON, len(self.pairs.learned)
-            )
+            made = Version(self.adapter, number, utc_text(utc_now()), self.online_version, REASON, len(self.learned))
             store.write(lambda db: insert_version(db, made)).result()
             store.write(lambda db: set_version_saved(db, self.adapter, number, str(path), removed)).result()
             return number
@@ -161,8 +161,45 @@ class Rebuild:
             if path.lstat().st_uid == 0:
                 os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
-    def _newest_number(self, db: Any) -> int:
-        row = db.execute(
-            "SELECT coalesce(max(version), 0) FROM adapter_versions WHERE adapter = ?", [self.adapter]
-        ).fetchone()
-        return int(row[0])
+
+def _stored_pairs(
+    data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str
+) -> tuple[list[TokenPair], list[TokenPair]]:
+    """The adapter's pairs on the base model of that fingerprint: what it learned, in order, and what it never did.
+
+    A daemon may be writing the database. Raises RebuildError.
+    """
+    path = data_dir / DATABASE_FILE
+    if not path.is_file():
+        raise RebuildError(
+            f'data folder "{data_dir}" has no {DATABASE_FILE}: give --data-dir, or --config of the daemon'
+        )
+    try:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            db = Database(connection, execute_plugins=False)
+            check_known(db)
+            base, rows = served_base(db), get_pairs(db, pair_ids_of(db, adapter))
+    except UnknownMigration as error:
+        raise RebuildError(f'database "{path}" {error}') from None
+    except sqlite3.Error as error:
+        raise RebuildError(f'database "{path}" cannot be read: {error}') from None
+    if base != fingerprint:
+        raise RebuildError(
+            f'data folder "{data_dir}" speaks of the base model {base}, the settings name {fingerprint}: give the '
+            "--config and --model that the daemon has"
+        )
+    by_state: dict[str, list[TokenPair]] = {}
+    for row in rows:
+        try:
+            pair, _ = tokenize_pair(codec, row, max_tokens)
+        except (TokenizerError, UnusablePrompt) as error:
+            log.warning("pair %d is left out: %s", row.id, error)
+        else:
+            by_state.setdefault(row.state, []).append(pair)
+    learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
+    if not learned:
+        raise RebuildError(
+            f'no pair of "{adapter}" was learned yet ({len(rows)} are stored, {len(by_state.get("queued", []))} wait)'
+        )
+    return learned, by_state.get("held_out", [])

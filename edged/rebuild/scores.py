@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from edged.align.feedback.pair import TokenPair
@@ -32,31 +34,29 @@ def score(model: Any, adapter: str, pairs: Sequence[TokenPair], beta: float) -> 
     """How `adapter` does on `pairs`; None without any."""
     if not pairs:
         return None
-    margins, differences, kl, tokens = [], [], 0.0, 0
+    sums, kl = [], 0.0
     for pair in pairs:
-        sums = {}
-        for side, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            own = _answer_logps(model, adapter, pair.prompt, answer)
-            base = _answer_logps(model, BASE, pair.prompt, answer)
-            index = torch.tensor(answer, device=own.device)[:, None]
-            sums[side] = (float(own.gather(1, index).sum()), float(base.gather(1, index).sum()))
+        row = []
+        for answer in (pair.chosen, pair.rejected):
+            own, base = (answer_logps(model, name, pair.prompt, answer) for name in (adapter, BASE))
+            targets = torch.tensor(answer, device=own.device)[:, None]
+            row += [float(logps.gather(1, targets).sum()) for logps in (own, base)]
             kl += float((own.exp() * (own - base)).sum())
-            tokens += len(answer)
-        (chosen, ref_chosen), (rejected, ref_rejected) = sums["chosen"], sums["rejected"]
-        differences.append(chosen - rejected)
-        margins.append(beta * (chosen - rejected - ref_chosen + ref_rejected))
-    count = len(pairs)
+        sums.append(row)
+    chosen, ref_chosen, rejected, ref_rejected = np.array(sums).T
+    differences = chosen - rejected
+    margins = beta * (differences - ref_chosen + ref_rejected)
     return Score(
-        pairs=count,
-        reward_accuracy=sum(margin > 0 for margin in margins) / count,
-        reward_margin=sum(margins) / count,
-        win_rate=sum(difference > 0 for difference in differences) / count,
-        clpd=sum(differences) / count,
-        kl_nats=kl / tokens,
+        pairs=len(pairs),
+        reward_accuracy=float(np.mean(margins > 0)),
+        reward_margin=float(np.mean(margins)),
+        win_rate=float(np.mean(differences > 0)),
+        clpd=float(np.mean(differences)),
+        kl_nats=kl / sum(len(pair.chosen) + len(pair.rejected) for pair in pairs),
     )
 
 
-def _answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+def answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
     """Log-probabilities [answer tokens, vocab] in fp32 of what may follow at each token of the answer."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     with _as(model, adapter):
@@ -73,7 +73,7 @@ def greedy_agreement(model: Any, one: str, other: str, prompts: Sequence[Sequenc
     for prompt in prompts:
         answers = [_greedy(model, adapter, prompt, tokens) for adapter in (one, other)]
         longest = max(map(len, answers))
-        same = next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), min(map(len, answers)))
+        same = len(list(takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))))
         shares.append(same / longest if longest else 1.0)
     return sum(shares) / len(shares)
 

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from edged.align.feedback.pair import TokenPair
-from edged.rebuild.stored import RebuildError
 from edged.settings.load import AlignSettings
 
 REBUILT = "default"
 """The trained adapter's name in the PEFT model."""
+
+
+class RebuildError(RuntimeError):
+    """An adapter cannot be rebuilt or adopted; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,15 @@ def train(
     align: AlignSettings,
     recipe: Recipe,
     progress: Callable[[int, int, float], None],
-) -> Any:
-    """A PEFT model over `base` (transformers') whose adapter learned `pairs`.
+) -> tuple[Any, int]:
+    """(a PEFT model over `base`, transformers', whose adapter learned `pairs`; the optimizer steps that it took).
 
     `targets` are the linears' names. `progress(step, steps, loss)` is called after each optimizer step.
     """
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import TrainerCallback
-    from trl import DPOTrainer
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from trl import DPOConfig, DPOTrainer
 
     class ServedTokens(DPOTrainer):
         """Takes pairs in tokens: rendered anew, they might be others than the ones that were answered."""
@@ -74,49 +77,38 @@ def train(
         for pair in pairs
     ]
     with tempfile.TemporaryDirectory(prefix="edged-") as folder:
+        # edged's step, and nothing written but to the folder.
+        config = DPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=min(align.micro_batch_pairs, len(pairs)),
+            num_train_epochs=recipe.epochs,
+            learning_rate=recipe.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=align.weight_decay,
+            max_grad_norm=align.max_grad_norm,
+            beta=align.beta,
+            loss_type=[align.loss, "sft"] if align.sft_weight else [align.loss],
+            loss_weights=[1.0, align.sft_weight] if align.sft_weight else None,
+            max_length=None,
+            bf16=base.dtype == torch.bfloat16,
+            use_cpu=base.device.type == "cpu",
+            seed=recipe.seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
         lora = LoraConfig(r=align.rank, lora_alpha=align.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
         trainer = ServedTokens(
             model=base,
-            args=_config(align, recipe, len(pairs), folder, base),
+            args=config,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             peft_config=lora,
             callbacks=[Progress()],
         )
         # TRL's own lines of a step would stand between those of the progress.
-        trainer.remove_callback(_printer())
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
-        return trainer.model.eval()
-
-
-def _config(align: AlignSettings, recipe: Recipe, pairs: int, folder: str, base: Any) -> Any:
-    """TRL's DPOConfig for so many pairs: edged's step, and nothing written but to the folder."""
-    from trl import DPOConfig
-
-    return DPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=min(align.micro_batch_pairs, pairs),
-        num_train_epochs=recipe.epochs,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=align.weight_decay,
-        max_grad_norm=align.max_grad_norm,
-        beta=align.beta,
-        loss_type=[align.loss, "sft"] if align.sft_weight else [align.loss],
-        loss_weights=[1.0, align.sft_weight] if align.sft_weight else None,
-        max_length=None,
-        bf16=base.dtype == torch.bfloat16,
-        use_cpu=base.device.type == "cpu",
-        seed=recipe.seed,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
-def _printer() -> Any:
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
+        return trainer.model.eval(), trainer.state.global_step

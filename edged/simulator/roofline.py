@@ -7,17 +7,13 @@ the device's time and the launches'.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Literal
 
-import torch
-from transformers import AutoConfig
-
-from edged.engine.model.loading import ModelRefused, pick_dtype
-from edged.engine.model.memory_model import BaseShape, Needs, adapter_weights, graph_bytes, needs
-from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
-from edged.engine.model.quantization import WeightForm, form_of_setting
+from edged.bench.memory import ModelSizes
+from edged.engine.model.memory_model import adapter_weights
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
@@ -58,72 +54,53 @@ class Pass(Load):
             self.tuned_pairs += tokens * (context + 0.5 * tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """A model's sizes, in the form in which the device holds it."""
+@dataclass(slots=True)
+class Device:
+    """What a simulation must be told of a device with a model on it; all times are seconds."""
 
     name: str
-    path: str
-    architecture: str
-    shape: BaseShape
-    heads: int
-    form: WeightForm
-    dtype: torch.dtype
-    quantization: str
-
-    @classmethod
-    def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
-        """From a directory or a config.json. Raises ModelRefused."""
-        try:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-            shape = BaseShape.of_config(config, settings.align.target_modules)
-        except Exception as error:
-            raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
-        dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
-        return cls(
-            name=path.stem if path.is_file() else path.name,
-            path=str(path),
-            architecture=str((config.architectures or [config.model_type])[0]),
-            shape=shape,
-            heads=int(config.get_text_config().num_attention_heads),
-            form=form_of_setting(settings.model.quantize, dtype, cuda),
-            dtype=dtype,
-            quantization=settings.model.quantize,
-        )
+    kind: Literal["integrated", "discrete", "cpu"]
+    """As in a device's file."""
+    available_bytes: int
+    overhead_s: float
+    """Of an iteration, outside its forward and units."""
+    rest_s: float
+    """Of one that finds the engine at rest, besides."""
+    guess: Callable[[], CostModel]
+    """The prices that its scheduler starts from."""
+    forward_s: Callable[[Pass], float]
+    """One packed forward with sampling; 0 when there is nothing in it."""
+    unit_s: Callable[[Unit], float]
+    """One fine-tune unit."""
 
     @property
-    def linear_weights(self) -> int:
-        """Weights of the decoder's linears, in all layers."""
-        return sum(fan_in * fan_out for fan_in, fan_out in self.shape.linears)
-
-    @property
-    def linear_bytes(self) -> int:
-        """Bytes of them."""
-        return sum(self.form.bytes_of(*linear) for linear in self.shape.linears)
-
-    def report(self, device: str, context: int) -> dict[str, Any]:
-        """As a status shows a model."""
-        weights = self.shape.plain_weights * self.dtype.itemsize + self.linear_bytes
-        return {
-            "name": self.name,
-            "path": self.path,
-            "architecture": self.architecture,
-            "parameters": self.shape.parameters,
-            "weight_bytes": weights,
-            "quantization": self.quantization,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": device,
-            "max_context_tokens": context,
-            "vocab_size": self.shape.vocab_size,
-        }
+    def cuda(self) -> bool:
+        """Whether CUDA runs there."""
+        return self.kind != "cpu"
 
 
-class RooflineDevice:
-    """A device file's times for one model."""
+def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> Device:
+    """A device file's memory, and its times for one model."""
+    times, shape, item = _Roofline(file, model, settings), model.shape, model.dtype.itemsize
+    speed = file.compute.flops_per_s(item), file.bandwidth.bytes_per_s
+    # The cost model that knows the data sheet alone.
+    prices = roofline(shape.parameters, *speed, shape.layers, item)
+    return Device(
+        name=f"{file.name} ({file.power_mode})",
+        kind=file.kind,
+        available_bytes=int(file.available_gib * 2**30),
+        overhead_s=file.overhead.iteration_ms / 1e3,
+        rest_s=0.0,
+        guess=partial(CostModel, prices),
+        forward_s=times.forward_s,
+        unit_s=times.unit_s,
+    )
+
+
+class _Roofline:
+    """The times."""
 
     def __init__(self, file: DeviceFile, model: ModelSizes, settings: Settings) -> None:
-        self.name, self.cuda = f"{file.name} ({file.power_mode})", file.cuda
-        self.overhead_s, self.rest_s = file.overhead.iteration_ms / 1e3, 0.0
         shape, item = model.shape, model.dtype.itemsize
         self._bytes_per_s = file.bandwidth.bytes_per_s
         self._flops_per_s = file.compute.flops_per_s(item)
@@ -139,34 +116,27 @@ class RooflineDevice:
         self._lora_weights = adapter_weights(shape.targets, settings.align.rank)
         self._matrices = 2 * len(shape.targets)
         self._captures = file.cuda and settings.model.graph_memory_mb > 0
-        self._parameters = shape.parameters
-
-    def guess(self) -> CostModel:
-        """The cost model that knows the data sheet alone."""
-        prices = roofline(self._parameters, self._flops_per_s, self._bytes_per_s, self._layers, self._item)
-        return CostModel(prices)
 
     def forward_s(self, load: Pass) -> float:
         """Seconds of one packed forward with sampling; 0 when there is nothing in it."""
-        tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
+        tokens = load.tokens
         if not tokens:
             return 0.0
         chunks = load.prefill_tokens + load.finetune_tokens
         unpacked = self._unpacked_bytes if tokens > 1 else 0
-        device_s = (
-            self._part_s(self._weight_bytes + unpacked, 2.0 * self._weights * tokens)
-            + self._part_s(self._kv_bytes * load.context, self._pair_flops * load.context)
-            + self._part_s(
-                self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * (load.pairs + load.tuned_pairs)
-            )
-        )
+        pairs = load.pairs + load.tuned_pairs
+        # Bytes and operations of what follows one another.
+        parts = [
+            (self._weight_bytes + unpacked, 2.0 * self._weights * tokens),
+            (self._kv_bytes * load.context, self._pair_flops * load.context),
+            (self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * pairs),
+        ]
         if load.adapted:
-            device_s += self._part_s(self._item * self._lora_weights, 2.0 * self._lora_weights * load.adapted)
+            parts.append((self._item * self._lora_weights, 2.0 * self._lora_weights * load.adapted))
         if load.sampled:
             logits = 4 * self._vocab * load.sampled
-            device_s += self._part_s(
-                self._item * self._head_weights + 4 * logits, 2.0 * self._head_weights * load.sampled
-            )
+            parts.append((self._item * self._head_weights + 4 * logits, 2.0 * self._head_weights * load.sampled))
+        device_s = sum(self._part_s(*part) for part in parts)
         kernels = self._layers * LAYER_KERNELS["forward"]
         launched = 0 if self._captures and not chunks else kernels
         return max(device_s + kernels * self._gap_s, launched * self._launch_s)
@@ -196,50 +166,3 @@ class RooflineDevice:
 
     def _launched_s(self, device_s: float, kernels: int) -> float:
         return max(device_s + kernels * self._gap_s, kernels * self._launch_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What there is of it: `kind` as in a device's file."""
-
-    name: str
-    kind: str
-    available_bytes: int
-
-    @classmethod
-    def of(cls, file: DeviceFile) -> Memory:
-        """A device file's."""
-        return cls(file.name, file.kind, int(file.available_gib * 2**30))
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the device's memory has room for beside the weights and the work."""
-
-    pages: int
-    keeps_graph: bool
-    """Whether a fine-tune step may keep its graph."""
-    parts: Needs
-
-
-def room_for(device: Memory, model: ModelSizes, settings: Settings) -> Room:
-    """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
-
-    Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
-    """
-    shape, size = model.shape, settings.cache.page_size
-    parts = needs(shape, settings, model.form, model.dtype, device.kind != "cpu", device.available_bytes)
-    free = device.available_bytes - (parts.total - parts.kept_graph)
-    budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
-    wanted = settings.model.max_context_tokens or shape.max_positions
-    useful = settings.serving.max_sequences * -(-wanted // size) + 1
-    page_bytes = size * parts.kv_per_token
-    pages = min(useful, budget // page_bytes)
-    if pages < 4:
-        raise ModelRefused(
-            f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
-            f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
-        )
-    refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
-    left = free - pages * page_bytes
-    return Room(pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)

@@ -8,64 +8,45 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from edged.bench.recorder import ReplayedAnswer
+import numpy as np
+
+from edged.bench.load_run import ADAPTER
+from edged.bench.recorder import ReplayRecorder
 from edged.cache.page_pool import OutOfPages, PagePool
-from edged.cache.prefix_trie import PrefixTrie
+from edged.cache.prefix_trie import PrefixTrie, TrieStats
 from edged.engine.command_queue import CommandQueue
+from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv_pages import KvPages
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.oom_recovery import OomRecovery
+from edged.engine.pruner import Pruner
 from edged.engine.recovery import Recovery
-from edged.engine.request import Event, Request, TokenEvent
+from edged.engine.request import EngineBusy, Request
 from edged.engine.resource_limits import bin_resources
 from edged.engine.sampling.sampler import Drawn
 from edged.engine.sequence import Sequence
 from edged.engine.sequences import SequenceTable
-from edged.engine.stats.counters import Counters
-from edged.scheduler.cost.model import CostModel
+from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Unit
-from edged.settings.load import ServingSettings, Settings
-from edged.simulator.pruner import SimulatedPruner
-from edged.simulator.roofline import Pass
+from edged.settings.load import CacheSettings, ServingSettings, Settings
+from edged.simulator.bench import Bench
+from edged.simulator.roofline import Device, Pass
 from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
 
-ADAPTER = "replay"
 START_S = 1.0
 """Not 0, which stands for what has not happened yet in the lives of requests."""
 _SLOT = 0
 _SHORTEST_REST_S = 1e-3
 _PLACEHOLDER = 1 << 32
 """Beyond any vocabulary: what the answers of a request are made of, with its task's id."""
-
-
-class Device(Protocol):
-    """What a simulation must be told of a device; all times are seconds."""
-
-    name: str
-    cuda: bool
-    overhead_s: float
-    """Of an iteration, outside its forward and units."""
-    rest_s: float
-    """Of one that finds the engine at rest, besides."""
-
-    def guess(self) -> CostModel:
-        """The prices that its scheduler starts from."""
-        ...
-
-    def forward_s(self, load: Pass) -> float:
-        """One packed forward with sampling; 0 when there is nothing in it."""
-        ...
-
-    def unit_s(self, unit: Unit) -> float:
-        """One fine-tune unit."""
-        ...
 
 
 @dataclass(slots=True)
@@ -79,12 +60,12 @@ class VirtualClock:
         return self.now
 
 
-@dataclass(order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Coming:
     """Something that happens to the engine at a moment of virtual time."""
 
     at_s: float
-    happen: Callable[[], None] = field(compare=False)
+    happen: Callable[[], None]
 
 
 class ComingCommands(CommandQueue):
@@ -94,6 +75,7 @@ class ComingCommands(CommandQueue):
         super().__init__()
         self._clock = clock
         self.coming: deque[Coming] = deque()
+        """In the order of their moments."""
 
     @property
     def arrived(self) -> bool:
@@ -108,6 +90,41 @@ class ComingCommands(CommandQueue):
             self._clock.now = event.at_s
             event.happen()
         self._clock.now = now
+
+
+class _Observations(AttentionStats):
+    """How often a sequence was observed, without what was seen."""
+
+    def __init__(self) -> None:
+        self.observations = 0
+
+
+class SimulatedPruner(Pruner):
+    """The engine's pruner over pages without contents: heads share each budget evenly.
+
+    When and how many pages go are the engine's own rule; no rows are chosen, and pruning takes no time.
+    """
+
+    def __init__(self, settings: CacheSettings, pages: KvPages) -> None:
+        super().__init__(settings, None, pages)
+
+    def look(self, sequence: Sequence) -> None:
+        """A decode of `sequence` is observed, if it is time for that."""
+        if self._pressure.near and self._rule.nears(sequence.rows):
+            if sequence.watch is None:
+                sequence.watch = _Observations()
+            sequence.watch.observations += 1
+
+    def prune(self, sequence: Sequence) -> None:
+        """Compact the old pages of a sequence that is `due`: nothing is in them."""
+        slabs, old = self._rule.budget_pages, self._rule.old_pages(sequence.rows)
+        free = self._pages.available
+        before = sequence.compacted or PrunedLayout(0, np.zeros((0, 0), np.int64), 0)
+        self._pool.release(sequence.pages[:old])
+        own = self._pages.allocate(slabs)
+        removed = before.removed + (old - slabs) * self._pool.page_size
+        sequence.compact(own, old, PrunedLayout(slabs, before.counts, removed))
+        self._count(before, self._pages.available - free)
 
 
 class SimulatedRunner:
@@ -255,25 +272,18 @@ class _AllPages:
 
 
 class SimulatedEngine:
-    """Serves requests and learns from pairs as fast as `device` does, by the engine's own loop."""
+    """Serves requests and learns from pairs as fast as a device does, by the engine's own loop."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        device: Device,
-        pages: int,
-        layers: int,
-        vocab_size: int,
-        max_context_tokens: int,
-        keeps_graph: bool,
-    ) -> None:
-        """`pages` are those of the pool; `keeps_graph`: memory allows it."""
-        self.device, self.settings, self.max_context_tokens = device, settings, max_context_tokens
-        self.answers: dict[str, ReplayedAnswer] = {}
+    def __init__(self, settings: Settings, bench: Bench) -> None:
+        self.device, self.settings, self._bench = bench.device, settings, bench
+        shape, pages = bench.model.shape, bench.pages
+        longest = settings.model.max_context_tokens or shape.max_positions
+        self.max_context_tokens = min(longest, shape.max_positions, (pages - 1) * settings.cache.page_size)
         self.clock = VirtualClock()
+        self.recorder = ReplayRecorder(self.clock)
         self.commands = ComingCommands(self.clock)
         self.stats = Counters()
-        self.scheduler = Scheduler(settings.scheduler, device.guess())
+        self.scheduler = Scheduler(settings.scheduler, self.device.guess())
         policy, cache = self.scheduler.policy, settings.cache
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, no sequence owns page 0.
@@ -282,15 +292,14 @@ class SimulatedEngine:
         kv_pages = KvPages(self.pool, self.trie)
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(device, self.clock, kv_pages, self.pruner)
-        self._keeps_graph = keeps_graph
+        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner)
         task_ids = itertools.count(1)
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
             self.scheduler,
-            layers,
-            vocab_size,
+            shape.layers,
+            shape.vocab_size,
             cache.page_size,
             (pages - 1) * cache.page_size,
             self._may_keep_graph,
@@ -298,6 +307,7 @@ class SimulatedEngine:
             lambda state, previous: self._sequences.on_publish(state, previous),
             task_ids,
         )
+        self.recorder.pairs = self.learning.pairs
         self._sequences = SequenceTable(
             settings.serving,
             self.scheduler,
@@ -308,7 +318,7 @@ class SimulatedEngine:
             lambda _adapter: None,
             self.stats,
             task_ids,
-            max_context_tokens,
+            self.max_context_tokens,
             frozenset(),
         )
         memory = OomRecovery(settings.serving, self._sequences, self.learning, lambda: None)
@@ -323,7 +333,7 @@ class SimulatedEngine:
             Recovery(self.scheduler, self._sequences, self.learning, memory, lambda: None, self.clock, 1),
             self.stats,
             settings.scheduler,
-            self._deliver,
+            self.recorder.deliver,
             clock=self.clock,
         )
 
@@ -331,32 +341,39 @@ class SimulatedEngine:
         """Not where the weights are read for serving anyway: see `FinetuneJobs`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        return self._keeps_graph and not (serving and self.device.cuda)
+        return self._bench.keeps_graph and not (serving and self.device.cuda)
 
     @property
     def now(self) -> float:
         """Seconds of virtual time."""
         return self.clock.now
 
-    @property
-    def open_requests(self) -> int:
-        """Requests that are not answered yet."""
-        return len(self._sequences.by_task)
+    def busy(self) -> dict[str, Any]:
+        """As `Engine.busy`."""
+        return asdict(self.stats.busy)
 
-    def schedule(self, coming: Iterable[Coming]) -> None:
-        """Let these happen in their moments, besides what is to happen already."""
-        self.commands.coming = deque(sorted([*self.commands.coming, *coming]))
+    def status(self) -> dict[str, Any]:
+        """What a report is made of, as `Engine.status` has it."""
+        learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
+        return {
+            "model": self._bench.model.report(self.device.name, self.max_context_tokens),
+            "totals": asdict(self.stats.totals) | learned,
+            "busy": self.busy(),
+            "prefix": asdict(self.trie.stats if self.trie is not None else TrieStats()),
+            "scheduler": {"decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5)},
+            "cost_model": self.scheduler.cost.report(),
+        }
 
     def submit(self, request: Request) -> None:
-        """A request, as `Engine.submit` takes it; it is refused where the queue is full."""
-        self.answers[request.request_id] = ReplayedAnswer(self.now, len(request.prompt_ids))
-        if self._sequences.waiting < self.settings.serving.max_queue:
-            self._sequences.add(request, self.now)
+        """A request, as `Engine.submit` takes it. Raises EngineBusy."""
+        if self._sequences.waiting >= self.settings.serving.max_queue:
+            raise EngineBusy
+        self._sequences.add(request, self.now)
 
     def cancel_all(self) -> None:
         """End every request that is not answered."""
         self._sequences.cancel_all(self.now)
-        self._deliver(self._sequences.take_events())
+        self.recorder.deliver(self._sequences.take_events())
 
     def run(self, until_s: float, drained: bool = False) -> None:
         """Let time pass until `until_s`, or, with `drained`, until nothing is asked and nothing comes any more."""
@@ -369,11 +386,3 @@ class SimulatedEngine:
                 self.runner.at_rest = True
                 next_s = coming[0].at_s if coming else until_s
                 self.clock.now = min(until_s, next_s, max(self._loop.resumes_s, self.now + _SHORTEST_REST_S))
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            answer = self.answers[event.request_id]
-            if isinstance(event, TokenEvent):
-                answer.token_s.append(self.now)
-            else:
-                answer.finish = event

@@ -13,40 +13,39 @@ from pathlib import Path
 
 from edged.client.client import Address, Client, DaemonError
 
-READY_S = 90.0
-STOP_S = 12.0
 LOG_LINES = 15
 
 
 class TemporaryDaemon:
     """`edged serve` with the demo model on a socket in a new folder; `remove` ends both."""
 
-    def __init__(self, *options: str) -> None:
+    READY_S, STOP_S = 90.0, 12.0
+    """How long it may take to be ready, and to end by itself."""
+
+    def __init__(self, *options: str, folder: Path | None = None) -> None:
         """`options` are further ones of `edged serve`."""
-        self.folder = Path(tempfile.mkdtemp(prefix="edged-quickstart-"))
-        self.socket = self.folder / "edged.sock"
-        self.log = self.folder / "daemon.log"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "edged.cli",
-            "serve",
-            "--model",
-            "demo",
-            "--socket",
-            str(self.socket),
-            *options,
-        ]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
-        with self.log.open("w") as log:
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="edged-quickstart-"))
+        self.socket, self.data = self.folder / "edged.sock", self.folder / "data"
+        self.log_file = self.folder / "daemon.log"
+        self._options = options
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The daemon's process."""
+        places = ["--socket", str(self.socket), "--data-dir", str(self.data)]
+        return self._spawn(["-m", "edged.cli", "serve", "--model", "demo", *places, *self._options], {})
+
+    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Python with these arguments, none of this process' settings, and its output in the log."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
+        with self.log_file.open("ab") as log:
             # A session of its own: Ctrl-C reaches us alone, and we stop the daemon in good order.
-            self.process = subprocess.Popen(
-                [*command, "--data-dir", str(self.folder / "data")],
+            return subprocess.Popen(
+                [sys.executable, "-P", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**kept, **environment},
                 start_new_session=True,
             )
 
@@ -54,28 +53,44 @@ class TemporaryDaemon:
         """A new connection to it."""
         return Client(Address(sockets=(self.socket,)), timeout_s)
 
+    def becomes_ready(self) -> bool:
+        """Whether the model answers, in the end."""
+        end = time.monotonic() + self.READY_S
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(DaemonError), self.client() as client:
+                client.get("/readyz")
+                return True
+            time.sleep(0.1)
+        return False
+
     def wait_until_ready(self) -> float:
         """Seconds until the model answers. Raises DaemonError with the end of the log when it never will."""
         started = time.monotonic()
-        while time.monotonic() - started < READY_S and self.process.poll() is None:
-            with contextlib.suppress(DaemonError), self.client() as client:
-                client.get("/readyz")
-                return time.monotonic() - started
-            time.sleep(0.1)
+        if self.becomes_ready():
+            return time.monotonic() - started
         ended = self.process.poll()
-        what = f"is not ready after {READY_S:g} s" if ended is None else f"ended with exit code {ended}"
+        what = f"is not ready after {self.READY_S:g} s" if ended is None else f"ended with exit code {ended}"
         raise DaemonError(f"the daemon {what}; {self.log_end()}")
+
+    @property
+    def log(self) -> str:
+        """All that it has said."""
+        return self.log_file.read_text(errors="replace")
 
     def log_end(self) -> str:
         """The last lines of the log, introduced."""
-        return "\n".join(["its log ends with:", *self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]])
+        return "\n".join(["its log ends with:", *self.log.splitlines()[-LOG_LINES:]])
 
-    def remove(self) -> None:
-        """Stop the daemon (SIGTERM, then SIGKILL) and delete the folder."""
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL; the exit code, or the signal that it took."""
         self.process.terminate()
         try:
-            self.process.wait(STOP_S)
+            return self.process.wait(self.STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            return self.process.wait()
+
+    def remove(self) -> None:
+        """Stop the daemon and delete the folder."""
+        self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,9 +8,7 @@ import time
 import pytest
 
 from edged.align.feedback.pair import PairRetired, PairScored
-from edged.bench.recorder import (
-    ReplayedAnswer,
-    ReplayRecorder,
+from edged.bench.figures import (
     alignment_figures,
     attainment,
     iteration_figures,
@@ -21,6 +19,7 @@ from edged.bench.recorder import (
     score_series,
     serving_figures,
 )
+from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
 from edged.engine.request import FinishEvent, FinishReason, TokenEvent
 
 
@@ -120,7 +119,7 @@ def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
 
 def test_the_series_tells_each_pair_with_the_base_models_opinion() -> None:
     score = PairScored(1, "replay", 1, "prequential", -3.0, -5.0, -4.0, -3.5, 0.25, 0.5)
-    (row,) = score_series([score], [12.5], start_s=10.0)
+    (row,) = score_series([(12.5, score)], start_s=10.0)
     assert row == {
         "at_s": 2.5,
         "pair_id": 1,

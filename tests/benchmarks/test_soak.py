@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -167,7 +167,7 @@ def test_memory_that_nobody_missed_does_not_run_short_longer() -> None:
 
 
 def test_acknowledged_pairs_that_are_missing_are_in_the_table() -> None:
-    grown = growth([]).json()
+    grown = asdict(growth([]))
     pages = {"total": 1, "free": 1, "cached": 0, "retired": 0}
     result = {"minutes": 1, "load": 0.5, "requests_per_s": 1.0, "faults": {}, "statuses": {}, "growth": grown}
     result |= {"acknowledged": 40, "pages": pages, "problems": []}

@@ -16,8 +16,7 @@ import torch
 from edged.align.adapters.adapter import AdapterFiles
 from edged.rebuild.rebuild import Rebuild
 from edged.rebuild.scores import greedy_agreement, score
-from edged.rebuild.stored import RebuildError
-from edged.rebuild.training import Recipe
+from edged.rebuild.training import RebuildError, Recipe
 from edged.settings.load import load_settings
 from tests.api.live import running
 from tests.api.test_adapters import teach
@@ -60,11 +59,11 @@ def test_both_adapters_are_measured_on_pairs_that_neither_and_that_both_were_tra
 ) -> None:
     work, found, steps = rebuilt
     assert found.online_version == stopped[2]
-    assert len(work.pairs.held_out) + len(work.pairs.learned) == 16
-    assert found.online["held_out"].pairs == len(work.pairs.held_out) > 0
-    assert found.rebuilt["learned"].pairs == len(work.pairs.learned)
+    assert len(work.held_out) + len(work.learned) == 16
+    assert found.online["held_out"].pairs == len(work.held_out) > 0
+    assert found.rebuilt["learned"].pairs == len(work.learned)
     assert steps == list(range(1, found.steps + 1))
-    assert found.steps == 2 * -(-len(work.pairs.learned) // 4)
+    assert found.steps == 2 * -(-len(work.learned) // 4)
     assert found.rebuilt["learned"].reward_accuracy > 0.9
     assert found.rebuilt["learned"].reward_margin > 0
     assert found.rebuilt["learned"].kl_nats > 0
@@ -94,7 +93,7 @@ def test_the_online_adapters_scores_are_those_that_the_daemon_recorded(
 
 def test_an_adapter_agrees_with_itself_and_the_base_has_no_margin(rebuilt: tuple[Rebuild, Any, list[int]]) -> None:
     work, *_ = rebuilt
-    prompts = [pair.prompt for pair in work.pairs.learned[:2]]
+    prompts = [pair.prompt for pair in work.learned[:2]]
     assert greedy_agreement(work._model, "online", "online", prompts, 8) == 1.0
     assert greedy_agreement(work._model, "online", "default", [], 8) is None
     assert score(work._model, "online", [], 0.1) is None
@@ -112,7 +111,7 @@ def test_what_is_adopted_is_what_the_daemon_serves_next(
     assert number == version + 1
     files = AdapterFiles(data / "adapters" / work.spec.fingerprint, work.spec, 5)
     assert files.newest("ada") == (number, [])
-    prompt = work.pairs.learned[0].prompt
+    prompt = work.learned[0].prompt
     ids = torch.tensor([list(prompt)])
     work._model.set_adapter("default")
     wanted = work._model.generate(input_ids=ids, do_sample=False, max_new_tokens=8)[0, len(prompt) :].tolist()

@@ -17,7 +17,8 @@ from edged.bench.traces import read_trace
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
-from edged.simulator.simulation import Bench, Simulation, SimulationPlan
+from edged.simulator.bench import Bench
+from edged.simulator.simulation import Simulation, SimulationPlan
 
 FILE = Path(__file__).with_name("recorded_plans.json")
 PART = 200

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
 from edged.simulator import device_file as files
+from edged.simulator.bench import room_for
 from edged.simulator.device_file import DeviceError, find_device, find_model_shape, read_device
-from edged.simulator.roofline import LAYER_KERNELS, Memory, ModelSizes, Pass, RooflineDevice, room_for
+from edged.simulator.roofline import LAYER_KERNELS, Device, Pass, roofline_device
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PLAIN = """
@@ -41,17 +43,18 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def on(tmp_path: Path, text: str = PLAIN, **model: object) -> tuple[RooflineDevice, ModelSizes]:
+def on(tmp_path: Path, text: str = PLAIN, **model: object) -> tuple[Device, ModelSizes]:
     settings = Settings.model_validate({"model": model})
     shape = ModelSizes.read(CONFIGS / "models" / "mistral-7b.json", settings, cuda=True)
-    return RooflineDevice(read_device(written(tmp_path, text)), shape, settings), shape
+    return roofline_device(read_device(written(tmp_path, text)), shape, settings), shape
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "devices").glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("shape", sorted((CONFIGS / "models").glob("*.json")), ids=lambda path: path.stem)
 def test_every_device_has_room_for_every_model_in_4_bits(path: Path, shape: Path) -> None:
     settings = Settings.model_validate({"model": {"quantize": "nf4"}})
-    assert room_for(Memory.of(read_device(path)), ModelSizes.read(shape, settings, cuda=True), settings).pages > 1000
+    model = ModelSizes.read(shape, settings, cuda=True)
+    assert room_for(roofline_device(read_device(path), model, settings), model, settings).pages > 1000
 
 
 @pytest.mark.parametrize(
@@ -114,16 +117,18 @@ def test_the_package_installs_every_device_and_model() -> None:
 
 def test_a_context_that_the_pool_cannot_hold_is_refused_as_the_engine_does() -> None:
     settings = Settings.model_validate({"cache": {"memory_mb": 64}, "model": {"max_context_tokens": 8192}})
-    device = Memory.of(read_device(find_device("h200")))
+    model = ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True)
+    device = roofline_device(read_device(find_device("h200")), model, settings)
     with pytest.raises(ModelRefused, match=r"a context of 8192 tokens .*raise cache\.memory_mb to \d+"):
-        room_for(device, ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True), settings)
+        room_for(device, model, settings)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     settings = Settings()
     small = read_device(find_device("agx-orin-32gb-30w")).model_copy(update={"available_gib": 12.0})
+    model = ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True)
     with pytest.raises(ModelRefused, match=r"needs 1\d\.\d GiB without K/V pages, and .* has 12\.0 GiB"):
-        room_for(Memory.of(small), ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True), settings)
+        room_for(roofline_device(small, model, settings), model, settings)
 
 
 def test_a_lone_decode_takes_the_time_to_read_the_weights_and_a_long_prompt_that_of_its_products(

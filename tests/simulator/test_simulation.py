@@ -24,9 +24,10 @@ from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
 from edged.settings.load import AlignSettings, Settings
+from edged.simulator.bench import Bench
 from edged.simulator.device_file import DeviceError
 from edged.simulator.roofline import Pass
-from edged.simulator.simulation import Bench, Simulation, SimulationPlan, lone_ttft_s, simulate
+from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.simulator.steps import SimulatedStep
 from tests.align.dpo import test_dpo_exact as exact
 from tests.cache.integrity import check_trie
@@ -63,8 +64,8 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_request_gets_its_tokens_and_every_page_comes_back(policy: str, memory_mb: int) -> None:
     simulation, report = played(plan(policy=policy, settings={"cache": {"memory_mb": memory_mb}}, rate_per_s=1.2))
     engine = simulation.engine
-    assert report["requests"]["finished"] == report["requests"]["sent"] == len(engine.answers) == 48
-    for answer in engine.answers.values():
+    assert report["requests"]["finished"] == report["requests"]["sent"] == len(engine.recorder.answers) == 48
+    for answer in engine.recorder.answers.values():
         assert answer.finish is not None
         assert len(answer.token_s) == answer.finish.completion_tokens > 0
         assert answer.token_s == sorted(answer.token_s)
@@ -85,7 +86,7 @@ def test_a_lone_request_gets_its_first_token_when_the_device_says(tmp_path: Path
     what = plan(str(trace), retrain_rate=0.0, seconds=120.0, rate_per_s=2 / 120)
     simulation, _ = played(what)
     device = Bench.of(what).device
-    for answer, tokens in zip(simulation.engine.answers.values(), (2500, 40), strict=True):
+    for answer, tokens in zip(simulation.recorder.answers.values(), (2500, 40), strict=True):
         assert answer.ttft_s == pytest.approx(lone_ttft_s(device, tokens, most=1024), rel=1e-9)
 
 
@@ -242,7 +243,7 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     what = replace(plan(retrain_rate=0.0, rate_per_s=0.1, seconds=60.0), device=str(path), model=str(model))
     simulation, report = played(what)
     assert report["model"]["device"] == "A CPU 2 cores"
-    first = next(iter(simulation.engine.answers.values()))
+    first = next(iter(simulation.recorder.answers.values()))
     # Overhead, pass and tokens; then a pass, a token and the keys it reads, for each token that follows. What an
     # adapter takes, and a decode besides its token, was not measured: the guesses are some 100 us.
     assert first.ttft_s == pytest.approx(0.003 + 0.01 + 0.0002 * first.prompt_tokens, abs=1e-4)
@@ -250,8 +251,7 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     assert gap_s == pytest.approx(0.003 + 0.01 + 0.0002 + 1e-7 * first.prompt_tokens, abs=2e-4)
     with pytest.raises(DeviceError, match='of the model "tiny", not of "mistral-3b"'):
         simulate(replace(what, model="mistral-3b"))
-    told = Bench.of(what).room
-    assert told.parts.total < 6 << 30
+    assert Bench.of(what).parts.total < 6 << 30
     little = DeviceMemory(kind="cpu", total_bytes=8 << 30, available_bytes=32 << 20)
     profile.model_copy(update={"device_memory": little}).write(path)
     with pytest.raises(ModelRefused, match="and A CPU 2 cores has"):
@@ -260,7 +260,7 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"does not tell the memory of A CPU 2 cores.*set cache\.memory_mb"):
         Bench.of(what)
     given = Settings.model_validate({"cache": {"memory_mb": 8}})
-    assert Bench.of(replace(what, settings=given)).room.pages > 4
+    assert Bench.of(replace(what, settings=given)).pages > 4
     path.write_text("{}")
     with pytest.raises(DeviceError, match="is no profile of this version"):
         simulate(what)
@@ -276,15 +276,16 @@ def test_a_prompt_that_finds_the_engine_at_rest_wakes_it_and_one_that_finds_it_b
         engine = Simulation(what, Bench.of(what), lambda _line: None).engine
 
         def ask(name: str, until_tokens: int) -> None:
+            engine.recorder.expect(name, engine.now, 20)
             engine.submit(Request(name, tuple(range(20)), Sampling(max_tokens=12, ignore_eos=True)))
-            while len(engine.answers[name].token_s) < until_tokens:
+            while len(engine.recorder.answers[name].token_s) < until_tokens:
                 engine.run(engine.now + 1e-9)
 
         ask("at the start", until_tokens=3)
         ask("while it decodes", until_tokens=12)
         engine.run(engine.now + 10.0)
         ask("after a rest", until_tokens=12)
-        return [answer.ttft_s for answer in engine.answers.values()]
+        return [answer.ttft_s for answer in engine.recorder.answers.values()]
 
     start_s, busy_s, again_s = first_tokens_s(0.0)
     assert start_s is not None
@@ -338,7 +339,15 @@ def test_the_report_reads_like_a_replays(tmp_path: Path) -> None:
     )
     settings = Settings.model_validate({"cache": {"memory_mb": 8}})
     measured = replay(
-        ReplayPlan("poisson", pairs, model, settings, rate_per_s=4.0, retrain_rate=0.5, seconds=1.0),
+        ReplayPlan(
+            trace="poisson",
+            pairs=pairs,
+            model_dir=model,
+            settings=settings,
+            rate_per_s=4.0,
+            retrain_rate=0.5,
+            seconds=1.0,
+        ),
     )
     simulated = simulate(plan(seconds=5.0))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.alignment import WEIGHTS_FILE, Load, before_training, figures, learning, on_arrival, run_under_load
+from benchmarks.alignment import Load, before_training, figures, learning, on_arrival, run_under_load
 from benchmarks.support.interleave import open_sides
+from benchmarks.support.local_engine import WEIGHTS_FILE
 from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
 from edged.align.feedback.pair import TokenPair, VersionSaved
 from edged.bench.traces import read_trace

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from edged.bench.timeline import Look, shares
+from edged.bench.figures import Look, shares
+
+
+def look(at_s: float, *sums: float) -> Look:
+    return at_s, dict(zip(("prefill_s", "decode_s", "finetune_s"), sums, strict=True))
 
 
 def test_each_second_has_the_shares_of_what_ran_in_it() -> None:
-    rows = shares([Look(10.0, (0.0, 0.0, 0.0)), Look(11.0, (0.1, 0.2, 0.3)), Look(13.0, (0.1, 1.2, 0.3))])
+    rows = shares([look(10.0, 0.0, 0.0, 0.0), look(11.0, 0.1, 0.2, 0.3), look(13.0, 0.1, 1.2, 0.3)])
     assert [row["at_s"] for row in rows] == [1.0, 3.0]
     assert rows[0]["busy_share"] == pytest.approx(0.6)
     assert rows[1] == pytest.approx(
@@ -17,5 +21,5 @@ def test_each_second_has_the_shares_of_what_ran_in_it() -> None:
 
 
 def test_an_iteration_of_several_seconds_filled_the_seconds_before_its_end() -> None:
-    rows = shares([Look(0.0, (0.0, 0.0, 0.0)), Look(1.0, (0.0, 0.0, 0.0)), Look(2.0, (0.0, 0.0, 1.5))])
+    rows = shares([look(0.0, 0.0, 0.0, 0.0), look(1.0, 0.0, 0.0, 0.0), look(2.0, 0.0, 0.0, 1.5)])
     assert [row["finetune_share"] for row in rows] == pytest.approx([0.5, 1.0])

@@ -1,0 +1,175 @@
+"""The figures of a report, from what a recorder took and from looks at an engine's sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from edged.align.feedback.pair import PairScored
+from edged.align.metrics import RECENT_PAIRS
+from edged.bench.recorder import ReplayedAnswer, SentPair
+
+SLO_FACTOR = 5.0
+"""A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
+EVERY_S = 1.0
+_PARTS = ("prefill", "decode", "finetune")
+Look = tuple[float, dict[str, Any]]
+"""A moment, and an engine's sums of where its time went until then: the status' "busy"."""
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Mean and percentiles in milliseconds; None where there is nothing to tell."""
+    if not len(seconds):
+        return dict.fromkeys(("mean", "p50", "p95", "p99"))
+    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]) * 1e3
+    return {"mean": float(np.mean(seconds) * 1e3), "p50": float(p50), "p95": float(p95), "p99": float(p99)}
+
+
+def request_counts(answers: Sequence[ReplayedAnswer]) -> dict[str, int]:
+    """How the requests ended."""
+    reasons = Counter(answer.finish.reason if answer.finish else "refused" for answer in answers)
+    return {
+        "sent": len(answers),
+        "finished": reasons["length"] + reasons["stop"],
+        "refused": reasons["refused"],
+        "unfinished": reasons["cancelled"],
+        "failed": reasons["error"],
+    }
+
+
+def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: float) -> dict[str, Any]:
+    """Latencies of the requests that were answered; throughput within the `seconds` from `start_s`."""
+    ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
+    gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
+    end_s = start_s + seconds
+    tokens = sum(moment <= end_s for answer in answers for moment in answer.token_s)
+    started = [answer for answer in answers if answer.token_s and answer.token_s[0] <= end_s]
+    ended = [answer for answer in answers if answer.finish and answer.token_s and answer.token_s[-1] <= end_s]
+    return {
+        "ttft_ms": percentiles_ms(ttft),
+        "tbt_ms": percentiles_ms(gaps),
+        "throughput": {
+            "output_tokens_per_s": tokens / seconds,
+            "prompt_tokens_per_s": sum(answer.prompt_tokens for answer in started) / seconds,
+            "requests_per_s": len(ended) / seconds,
+        },
+    }
+
+
+def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Sequence[ReplayedAnswer]) -> dict[str, Any]:
+    """What was found of the prompts between two looks at the trie's counts."""
+    prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
+    return {
+        "prompt_tokens": prompt,
+        "hit_tokens": hit,
+        "hit_share": hit / prompt if prompt else 0.0,
+        "requests_by_tenth": prefix_shares(answers),
+    }
+
+
+def prefix_shares(answers: Sequence[ReplayedAnswer]) -> list[int]:
+    """Requests by the share of their prompt that was there already: from 0 to below 0.1, ..., from 0.9 to 1."""
+    ends = [answer.finish for answer in answers if answer.finish and answer.finish.prompt_tokens]
+    tenths = Counter(min(9, 10 * end.cached_tokens // end.prompt_tokens) for end in ends)
+    return [tenths[tenth] for tenth in range(10)]
+
+
+def learning_latency(pairs: Sequence[SentPair]) -> dict[str, float | None]:
+    """From a pair's submission until a version has learnt it, in milliseconds; pairs that none has learnt are out."""
+    return percentiles_ms([pair.learnt_s - pair.sent_s for pair in pairs if pair.learnt_s is not None])
+
+
+def score_series(scores: Sequence[tuple[float, PairScored]], start_s: float) -> list[dict[str, Any]]:
+    """Each scored pair as it came, with what the base model without an adapter says of it."""
+    return [
+        {
+            "at_s": round(moment_s - start_s, 3),
+            "pair_id": score.pair_id,
+            "version": score.version,
+            "win": score.chosen_logp > score.rejected_logp,
+            "clpd_nats": score.chosen_logp - score.rejected_logp,
+            "reward_margin": score.reward_margin,
+            "base_clpd_nats": score.ref_chosen_logp - score.ref_rejected_logp,
+        }
+        for moment_s, score in scores
+    ]
+
+
+def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Number and mean latency of the iterations between two looks at the engine's `busy`, by what was in them."""
+    counts = {mix: after["iterations"][mix] - count for mix, count in before["iterations"].items()}
+    seconds = {mix: after["iteration_s"][mix] - spent for mix, spent in before["iteration_s"].items()}
+
+    def row(count: int, spent_s: float) -> dict[str, float | int | None]:
+        return {"count": count, "mean_ms": spent_s / count * 1e3 if count else None}
+
+    return {
+        **row(sum(counts.values()), sum(seconds.values())),
+        "by_mix": {mix: row(count, seconds[mix]) for mix, count in counts.items()},
+    }
+
+
+def slo_figures(
+    answers: Sequence[ReplayedAnswer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
+) -> dict[str, Any]:
+    """First tokens in time; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
+    return {
+        "ttft_factor": SLO_FACTOR,
+        "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * alone_s(n)),
+        "ttft_floor_ms": floor_s * 1e3,
+        "ttft_within_factor_or_floor_share": attainment(answers, lambda n: max(floor_s, SLO_FACTOR * alone_s(n))),
+        "forward_ms_of_mean_prompt": alone_s(sum(prompts) / len(prompts)) * 1e3,
+    }
+
+
+def attainment(answers: Sequence[ReplayedAnswer], target_s: Callable[[int], float]) -> float | None:
+    """Share of all requests, answered or not, whose first token came within the target of their prompt length."""
+    if not answers:
+        return None
+    met = sum(answer.ttft_s is not None and answer.ttft_s <= target_s(answer.prompt_tokens) for answer in answers)
+    return met / len(answers)
+
+
+def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | None]:
+    """Means over the pairs as they came, each scored before it was trained on; `_recent` is the last 50."""
+    figures: dict[str, float | int | None] = {"pairs": len(scores)}
+    for suffix, chosen in (("", scores), ("_recent", scores[-RECENT_PAIRS:])):
+        columns: dict[str, list[float]] = {
+            "win_rate": [float(score.chosen_logp > score.rejected_logp) for score in chosen],
+            "clpd_nats": [score.chosen_logp - score.rejected_logp for score in chosen],
+            "reward_accuracy": [float(score.reward_margin > 0) for score in chosen],
+            "reward_margin": [score.reward_margin for score in chosen],
+            "loss": [score.loss for score in chosen],
+        }
+        figures |= {name + suffix: float(np.mean(values)) if values else None for name, values in columns.items()}
+    return figures
+
+
+def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
+    """Rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the looks.
+
+    An engine counts an iteration when it ends: what a span has beyond its own length ran in the spans before it, and is
+    counted there.
+    """
+    spans = [after - before for (before, _), (after, _) in pairwise(looks)]
+    work = []
+    for (_, before), (_, after) in pairwise(looks):
+        work.append([after[f"{part}_s"] - before[f"{part}_s"] for part in _PARTS])
+    for index in range(len(work) - 1, -1, -1):
+        total = sum(work[index])
+        if total <= spans[index]:
+            continue
+        kept = spans[index] / total
+        if index:
+            work[index - 1] = [a + b * (1.0 - kept) for a, b in zip(work[index - 1], work[index], strict=True)]
+        work[index] = [part * kept for part in work[index]]
+    rows = []
+    for (at_s, _), span, parts in zip(looks[1:], spans, work, strict=True):
+        if span > 0.05 * EVERY_S:
+            row = {f"{name}_share": part / span for name, part in zip(_PARTS, parts, strict=True)}
+            rows.append({"at_s": at_s - looks[0][0], "busy_share": sum(parts) / span, **row})
+    return rows

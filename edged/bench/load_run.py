@@ -1,0 +1,188 @@
+"""A trace's requests with preference pairs, sent to an engine in real or in virtual time, and the report of that."""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from edged.align.feedback.pair import TokenPair
+from edged.bench import figures
+from edged.bench.recorder import ReplayRecorder
+from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
+from edged.engine.request import EngineBusy, Request
+from edged.engine.sampling.params import Sampling
+from edged.settings.load import Settings
+
+ADAPTER = "replay"
+"""The user whose requests are sent and whose preferences are learned meanwhile."""
+LOAD_SHARE = 0.7
+"""Of the requests per second that a burst reached: the rate of a load that names none."""
+_LINE_EVERY_S = 5.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What is sent. `rate_per_s` None: 70 % of the requests per second that a burst reaches."""
+
+    trace: str
+    settings: Settings
+    rate_per_s: float | None = None
+    retrain_rate: float = 0.1
+    seconds: float = 60.0
+    seed: int = 0
+
+
+class LoadRun(ABC):
+    """One load against one engine; subclasses say how time passes."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        engine: Any,
+        recorder: ReplayRecorder,
+        pairs: Iterable[TokenPair],
+        token_ids: range,
+        progress: Progress,
+    ) -> None:
+        """`engine` is an `Engine` or a `SimulatedEngine`, which delivers to `recorder`; prompts are of `token_ids`."""
+        self._clock = recorder.clock
+        self._plan, self.engine, self.recorder, self._progress = plan, engine, recorder, progress
+        self._pairs, self._token_ids = iter(pairs), token_ids
+        self._pairs_sent = 0
+        self._numbers = count()
+        self._looks: list[figures.Look] = []
+        self._next_line_s = 0.0
+
+    def play(self, trace: RequestTrace) -> dict[str, Any]:
+        """Measure the machine, send the load, let its answers end, report."""
+        plan, context, recorder = self._plan, self.engine.max_context_tokens, self.recorder
+        alone_s = self._lone_ttft(trace)
+        capacity = None if plan.rate_per_s else self._capacity(trace)
+        rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
+        load = scale_trace(
+            trace,
+            rate_per_s=rate,
+            seconds=plan.seconds,
+            context_tokens=context,
+            token_ids=self._token_ids,
+            seed=plan.seed,
+        )
+        before, measured_from = self.engine.status(), len(recorder.answers)
+        start_s = self._clock()
+        self._look(start_s)
+        self._send(load, start_s)
+        after = self.engine.status()
+        # A quarter of the window for what is under way.
+        self._drain(start_s + plan.seconds, max(10.0, plan.seconds / 4))
+        answers = list(recorder.answers.values())[measured_from:]
+        prompts = [len(arrival.prompt_ids) for arrival in load]
+        # The engine may still learn.
+        scores, pairs = list(recorder.scores), list(recorder.pairs.values())
+
+        def gained(name: str) -> int:
+            return int(after["totals"][name] - before["totals"][name])
+
+        return {
+            "model": after["model"],
+            "policy": plan.settings.scheduler.policy,
+            "seed": plan.seed,
+            "load": {
+                "trace": trace.name,
+                "recorded_rate_per_s": trace.rate_per_s,
+                "length_scale": length_scale(trace, context),
+                "mean_prompt_tokens": sum(prompts) / len(load),
+                "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
+                "seconds": plan.seconds,
+                "rate_per_s": rate,
+                "retrain_rate": plan.retrain_rate,
+                "capacity_per_s": capacity,
+            },
+            "requests": figures.request_counts(answers),
+            **figures.serving_figures(answers, start_s, plan.seconds),
+            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler.ttft_floor_ms / 1e3),
+            "finetune": {
+                "pairs_sent": self._pairs_sent,
+                "pairs_trained": gained("pairs_trained"),
+                "steps": gained("optimizer_steps"),
+                "skipped_steps": len(recorder.skipped_steps),
+                "tokens": gained("finetune_tokens"),
+                "tokens_per_s": gained("finetune_tokens") / plan.seconds,
+                "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
+                "latency_ms": figures.learning_latency(pairs),
+            },
+            "alignment": figures.alignment_figures([score for _, score in scores]),
+            "series": figures.score_series(scores, start_s),
+            "timeline": figures.shares(self._looks),
+            "prefix": figures.prefix_figures(before["prefix"], after["prefix"], answers),
+            "iterations": figures.iteration_figures(before["busy"], after["busy"]),
+            "scheduler": {
+                "decision_ms_p50": after["scheduler"]["decision_ms_p50"],
+                "iterations": gained("iterations"),
+                "preemptions": gained("preemptions"),
+                "cost_model_mape_percent": after["cost_model"]["mape_percent"],
+                "cost_model": after["cost_model"],
+            },
+        }
+
+    def _capacity(self, trace: RequestTrace) -> float:
+        """Requests per second of a burst that fills the batch: requests from all over the trace, with other tokens."""
+        plan = self._plan
+        requests = min(len(trace.rows), plan.settings.serving.max_sequences)
+        context = self.engine.max_context_tokens
+        burst = burst_of(trace, requests, context_tokens=context, token_ids=self._token_ids, seed=plan.seed)
+        return len(burst) / self._burst_s(burst)
+
+    def _accompanied(self, load: Sequence[Arrival]) -> Iterator[tuple[Arrival, TokenPair | None]]:
+        """The load's requests; some are accompanied by a preference pair, as MACE's retrain rate has it."""
+        chance = random.Random(self._plan.seed)
+        for arrival in load:
+            pair = next(self._pairs, None) if chance.random() < self._plan.retrain_rate else None
+            self._pairs_sent += pair is not None
+            yield arrival, pair
+
+    def _submit(self, arrival: Arrival, due_s: float) -> str:
+        """Send a request that the trace wanted sent at `due_s`; its id."""
+        number = next(self._numbers)
+        request_id = f"request-{number}"
+        sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
+        self.recorder.expect(request_id, due_s, len(arrival.prompt_ids))
+        try:
+            self.engine.submit(Request(request_id, arrival.prompt_ids, sampling, ADAPTER))
+        except EngineBusy:
+            self.recorder.refuse(request_id)
+        return request_id
+
+    def _look(self, start_s: float) -> None:
+        """Remember what time went to so far; a line on the progress now and then."""
+        now = self._clock()
+        self._looks.append((now, self.engine.busy()))
+        if time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + _LINE_EVERY_S
+            learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
+            self._progress(
+                f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {self.recorder.open_requests} requests open, "
+                f"{learned} of {self._pairs_sent} pairs learned"
+            )
+
+    @abstractmethod
+    def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
+        """Seconds to the first token of a prompt alone on the engine, by its length in tokens."""
+
+    @abstractmethod
+    def _burst_s(self, burst: Sequence[Arrival]) -> float:
+        """Seconds in which the engine, which does nothing else, answers all of these."""
+
+    @abstractmethod
+    def _send(self, load: Sequence[Arrival], start_s: float) -> None:
+        """Send everything in its moment until the end of the window, with a `_look` each second."""
+
+    @abstractmethod
+    def _drain(self, end_s: float, limit_s: float) -> None:
+        """Let answers end within `limit_s` after the window's end; the rest is cancelled and counts as unfinished."""

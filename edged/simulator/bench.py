@@ -1,0 +1,113 @@
+"""A device with a model on it, from the files that a plan names: a data sheet's times, or a profile's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from edged.bench.memory import ModelSizes
+from edged.engine.model.loading import ModelRefused
+from edged.engine.model.memory_model import Needs, graph_bytes, needs
+from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
+from edged.scheduler.cost.model import CostModel, roofline
+from edged.scheduler.cost.profile import DeviceMemory, Profile, ProfileError
+from edged.settings.load import Settings
+from edged.simulator.device_file import DeviceError, find_device, find_model_shape, read_device
+from edged.simulator.roofline import Device, roofline_device
+
+if TYPE_CHECKING:
+    from edged.simulator.simulation import SimulationPlan
+
+_GUESSED_RATES = (4e10, 8e9)
+"""Operations and bytes per second, for kinds of units that were not measured."""
+_ENOUGH_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A device with a model on it, and what its memory has room for beside the weights and the work."""
+
+    device: Device
+    model: ModelSizes
+    pages: int
+    keeps_graph: bool
+    """Whether a fine-tune step may keep its graph."""
+    parts: Needs
+
+    @classmethod
+    def of(cls, plan: SimulationPlan) -> Bench:
+        """Read the files. Raises DeviceError, ModelRefused."""
+        path, shape, settings = find_device(plan.device), find_model_shape(plan.model), plan.settings
+        if path.suffix == ".json":
+            device, model = _profiled(path, shape, settings)
+        else:
+            file = read_device(path)
+            model = ModelSizes.read(shape, settings, file.cuda)
+            device = roofline_device(file, model, settings)
+        return room_for(device, model, settings)
+
+
+def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
+    """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
+
+    Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
+    """
+    shape, size = model.shape, settings.cache.page_size
+    parts = needs(shape, settings, model.form, model.dtype, device.cuda, device.available_bytes)
+    free = device.available_bytes - (parts.total - parts.kept_graph)
+    budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
+    wanted = settings.model.max_context_tokens or shape.max_positions
+    useful = settings.serving.max_sequences * -(-wanted // size) + 1
+    page_bytes = size * parts.kv_per_token
+    pages = min(useful, budget // page_bytes)
+    if pages < 4:
+        raise ModelRefused(
+            f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
+            f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
+        )
+    refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
+    left = free - pages * page_bytes
+    return Bench(device, model, pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)
+
+
+def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, ModelSizes]:
+    """The profile's device, with its measured times and the memory that it had, and its model.
+
+    Raises DeviceError, ModelRefused.
+    """
+    try:
+        profile = Profile.read(path)
+    except ProfileError as error:
+        raise DeviceError(str(error)) from None
+    subject = profile.subject
+    update = {"dtype": subject.dtype, "quantize": subject.quantization}
+    chosen = settings.model_copy(update={"model": settings.model.model_copy(update=update)})
+    model = ModelSizes.read(shape, chosen, cuda=not subject.threads)
+    if model.name != subject.model:
+        raise DeviceError(f'profile "{path}" is of the model "{subject.model}", not of "{model.name}"')
+    if profile.device_memory is None and not settings.cache.memory_mb:
+        raise DeviceError(
+            f'profile "{path}" does not tell the memory of {subject.device}, as an older edged wrote it: set '
+            "cache.memory_mb, or measure it again with edged profile"
+        )
+    # Where the pages' share is given alone, that the rest has room is all that can be assumed.
+    kind: Literal["cpu", "discrete"] = "cpu" if subject.threads else "discrete"
+    enough = DeviceMemory(kind=kind, total_bytes=_ENOUGH_BYTES, available_bytes=_ENOUGH_BYTES)
+    memory = profile.device_memory or enough
+    guess = roofline(model.shape.parameters, *_GUESSED_RATES, model.shape.layers, model.dtype.itemsize)
+    # A daemon that has the profile starts from it, too.
+    measured = partial(CostModel.from_profile, profile, guess)
+    prices = measured()
+    device = Device(
+        name=subject.device,
+        kind=memory.kind,
+        available_bytes=memory.available_bytes,
+        overhead_s=profile.overhead_s,
+        rest_s=profile.rest_s,
+        guess=measured,
+        forward_s=prices.priced_s,
+        unit_s=prices.unit_s,
+    )
+    return device, model
