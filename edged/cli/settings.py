@@ -138,10 +138,13 @@ def init(output: Path, force: bool) -> None:
     text = HEAD + to_toml(Settings())
     if str(output) == "-":
         return click.echo(text, nl=False)
-    if output.exists() and not force:
-        raise DaemonError(f"{output} exists: choose another --output, or --force")
     with explain_os_errors(f"{output} cannot be written"):
-        output.write_text(text)
+        try:
+            file = output.open("w" if force else "x")
+        except FileExistsError:
+            raise DaemonError(f"{output} exists: choose another --output, or --force") from None
+        with file:
+            file.write(text)
     return click.echo(f"{output} written: start with `edged serve --config {output}`")
 
 
