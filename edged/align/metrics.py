@@ -91,6 +91,7 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
     means = ", ".join(f"{mean} AS {key}" for key, mean in _MEANS.items())
     recent = ", ".join(f"{mean} AS {key}_recent" for key, mean in _MEANS.items())
     prequential = "FROM alignment_metrics WHERE adapter = :adapter AND split = 'prequential'"
+    latest = f"SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS}"
     return {
         "adapter": adapter,
         **_row(db, "SELECT coalesce(max(version), 0) AS version FROM adapter_versions WHERE adapter = :adapter", name),
@@ -108,10 +109,8 @@ def _summary(db: Database, adapter: str) -> AdapterSummary:
             name,
         ),
         **_row(db, f"SELECT {means} {prequential}", name),
-        **_judged(
-            _row(db, f"SELECT {_COUNTS} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name)
-        ),
-        **_row(db, f"SELECT {recent} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name),
+        **_judged(_row(db, f"SELECT {_COUNTS} FROM ({latest})", name)),
+        **_row(db, f"SELECT {recent} FROM ({latest})", name),
         **latest_test(db, adapter),
         **_row(
             db,
@@ -201,6 +200,7 @@ def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
 
 OTHER = "other"
 """Under this name the rest is summed; a user of that name is part of it."""
+_READ_MEANS = "SELECT avg(win), avg(logp_difference), avg(reward_correct)"
 _ROWS = 1000
 """Latest scores and pairs that are looked at."""
 
@@ -248,23 +248,14 @@ def _latest(db: Database, known: Collection[str]) -> list[str]:
 
 def _reading(db: Database, name: str) -> AdapterReading:
     (pending,) = db.execute("SELECT count(*) FROM pairs WHERE adapter = ? AND state = 'queued'", [name]).fetchone()
-    means = db.execute(
-        """SELECT avg(win), avg(logp_difference), avg(reward_correct) FROM (
-               SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
-               ORDER BY version DESC, id DESC LIMIT ?)""",
-        [name, RECENT_PAIRS],
-    ).fetchone()
-    win_rate, clpd, accuracy = means
+    rows = "SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential' ORDER BY version DESC, id DESC"
+    means = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
     test = latest_test(db, name)
-    return AdapterReading(name, pending, win_rate, clpd, accuracy, test["held_out_kl_nats"], test["neutral_nll_change"])
+    return AdapterReading(name, pending, *means, test["held_out_kl_nats"], test["neutral_nll_change"])
 
 
-def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, float | None, float | None]:
+def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, ...]:
     marks = ", ".join("?" * len(shown))
-    win_rate, clpd, accuracy = db.execute(
-        f"""SELECT avg(win), avg(logp_difference), avg(reward_correct)
-            FROM (SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?)
-            WHERE split = 'prequential' AND adapter NOT IN ({marks})""",
-        [_ROWS, *shown],
-    ).fetchone()
-    return win_rate, clpd, accuracy
+    rows = "SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?"
+    others = f"split = 'prequential' AND adapter NOT IN ({marks})"
+    return tuple(db.execute(f"{_READ_MEANS} FROM ({rows}) WHERE {others}", [_ROWS, *shown]).fetchone())

@@ -32,8 +32,6 @@ class AdapterLoader:
         self._thread = one_beside("edged-loader")
         self._tickets: dict[str, object] = {}
         """One for each adapter that is being read; `forget` takes it away."""
-        self._problems_told = 0
-        self._tell_problems()
 
     @property
     def count(self) -> int:
@@ -68,13 +66,6 @@ class AdapterLoader:
             if self._tickets.get(adapter) is ticket:
                 del self._tickets[adapter]
                 self._on_loaded(adapter, state, problems)
-                self._tell_problems()
             self._on_ended(adapter, reason)
 
         self._post(take)
-
-    def _tell_problems(self) -> None:
-        problems = self._adapter_cache.problems
-        for problem in problems[self._problems_told :]:
-            log.warning("%s: an older version is used", problem)
-        self._problems_told = len(problems)

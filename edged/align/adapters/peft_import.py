@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from edged.align.adapters.adapter import LoraSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _MOST_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 8 << 20
@@ -77,7 +76,7 @@ def _check_config(config: dict[str, Any], spec: LoraSpec) -> None:
 
 
 def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    wanted = _shapes(spec)
+    wanted = spec.peft_shapes()
     try:
         size = path.stat().st_size
         if size > most_bytes(spec):
@@ -97,14 +96,6 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
         if not bool(torch.isfinite(tensor).all()):
             raise ImportRefused(f"{name} holds values that are not finite")
     return tensors
-
-
-def _shapes(spec: LoraSpec) -> dict[str, tuple[int, int]]:
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, (fan_in, fan_out) in spec.shapes.items():
-        shapes[f"{_PREFIX}{name}.lora_A.weight"] = (spec.rank, fan_in)
-        shapes[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, spec.rank)
-    return shapes
 
 
 def _check_names(found: set[str], wanted: set[str]) -> None:

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from edged.align.adapters.adapter import CopiedVersion, UnknownAdapter
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.feedback.pair import Record, VersionSaved
-from edged.settings.load import StoreSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings
 from edged.store import StoreError
 from edged.tensors.cpu_threads import one_beside
 from edged.tensors.host_copy import HostCopies
@@ -27,7 +28,7 @@ class AdapterWriter:
     def __init__(
         self,
         adapter_cache: AdapterCache,
-        store: StoreSettings,
+        settings: Live[Settings],
         post: Callable[[Callable[[], None]], object],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
@@ -35,17 +36,12 @@ class AdapterWriter:
 
         The journal's future resolves when all that it was given is on disk.
         """
-        self._adapter_cache, self._store, self._post, self._journal = adapter_cache, store, post, journal
+        self._adapter_cache, self._settings, self._post, self._journal = adapter_cache, settings, post, journal
         self._thread = one_beside("edged-saver")
         self._writing = False
         """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
         made after."""
         self._awaited: list[tuple[str, int, Future[None]]] = []
-
-    def configure(self, store: StoreSettings) -> None:
-        """Write and keep versions by other settings."""
-        self._store = store
-        self._adapter_cache.files.keep = store.keep_versions
 
     def save_due(self, now: float) -> None:
         """Have a version that is due written, unless one is; what was journalled so far is on record before it is."""
@@ -54,16 +50,17 @@ class AdapterWriter:
 
     def _save_next(self, now: float) -> bool:
         """Whether a version was due."""
-        copied = self._adapter_cache.to_save(now, self._store.save_every_s)
+        store = self._settings.now.store
+        copied = self._adapter_cache.to_save(now, store.save_every_s)
         if copied is None:
             return False
-        self._writing = True
+        self._writing, self._adapter_cache.files.keep = True, store.keep_versions
         self._thread.submit(self._save, copied, self._journal([]))
         return True
 
     def next_save_s(self) -> float | None:
         """When the next version is due; None when all are on disk, or one is on its way."""
-        return None if self._writing else self._adapter_cache.next_save_s(self._store.save_every_s)
+        return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[None]:
         """Resolves when this version or a later one is on disk; raises StoreError where it could not be written, and

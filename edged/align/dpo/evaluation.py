@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import PairLogps, preference_loss
-from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, Work, head_window_size, head_windows
+from edged.align.dpo.loss import PairLogps, pair_score, preference_loss
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, head_windows
+from edged.align.dpo.step_plan import Work, head_window_size
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.settings.load import AlignSettings
 
@@ -102,35 +103,16 @@ class HeldOutEvaluation:
             self.neutral.append(pair)
             self._neutral_logp += chosen + rejected
         else:
-            lengths = stream.layout.chosen, stream.layout.rejected
-            self._take(pair, PairLogps(chosen, rejected, sums[0], sums[1], *lengths), kl)
+            tokens = stream.layout.chosen + stream.layout.rejected
+            logps = PairLogps(chosen, rejected, sums[0], sums[1], stream.layout.chosen, stream.layout.rejected)
+            loss = preference_loss(logps, self.align.beta, self.align.loss)
+            self.scores.append(pair_score(pair, self.version, "held_out", logps, loss, kl / max(tokens, 1)))
         self.free()
         if self._pairs:
             self.groups_done += 1
             self._open()
         else:
             self.finished = True
-
-    def _take(self, pair: TokenPair, logps: PairLogps, kl: float) -> None:
-        """Take the sums of a held-out pair in; `kl` is summed over its answers' tokens."""
-        loss = preference_loss(logps, self.align.beta, self.align.loss)
-        self.scores.append(
-            PairScored(
-                pair_id=pair.pair_id,
-                adapter=self.adapters[0],
-                version=self.version,
-                split="held_out",
-                chosen_logp=logps.chosen,
-                rejected_logp=logps.rejected,
-                ref_chosen_logp=logps.ref_chosen,
-                ref_rejected_logp=logps.ref_rejected,
-                reward_margin=loss.reward_margin,
-                loss=loss.loss,
-                kl_nats=kl / max(logps.chosen_tokens + logps.rejected_tokens, 1),
-                chosen_tokens=logps.chosen_tokens,
-                rejected_tokens=logps.rejected_tokens,
-            )
-        )
 
     @property
     def neutral_nll(self) -> tuple[float, float] | None:

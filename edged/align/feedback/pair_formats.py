@@ -7,11 +7,13 @@ answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare t
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
@@ -39,28 +41,20 @@ def read_pairs(path: Path, format: Format) -> Iterator[tuple[int, Pair | str]]:
     """
     number = 0
     with _open(path) as file:
-        while True:
-            number += 1
-            try:
-                line = file.readline()
-            except _DAMAGE as error:
-                yield number, f"the file cannot be read from here on: {error}"
-                return
-            if not line:
-                return
-            if line.strip():
-                yield number, _parsed(line, _PARSERS[format])
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parsed(line, _PARSERS[format])
+        except _DAMAGE as error:
+            yield number + 1, f"the file cannot be read from here on: {error}"
 
 
 def count_lines(path: Path) -> int:
     """Lines of a (gzipped) file up to its end or first damage, for a progress bar. Raises OSError like `read_pairs`."""
     count = 0
-    with _open(path) as file:
-        try:
-            while file.readline():
-                count += 1
-        except _DAMAGE:
-            return count
+    with _open(path) as file, contextlib.suppress(*_DAMAGE):
+        for _ in file:
+            count += 1
     return count
 
 
@@ -196,27 +190,24 @@ def _parse_trl(row: Pair) -> Pair:
     if all(isinstance(side, str) for side in sides) and isinstance(prompt, str | None):
         chosen, rejected = cast(tuple[str, str], sides)
         if prompt is None:
-            prompt = _common_text(chosen, rejected)
+            prompt = chosen[: _common(chosen, rejected)]
+            # The space that begins the answers is theirs, as trl.extract_prompt cuts it.
+            prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _with_prompt(prompt, chosen, rejected)
     if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):
         good, bad = _messages(sides[0], "chosen"), _messages(sides[1], "rejected")
         before = [] if prompt is None else _messages(prompt, "prompt")
         if prompt is None:
-            same = next(
-                (i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b), min(len(good), len(bad))
-            )
+            same = _common(good, bad)
             before, good, bad = good[:same], good[same:], bad[same:]
         return _with_messages(before, _answer(good, "chosen"), _answer(bad, "rejected"))
     raise FormatError('needs "chosen" and "rejected", and "prompt" if any, all as strings or all as lists of messages')
 
 
-def _common_text(chosen: str, rejected: str) -> str:
-    """The longest common start, without the space that begins the answers (as trl.extract_prompt cuts it)."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
-    )
-    return chosen[: same - 1] if chosen[:same].endswith(" ") else chosen[:same]
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long the common start of both is."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def _answer(messages: list[dict[str, Any]], name: str) -> str:

@@ -374,17 +374,10 @@ def _new_id() -> str:
     return f"fb-{secrets.token_hex(12)}"
 
 
-_SIGNS = {
-    "chosen": 1,
-    "up": 1,
-    "accepted": 1,
-    "rejected": -1,
-    "down": -1,
-    "regenerate": -1,
-    "skip": -1,
-    "rephrase": -1,
-}
-"""Ratings by signal; dwell's depends on the answer."""
+_GOOD, _BAD = ("chosen", "up", "accepted"), ("rejected", "down", "regenerate", "skip", "rephrase")
+"""Signals that rate an answer; what dwell says depends on the answer."""
+_WEIGHED_AS = {"accepted": "regenerate", "up": "thumbs", "down": "thumbs", "rejected": "thumbs"}
+"""Signals without a setting of their own."""
 _READING_WORDS_PER_S = 4.0
 _READ, _GLANCED = 0.5, 0.1
 """Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""
@@ -413,28 +406,23 @@ class RatedAnswer:
 
     def weight(self, signal: Signal) -> float:
         """The signal's weight with the rating's sign; 0 says nothing either way."""
+        weight = weight_of(self.settings, signal.signal)
+        if signal.signal in _GOOD:
+            return weight
+        if signal.signal in _BAD:
+            return -weight
         if signal.signal != "dwell":
-            return _SIGNS.get(signal.signal, 0) * weight_of(self.settings, signal.signal)
+            return 0.0
         reading_s = len(self.choice.text.split()) / _READING_WORDS_PER_S
         seconds = signal.seconds or 0.0
         if seconds >= _READ * reading_s:
-            return self.settings.weight_dwell
-        return -self.settings.weight_dwell if seconds < _GLANCED * reading_s else 0.0
+            return weight
+        return -weight if seconds < _GLANCED * reading_s else 0.0
 
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
     """What a kind of signal counts, in [0, 1]."""
-    weights = {
-        "pair": settings.weight_pair,
-        "chosen": settings.weight_chosen,
-        "edit": settings.weight_edit,
-        "regenerate": settings.weight_regenerate,
-        "accepted": settings.weight_regenerate,
-        "rephrase": settings.weight_rephrase,
-        "dwell": settings.weight_dwell,
-        "skip": settings.weight_skip,
-    }
-    return weights.get(signal, settings.weight_thumbs)
+    return float(getattr(settings, f"weight_{_WEIGHED_AS.get(signal, signal)}"))
 
 
 def answer_of(db: Database, completion: Completion, choice: Choice, settings: FeedbackSettings) -> RatedAnswer:
