@@ -70,13 +70,13 @@ class Trainer:
         """Mean loss of its adapters' latest steps; ln 2 stands for one that has had none."""
         return sum(self.pair_queues.queues[name].loss for name in step.adapters) / len(step.adapters)
 
-    def take_in(self, adapter: str, state: AdapterState | None, problems: list[str]) -> None:
+    def take_in(self, adapter: str, state: AdapterState | None) -> None:
         """Take in a state that was read from disk; what is due may follow from the version that was found there.
 
         None: it could not be read, and nothing of it is ready until it could after all.
         """
         if state is not None:
-            self.adapter_cache.adopt(state, problems)
+            self.adapter_cache.adopt(state)
         if adapter in self.pair_queues.queues:
             self.pair_queues[adapter].unreadable = state is None
 

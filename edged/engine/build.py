@@ -211,7 +211,7 @@ def build_parts(
     def on_read(adapter: str, error: str) -> None:
         sequences.on_fetched(adapter, error, time.monotonic())
 
-    loader = AdapterLoader(adapter_cache, lambda *found: trainer.take_in(*found), on_read, commands.offer)
+    loader = AdapterLoader(adapter_cache, lambda name, state: trainer.take_in(name, state), on_read, commands.offer)
     sequences = SequenceTable(
         settings.serving,
         scheduler,

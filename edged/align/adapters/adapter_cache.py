@@ -44,14 +44,15 @@ class AdapterCache:
         """What was wrong with files, and is in the log."""
         self._kept: list[CopiedVersion] = []
         for name in files.adapters():
-            self.versions[name], problems = files.newest(name)
-            self._log_problems(problems)
+            self.versions[name] = self._newest(name)
 
-    def _log_problems(self, problems: Collection[str]) -> None:
+    def _newest(self, adapter: str) -> int:
+        version, problems = self.files.newest(adapter)
         for problem in problems:
             if problem not in self._problems:
                 log.warning("%s: an older version is used", problem)
                 self._problems.add(problem)
+        return version
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class AdapterCache:
         """The adapter's state, read from disk here and now when it is not resident."""
         place = self._places.get(adapter)
         if place is None:
-            self.adopt(*self.load(adapter))
+            self.adopt(self.load(adapter))
             place = self._places[adapter]
         self._places.move_to_end(adapter)
         return place.state
@@ -87,22 +88,21 @@ class AdapterCache:
         place = self._places.get(adapter)
         return place.state if place is not None else None
 
-    def load(self, adapter: str) -> tuple[AdapterState, list[str]]:
-        """The newest whole version from disk, or the untrained adapter; and what was wrong with newer ones."""
+    def load(self, adapter: str) -> AdapterState:
+        """The newest whole version from disk, or the untrained adapter; what is wrong with newer ones is logged."""
         state = AdapterState(adapter, self.spec, self._settings, self._device)
         # What cannot be used on disk keeps its number: a new version never takes its place.
         state.newest_number = max(self.files.versions(adapter), default=0)
-        version, problems = self.files.newest(adapter)
+        version = self._newest(adapter)
         if version:
             snapshot = self.files.read(adapter, version)
             state.restore(snapshot.weights, version)
             state.restore_optimizer(snapshot.optimizer)
-        return state, problems
+        return state
 
-    def adopt(self, state: AdapterState, problems: list[str]) -> None:
+    def adopt(self, state: AdapterState) -> None:
         """Make a loaded state resident, unless one is already."""
         if state.name not in self._places:
-            self._log_problems(problems)
             self.versions[state.name] = state.version
             self._places[state.name] = _Place(state, state.version, state.version)
 

@@ -18,14 +18,14 @@ class AdapterLoader:
     def __init__(
         self,
         adapter_cache: AdapterCache,
-        on_loaded: Callable[[str, AdapterState | None, list[str]], None],
+        on_loaded: Callable[[str, AdapterState | None], None],
         on_ended: Callable[[str, str], None],
         post: Callable[[Callable[[], None]], object],
     ) -> None:
         """`post` has the engine thread run something, or ignores it once that has ended.
 
-        There, `on_loaded` gets an adapter's state with the problems of newer versions, or None where it cannot be read,
-        unless the adapter was forgotten meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
+        There, `on_loaded` gets an adapter's state, or None where it cannot be read, unless the adapter was forgotten
+        meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
         """
         self._adapter_cache, self._on_loaded, self._on_ended = adapter_cache, on_loaded, on_ended
         self._post = post
@@ -54,9 +54,9 @@ class AdapterLoader:
 
     def _load(self, adapter: str, ticket: object) -> None:
         """On the loader's thread. Requests for an adapter that cannot be read end with the reason."""
-        state, problems, reason = None, list[str](), ""
+        state, reason = None, ""
         try:
-            state, problems = self._adapter_cache.load(adapter)
+            state = self._adapter_cache.load(adapter)
         except Exception as error:
             log.error("adapter %s could not be read: %s", adapter, error)
             reason = f"adapter {adapter} could not be read: {error}"
@@ -65,7 +65,7 @@ class AdapterLoader:
             # Another ticket, or none: it was forgotten meanwhile.
             if self._tickets.get(adapter) is ticket:
                 del self._tickets[adapter]
-                self._on_loaded(adapter, state, problems)
+                self._on_loaded(adapter, state)
             self._on_ended(adapter, reason)
 
         self._post(take)

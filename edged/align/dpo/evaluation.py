@@ -45,7 +45,10 @@ class HeldOutEvaluation:
         self._open()
 
     def _open(self) -> None:
-        self.group = MicroBatch([self._pairs.pop(0)], _needs_base, "nothing", self.decoder)
+        # KL wants the base's whole distributions; of neutral text its log-probabilities are enough.
+        self.group = MicroBatch(
+            [self._pairs.pop(0)], lambda p: p.pair_id >= 0 or p.ref_chosen_logp is None, "nothing", self.decoder
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -120,8 +123,3 @@ class HeldOutEvaluation:
         tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in self.neutral)
         base = sum((pair.ref_chosen_logp or 0.0) + (pair.ref_rejected_logp or 0.0) for pair in self.neutral)
         return (-self._neutral_logp / tokens, -base / tokens) if tokens else None
-
-
-def _needs_base(pair: TokenPair) -> bool:
-    """KL wants the base's whole distributions; of neutral text its log-probabilities are enough."""
-    return pair.pair_id >= 0 or pair.ref_chosen_logp is None

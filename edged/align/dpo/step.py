@@ -37,7 +37,7 @@ class DpoStep:
     ) -> None:
         """`most_tokens` and `keep_graph`: see `StepPlan`."""
         self.decoder, self.align = decoder, align
-        self.members = {member.adapter: member for member in members}
+        self.members = by_adapter = {member.adapter: member for member in members}
         self.adapters = tuple(self.members)
         self.finished = False
         self._release = release
@@ -45,8 +45,9 @@ class DpoStep:
         self.keeps_graph = keep_graph
         self._plan = StepPlan(
             [pair for member in members for pair in (*member.fresh, *member.replay)],
-            # Version 0 answers as the base: its own log-probabilities are the reference's.
-            lambda pair: pair.ref_chosen_logp is None and self.members[pair.adapter].version > 0,
+            # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not hold the
+            # step, which lets go of the device's memory as soon as nobody does.
+            lambda pair: pair.ref_chosen_logp is None and by_adapter[pair.adapter].version > 0,
             align,
             decoder.layer_count,
             decoder.vocab_size,

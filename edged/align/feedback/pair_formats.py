@@ -194,14 +194,14 @@ def _parse_trl(row: Pair) -> Pair:
             # The space that begins the answers is theirs, as trl.extract_prompt cuts it.
             prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        return _with_prompt(prompt, chosen, rejected)
+        return _pair("prompt", prompt, chosen, rejected)
     if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):
         good, bad = _messages(sides[0], "chosen"), _messages(sides[1], "rejected")
         before = [] if prompt is None else _messages(prompt, "prompt")
         if prompt is None:
             same = _common(good, bad)
             before, good, bad = good[:same], good[same:], bad[same:]
-        return _with_messages(before, _answer(good, "chosen"), _answer(bad, "rejected"))
+        return _pair("messages", before, _answer(good, "chosen"), _answer(bad, "rejected"))
     raise FormatError('needs "chosen" and "rejected", and "prompt" if any, all as strings or all as lists of messages')
 
 
@@ -221,24 +221,18 @@ def _parse_edged(row: Pair) -> Pair:
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
     if row.get("messages") is not None:
-        return _with_messages(_messages(row["messages"], "messages"), chosen, rejected) | more
+        return _pair("messages", _messages(row["messages"], "messages"), chosen, rejected) | more
     if row.get("prompt_ids") is not None:
         return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
     if "prompt" not in row:
         raise FormatError('has neither "messages" nor "prompt" nor "prompt_ids"')
-    return _with_prompt(_text(row, "prompt"), chosen, rejected) | more
+    return _pair("prompt", _text(row, "prompt"), chosen, rejected) | more
 
 
-def _with_prompt(prompt: str, chosen: str, rejected: str) -> Pair:
-    if not prompt:
-        raise FormatError("the prompt is empty")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def _with_messages(messages: list[dict[str, Any]], chosen: str, rejected: str) -> Pair:
-    if not messages:
-        raise FormatError("the conversation before the answers is empty")
-    return {"messages": messages, "chosen": chosen, "rejected": rejected}
+def _pair(name: Literal["prompt", "messages"], before: Any, chosen: str, rejected: str) -> Pair:
+    if not before:
+        raise FormatError(f"the {'prompt' if name == 'prompt' else 'conversation before the answers'} is empty")
+    return {name: before, "chosen": chosen, "rejected": rejected}
 
 
 def _text(row: Pair, name: str) -> str:

@@ -42,6 +42,8 @@ _MOST_SIGNALS = 64
 """On one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
+Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None]
+"""A chat, a text or bare tokens."""
 ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
 
 
@@ -141,25 +143,13 @@ def record_pair(
         feedback.insert_signal(db, replace(signal, reason=reason))
         return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
-    pair_id = feedback.insert_pair(
-        db,
-        PairRow(
-            id=0,
-            created_at=signal.created_at,
-            adapter=user,
-            signal_id=signal.id,
-            source="pair",
-            weight=weight * settings.weight_pair,
-            messages=tuple(messages) if messages is not None else None,
-            prompt=prompt,
-            prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
-            chosen=Side(chosen),
-            rejected=Side(rejected),
-            state="queued",
-            account=account,
-        ),
-        key,
+    asked = (
+        tuple(messages) if messages is not None else None,
+        prompt,
+        None if prompt_ids is None else tuple(prompt_ids),
     )
+    weight *= settings.weight_pair
+    pair_id = _insert(db, signal, account, asked, Side(chosen), Side(rejected), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -221,13 +211,14 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
 def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
     """Pairs that the signal alone makes: an edit, a choice between candidates."""
     weight = weight_of(answer.settings, signal.signal)
+    asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal, account)]
+        return [_insert(db, signal, account, asked, Side(signal.text or ""), answer.side, "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal, account)
+        _insert(db, signal, account, asked, answer.side, other, "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
@@ -252,7 +243,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
-        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal, account)
+        pair_id = _insert(db, signal, account, rejected.asked, chosen.side, rejected.side, source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
@@ -268,34 +259,32 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 def _insert(
     db: Database,
-    asked: Completion,
+    signal: Signal,
+    account: str | None,
+    asked: Asked,
     chosen: Side,
     rejected: Side,
     source: str,
     weight: float,
-    signal: Signal,
-    account: str | None,
 ) -> int:
-    """Add a pair about the prompt of `asked`."""
-    return feedback.insert_pair(
-        db,
-        PairRow(
-            id=0,
-            created_at=signal.created_at,
-            adapter=asked.learner or signal.user,
-            signal_id=signal.id,
-            source=source,
-            weight=weight,
-            messages=asked.messages,
-            prompt=asked.prompt,
-            prompt_ids=asked.prompt_ids,
-            chosen=chosen,
-            rejected=rejected,
-            state="queued",
-            account=account,
-        ),
-        asked.prompt_key,
+    """Add a pair about what was asked, for the adapter that the signal teaches."""
+    messages, prompt, prompt_ids = asked
+    row = PairRow(
+        id=0,
+        created_at=signal.created_at,
+        adapter=signal.user,
+        signal_id=signal.id,
+        source=source,
+        weight=weight,
+        messages=messages,
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        chosen=chosen,
+        rejected=rejected,
+        state="queued",
+        account=account,
     )
+    return feedback.insert_pair(db, row, prompt_key(messages, prompt, prompt_ids or ()))
 
 
 def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
@@ -398,6 +387,11 @@ class RatedAnswer:
     def side(self) -> Side:
         """The answer as a pair holds it."""
         return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
+
+    @property
+    def asked(self) -> Asked:
+        """What it answers."""
+        return self.completion.messages, self.completion.prompt, self.completion.prompt_ids
 
     @property
     def rating(self) -> Signal | None:
