@@ -126,7 +126,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.insert_metric(db, adapters.PairScore(created_at=created_at, **field_values(record)))
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
         case PairRetired():
-            # One that was learnt without a step of its own was learnt by what the version knew.
+            # One that was learned without a step of its own was learned by what the version knew.
             of_it = record.state == "learnt" or (record.epochs_done > 0 and record.state in ("queued", "trained"))
             learned = record.version or None if of_it else None
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)

@@ -1,4 +1,4 @@
-"""What an operator is told of the learning loop's records."""
+"""The log lines that records of the learning loop come to."""
 
 from __future__ import annotations
 

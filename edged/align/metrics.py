@@ -240,7 +240,9 @@ def _reading(db: Database, name: str) -> AdapterReading:
     rows = "SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential' ORDER BY version DESC, id DESC"
     means = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
     test = latest_test(db, name)
-    return AdapterReading(name, pending, *means, test["held_out_kl_nats"], test["neutral_nll_change"])
+    return AdapterReading(
+        name, pending, *means, kl_nats=test["held_out_kl_nats"], nll_change=test["neutral_nll_change"]
+    )
 
 
 def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, ...]:

@@ -103,7 +103,7 @@ class Trainer:
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
             if pair.tokens > self._most_tokens:
-                reason = f"{pair.tokens} tokens do not fit: the K/V cache has room for pairs of {self._most_tokens}"
+                reason = f"{pair.tokens} tokens do not fit: the KV cache has room for pairs of {self._most_tokens}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
             elif (taken := queue.take_in(pair, guard, self.pair_queues.now)) is not None:
                 state, reason = taken

@@ -111,21 +111,19 @@ class SimulatedFinetuning:
         adapter: str,
         align: AlignSettings,
         scheduler: Scheduler,
-        layers: int,
-        vocab_size: int,
         page_size: int,
-        cache_tokens: int,
-        may_keep_graph: Callable[[], bool],
+        most_tokens: int,
+        open_step: Callable[[StepBatch, int], SimulatedStep],
         release: Callable[[list[int]], None],
         publish: Callable[[SimulatedVersion, int], None],
         task_ids: Iterator[int],
     ) -> None:
-        """`publish(new, previous version)` gets each version; `cache_tokens` is the whole KV cache."""
+        """`open_step` makes the step of a version; `publish(new, previous version)` gets each version."""
         self.resumes_s = math.inf
         self._task_ids = task_ids
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
-        self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
-        self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
+        self._most_tokens, self._open_step = most_tokens, open_step
+        self._release, self._publish = release, publish
         # As a replay introduces its adapter: untrained weights that cost what trained ones do.
         self.state = SimulatedVersion(adapter, 1)
         self._queue = AdapterQueue(adapter)
@@ -135,7 +133,7 @@ class SimulatedFinetuning:
         self.pairs_trained = self.steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
-        """Queue a pair; one that the K/V cache has no room for, or that the policy never trains on, is dropped."""
+        """Queue a pair; one that the KV cache has no room for, or that the policy never trains on, is dropped."""
         self.pairs[pair.pair_id] = SentPair(now)
         if self._scheduler.policy.trains and self._align.enabled and pair.tokens <= self._most_tokens:
             self._queue.queue.append(pair)
@@ -158,15 +156,7 @@ class SimulatedFinetuning:
             return
         draw = self._queue.draw(self._align)
         self._queue.begin(draw)
-        step = SimulatedStep(
-            draw,
-            self.state.version,
-            self._align,
-            self._layers,
-            self._vocab_size,
-            self._most_tokens,
-            self._align.keep_graph and self._may_keep_graph(),
-        )
+        step = self._open_step(draw, self.state.version)
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
         self.jobs[task.task_id] = job = SimulatedJob(step, task, [])
         self._sync(job)

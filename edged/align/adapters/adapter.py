@@ -322,7 +322,7 @@ class AdapterFiles:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
         if manifest.get("base_fingerprint") != self.spec.fingerprint:
             raise AdapterError(
-                f'{folder}: learnt on another base model ("{manifest.get("base_model")}", '
+                f'{folder}: learned on another base model ("{manifest.get("base_model")}", '
                 f'not "{self.spec.base_model}" as it is now)'
             )
         self._check_shapes(folder)
@@ -334,8 +334,8 @@ class AdapterFiles:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
         if found != self.spec.peft_shapes() or alpha != self.spec.alpha:
             raise AdapterError(
-                f"{folder}: learnt with another align.rank, align.alpha or align.target_modules: restore those "
-                "settings to serve it; with these its pairs are learnt anew"
+                f"{folder}: learned with another align.rank, align.alpha or align.target_modules: restore those "
+                "settings to serve it; with these its pairs are learned anew"
             )
 
     def load(self, adapter: str, version: int) -> Snapshot:

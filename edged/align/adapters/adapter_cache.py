@@ -39,7 +39,7 @@ class AdapterCache:
         self.spec, self.files, self._settings, self._device = spec, files, settings, device
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self.versions: dict[str, int] = {}
-        """Current version by adapter; 0 is an adapter that has not learnt yet."""
+        """Current version by adapter; 0 is an adapter that has not learned yet."""
         self._problems: set[str] = set()
         """What was wrong with files, and is in the log."""
         self._kept: list[CopiedVersion] = []

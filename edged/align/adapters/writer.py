@@ -1,4 +1,4 @@
-"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learnt.
+"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learned.
 
 Used by the engine thread alone.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger("edged.align")
 
 
 class AdapterWriter:
-    """Writes what the shelf has and the disk has not, one version after the other."""
+    """Writes what the cache has and the disk has not, one version after the other."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class AdapterWriter:
             self._awaited.append((adapter, version, future))
         return future
 
-    def _tell(self, adapter: str, newest: float, written: bool | None) -> None:
-        """Those who wait for versions up to `newest`, whether they are on disk; None: the adapter was forgotten."""
-        told = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
-        self._awaited = [item for item in self._awaited if item not in told]
-        for _, version, future in told:
+    def _answer_waiting(self, adapter: str, newest: float, written: bool | None) -> None:
+        """Say to those who wait for versions up to `newest` whether they are on disk; None: the adapter was forgotten."""
+        waiting = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
+        self._awaited = [item for item in self._awaited if item not in waiting]
+        for _, version, future in waiting:
             if written:
                 future.set_result(None)
             elif written is None:
@@ -96,7 +96,7 @@ class AdapterWriter:
 
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
-        self._tell(adapter, math.inf, None)
+        self._answer_waiting(adapter, math.inf, None)
         # Behind those that are being written, and before any that follow.
         return self._thread.submit(self._adapter_cache.files.forget, adapter)
 
@@ -108,10 +108,12 @@ class AdapterWriter:
         finally:
             self._thread.shutdown(wait=True)
             for adapter, version, _ in list(self._awaited):
-                self._tell(adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version)
+                self._answer_waiting(
+                    adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version
+                )
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
-        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
+        """Write a version once it is `recorded` what it has learned: a version without that would be taught it twice.
 
         Nothing of an adapter that was forgotten meanwhile.
         """
@@ -123,7 +125,7 @@ class AdapterWriter:
                 path, removed = self._adapter_cache.files.save(copied.snapshot())
                 written = True
         except Exception as error:
-            # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
+            # The version stays in memory and is tried again; after a restart its pairs are learned anew.
             log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
             written = False
         self._post(lambda: self._ended(copied.adapter, copied.version, written))
@@ -135,4 +137,4 @@ class AdapterWriter:
         self._writing = False
         if written is not None:
             self._adapter_cache.save_ended(adapter, version, written)
-        self._tell(adapter, version, written)
+        self._answer_waiting(adapter, version, written)

@@ -28,7 +28,7 @@ def lora_rows(
 def branches_of(
     group: MicroBatch, decoder: Decoder, layer: int, start: int, stop: int
 ) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
-    """The pairs that a window of a layer covers, their streams, and their earlier K/V as leaves."""
+    """The pairs that a window of a layer covers, their streams, and their earlier KV as leaves."""
     branches, owners, leaves = [], [], []
     for stream in group.streams:
         first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
@@ -107,8 +107,8 @@ class RecomputeBackward:
     def _layer_unit(self, layer: int, start: int, stop: int) -> None:
         """Recompute one layer on one window from its kept input and back-propagate through it.
 
-        The output's gradient and the gradient that later windows left on this window's own K/V go in; the gradients of
-        the input, of the earlier K/V and of the layer's LoRA matrices come out.
+        The output's gradient and the gradient that later windows left on this window's own KV go in; the gradients of
+        the input, of the earlier KV and of the layer's LoRA matrices come out.
         """
         assert self._group.inputs is not None
         branches, owners, earlier = branches_of(self._group, self._decoder, layer, start, stop)
@@ -143,7 +143,7 @@ class RecomputeBackward:
         return both
 
     def _add_earlier(self, stream: PairForward, branch: Branches, *gradients: torch.Tensor) -> None:
-        """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
+        """Add a window's gradients of its pair's earlier KV to the accumulators (fp32, one layer at a time)."""
         for part, value in enumerate(gradients):
             if stream.row not in self._earlier:
                 shape = (value.shape[0], branch.start, value.shape[2])

@@ -23,7 +23,7 @@ class _KeptTensor:
 
 
 class LayerInputs:
-    """What each decoder layer was given in a fine-tune forward: all that is kept of it besides the K/V pages.
+    """What each decoder layer was given in a fine-tune forward: all that is kept of it besides the KV pages.
 
     Hidden states [layers, rows, hidden_size] and, beside them, every per-token tensor of the layers' calls.
 
