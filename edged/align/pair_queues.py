@@ -305,7 +305,8 @@ class PairQueues:
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
-    def _count_changed(self) -> None:
+    def recount(self) -> None:
+        """Bring what is said of all queues up to date with those that were asked for."""
         for name in self._changed:
             queue = self.queues[name]
             idle = queue.step is None and not queue.unreadable
@@ -320,13 +321,13 @@ class PairQueues:
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
-        self._count_changed()
+        self.recount()
         return self._ready.keys()
 
     @property
     def pairs_queued(self) -> int:
         """Pairs that wait for training or are in a step."""
-        self._count_changed()
+        self.recount()
         return self._pairs_queued
 
     def with_step(self) -> Iterator[AdapterQueue]:
@@ -386,18 +387,18 @@ class PairQueues:
     def tick(self, now: float) -> None:
         """It is `now` (seconds): pairs that waited for their time are queued."""
         self.now = now
-        self._count_changed()
+        self.recount()
         for name in self._waiting:
             self[name].admit(now)
 
     def next_pair_s(self) -> float | None:
         """When the next waiting pair may be queued; None when none waits."""
-        self._count_changed()
+        self.recount()
         return min((self.queues[name].rate.next_s() for name in self._waiting), default=None)
 
     def waiting(self) -> int:
         """Pairs that wait for their time."""
-        self._count_changed()
+        self.recount()
         return sum(len(self.queues[name].waiting) for name in self._waiting)
 
     def recall(self, adapter: str, past: OutlierHistory) -> None:
@@ -413,7 +414,7 @@ class PairQueues:
 
     def alarms(self) -> tuple[str, ...]:
         """Users whose new pairs are quarantined unseen."""
-        self._count_changed()
+        self.recount()
         return tuple(name for name in self._alarmed if self.queues[name].detector.alarm_left_s(self.now))
 
 

@@ -143,6 +143,8 @@ class Trainer:
             raise
         for name in batches:
             self.pair_queues[name].step = step
+        # Whoever goes through those who were ready sees that they are not any more.
+        self.pair_queues.recount()
         return step
 
     def _member(self, queue: AdapterQueue, batch: StepBatch) -> AdapterStep:

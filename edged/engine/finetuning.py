@@ -130,7 +130,7 @@ class FinetuneJobs:
             if len(self.jobs) >= self._most_open or not self._rested(now):
                 return
             # One may have joined another's step meanwhile.
-            if adapter in self._trainer.pair_queues.ready():
+            if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:

@@ -74,7 +74,7 @@ class AdapterWriter:
         return future
 
     def _answer_waiting(self, adapter: str, newest: float, written: bool | None) -> None:
-        """Say to those who wait for versions up to `newest` whether they are on disk; None: the adapter was forgotten."""
+        """Say to those who wait for versions up to `newest` whether they are on disk; None: the adapter is gone."""
         waiting = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
         self._awaited = [item for item in self._awaited if item not in waiting]
         for _, version, future in waiting:
