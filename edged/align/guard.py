@@ -52,7 +52,8 @@ class TestScore:
         kl = sum((score.kl_nats or 0.0) * count for score, count in zip(scores, tokens, strict=True))
         return cls(
             version,
-            {score.pair_id: _correct(score.reward_margin) for score in scores},
+            # An untrained adapter has margin 0 everywhere: neither right nor wrong.
+            {s.pair_id: 0.5 if s.reward_margin == 0 else float(s.reward_margin > 0) for s in scores},
             kl / sum(tokens) if scores else None,
             neutral[0] / neutral[1] - 1.0 if neutral else None,
         )
@@ -144,11 +145,6 @@ class GuardState:
     """Under observation."""
     version_before_change: int = 0
     """Of the latest one."""
-
-
-def _correct(margin: float) -> float:
-    # An untrained adapter has margin 0 everywhere: neither right nor wrong.
-    return 0.5 if margin == 0 else float(margin > 0)
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:

@@ -238,11 +238,9 @@ def _latest(db: Database, known: Collection[str]) -> list[str]:
 def _reading(db: Database, name: str) -> AdapterReading:
     (pending,) = db.execute("SELECT count(*) FROM pairs WHERE adapter = ? AND state = 'queued'", [name]).fetchone()
     rows = "SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential' ORDER BY version DESC, id DESC"
-    means = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
+    win_rate, clpd, accuracy = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
     test = latest_test(db, name)
-    return AdapterReading(
-        name, pending, *means, kl_nats=test["held_out_kl_nats"], nll_change=test["neutral_nll_change"]
-    )
+    return AdapterReading(name, pending, win_rate, clpd, accuracy, test["held_out_kl_nats"], test["neutral_nll_change"])
 
 
 def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, ...]:

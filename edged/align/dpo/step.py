@@ -65,10 +65,7 @@ class DpoStep:
 
     def _reset_group(self) -> None:
         size, device = self._plan.head_size, self.decoder.device
-        self._heads = [
-            *head_windows(self.group, True, size, device),
-            *head_windows(self.group, False, size, device),
-        ]
+        self._heads = [head for kind in (True, False) for head in head_windows(self.group, kind, size, device)]
         self._heads_left = iter(self._heads)
         self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=device)
         self._backward: RecomputeBackward | FullGraphBackward | None = None

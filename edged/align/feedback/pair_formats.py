@@ -136,19 +136,12 @@ def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
         return f"not a JSON object: {type(row).__name__}"
     try:
         pair = parse(row)
-        _check_sides(pair)
     except FormatError as error:
         return str(error)
-    return pair
-
-
-def _check_sides(pair: Pair) -> None:
     chosen, rejected = pair["chosen"].strip(), pair["rejected"].strip()
-    for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if not text:
-            raise FormatError(f'the answer of "{name}" is empty')
-    if chosen == rejected:
-        raise FormatError("the chosen and the rejected answer are equal")
+    if not (chosen and rejected):
+        return f'the answer of "{"rejected" if chosen else "chosen"}" is empty'
+    return "the chosen and the rejected answer are equal" if chosen == rejected else pair
 
 
 def _parse_hh(row: Pair) -> Pair:
