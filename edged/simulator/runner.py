@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edged.align.pair_queues import StepBatch
 from edged.bench.recorder import ReplayedAnswer
 from edged.cache.page_pool import OutOfPages, PagePool
 from edged.cache.prefix_trie import PrefixTrie
@@ -35,7 +34,7 @@ from edged.scheduler.task import Kind, Plan, Resources, Unit
 from edged.settings.load import ServingSettings, Settings
 from edged.simulator.pruner import SimulatedPruner
 from edged.simulator.roofline import Pass
-from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStep, SimulatedStream
+from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
 
 ADAPTER = "replay"
 START_S = 1.0
@@ -286,19 +285,15 @@ class SimulatedEngine:
         self.runner = SimulatedRunner(device, self.clock, kv_pages, self.pruner)
         self._keeps_graph = keeps_graph
         task_ids = itertools.count(1)
-        most_tokens = (pages - 1) * cache.page_size // 4
-
-        def open_step(draw: StepBatch, version: int) -> SimulatedStep:
-            graph = settings.align.keep_graph and self._may_keep_graph()
-            return SimulatedStep(draw, version, settings.align, layers, vocab_size, most_tokens, graph)
-
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
             self.scheduler,
+            layers,
+            vocab_size,
             cache.page_size,
-            most_tokens,
-            open_step,
+            (pages - 1) * cache.page_size,
+            self._may_keep_graph,
             self.pool.release,
             lambda state, previous: self._sequences.on_publish(state, previous),
             task_ids,

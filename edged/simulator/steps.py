@@ -111,19 +111,21 @@ class SimulatedFinetuning:
         adapter: str,
         align: AlignSettings,
         scheduler: Scheduler,
+        layers: int,
+        vocab_size: int,
         page_size: int,
-        most_tokens: int,
-        open_step: Callable[[StepBatch, int], SimulatedStep],
+        cache_tokens: int,
+        may_keep_graph: Callable[[], bool],
         release: Callable[[list[int]], None],
         publish: Callable[[SimulatedVersion, int], None],
         task_ids: Iterator[int],
     ) -> None:
-        """`open_step` makes the step of a version; `publish(new, previous version)` gets each version."""
+        """`publish(new, previous version)` gets each version; `cache_tokens` is the whole KV cache."""
         self.resumes_s = math.inf
         self._task_ids = task_ids
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
-        self._most_tokens, self._open_step = most_tokens, open_step
-        self._release, self._publish = release, publish
+        self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
+        self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
         # As a replay introduces its adapter: untrained weights that cost what trained ones do.
         self.state = SimulatedVersion(adapter, 1)
         self._queue = AdapterQueue(adapter)
@@ -156,7 +158,8 @@ class SimulatedFinetuning:
             return
         draw = self._queue.draw(self._align)
         self._queue.begin(draw)
-        step = self._open_step(draw, self.state.version)
+        graph, version = self._align.keep_graph and self._may_keep_graph(), self.state.version
+        step = SimulatedStep(draw, version, self._align, self._layers, self._vocab_size, self._most_tokens, graph)
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
         self.jobs[task.task_id] = job = SimulatedJob(step, task, [])
         self._sync(job)
