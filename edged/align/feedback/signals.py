@@ -400,18 +400,13 @@ class RatedAnswer:
 
     def weight(self, signal: Signal) -> float:
         """The signal's weight with the rating's sign; 0 says nothing either way."""
-        weight = weight_of(self.settings, signal.signal)
-        if signal.signal in _GOOD:
-            return weight
-        if signal.signal in _BAD:
-            return -weight
-        if signal.signal != "dwell":
+        good, bad = signal.signal in _GOOD, signal.signal in _BAD
+        if signal.signal == "dwell":
+            reading_s, seconds = len(self.choice.text.split()) / _READING_WORDS_PER_S, signal.seconds or 0.0
+            good, bad = seconds >= _READ * reading_s, seconds < _GLANCED * reading_s
+        if not (good or bad):
             return 0.0
-        reading_s = len(self.choice.text.split()) / _READING_WORDS_PER_S
-        seconds = signal.seconds or 0.0
-        if seconds >= _READ * reading_s:
-            return weight
-        return -weight if seconds < _GLANCED * reading_s else 0.0
+        return weight_of(self.settings, signal.signal) * (-1 if bad else 1)
 
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
