@@ -111,9 +111,7 @@ class Versions:
             state.version = state.newest_number = max(parent, state.newest_number) + 1
         else:
             state = self._adapter_cache.get(queue.name)
-            state.restore(weights, max(parent, state.newest_number) + 1)
-            if moments:
-                state.restore_optimizer(moments)
+            state.restore(weights, max(parent, state.newest_number) + 1, moments)
         # Until it is on disk a power cut would bring back what it takes the place of.
         self._adapter_cache.hurry(queue.name)
         queue.guard.tested_version = state.version

@@ -174,8 +174,13 @@ class AdapterState:
             for part, leaf in zip("AB", leaves, strict=True)
         }
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over weights (PEFT's names) as `version`, with a fresh optimizer. Raises AdapterError on a mismatch."""
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], version: int, moments: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Take over weights (PEFT's names) as `version`, and AdamW's state as a `Snapshot` has it, else a fresh one.
+
+        Raises AdapterError on a mismatch.
+        """
         with torch.no_grad():
             for name, (a, b) in self.weights.items():
                 for part, leaf in (("A", a), ("B", b)):
@@ -189,16 +194,12 @@ class AdapterState:
                     leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
-
-    def restore_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over AdamW's state as a `Snapshot` has it."""
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in tensors.items():
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-        whole = self._optimizer.state_dict()
-        whole["state"] = state
-        self._optimizer.load_state_dict(whole)
+        if moments:
+            whole = self._optimizer.state_dict()
+            for key, value in moments.items():
+                index, name = key.split(".", 1)
+                whole["state"].setdefault(int(index), {})[name] = value
+            self._optimizer.load_state_dict(whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,7 @@ class AdapterCache:
         version = self._newest(adapter)
         if version:
             snapshot = self.files.read(adapter, version)
-            state.restore(snapshot.weights, version)
-            state.restore_optimizer(snapshot.optimizer)
+            state.restore(snapshot.weights, version, snapshot.optimizer)
         return state
 
     def adopt(self, state: AdapterState) -> None:

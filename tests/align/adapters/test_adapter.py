@@ -115,8 +115,7 @@ def test_what_was_saved_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     assert (path.name, removed) == ("v000002", ())
     loaded = files(tmp_path).load("ann", 2)
     again = state()
-    again.restore(loaded.weights, 2)
-    again.restore_optimizer(loaded.optimizer)
+    again.restore(loaded.weights, 2, loaded.optimizer)
     gradients = {name: (torch.ones_like(a), torch.ones_like(b)) for name, (a, b) in made.weights.items()}
     made.step(gradients, 1)
     again.step(gradients, 1)
