@@ -1,4 +1,5 @@
-"""The guard's rule: when a version is taken back by itself, as its test of language and of held-out pairs came out.
+"""When a version is taken back by itself, as its test of language and of held-out pairs came out, and what is known of
+an adapter for that.
 
 Language comes first: an adapter that breaks it tells nothing true of any pair.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
 
+from edged.align.adapters.adapter import CopiedVersion
 from edged.align.feedback.pair import PairScored
 from edged.settings.load import GuardSettings
 
@@ -16,6 +20,15 @@ _CHANCE = 0.05
 """Most probability of a loss of accuracy by chance alone at which a version is taken back."""
 _CALM_NLL, _CALM_KL = 0.05, 0.3
 """Shares of the bounds on language up to which steps are taken whole."""
+
+_CHANGE_ENDS = 8
+"""Pairs at either end whose mean losses are compared."""
+_CHANGE_LEAST, _CHANGE_MOST = 12, 64
+"""Pairs after which a change may be recognised, and after which pairs that teach nothing are confusion."""
+_OPPOSED = 0.6
+"""A change is one where so many of the first pairs contradict what was learned, and not just some of them."""
+_FALLEN = 0.8
+"""A change is coherent where new pairs' losses have fallen to this share: what was learned from some tells others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +52,8 @@ class TestScore:
         kl = sum((score.kl_nats or 0.0) * count for score, count in zip(scores, tokens, strict=True))
         return cls(
             version,
-            {score.pair_id: _correct(score.reward_margin) for score in scores},
+            # An untrained adapter has margin 0 everywhere: neither right nor wrong.
+            {s.pair_id: 0.5 if s.reward_margin == 0 else float(s.reward_margin > 0) for s in scores},
             kl / sum(tokens) if scores else None,
             neutral[0] / neutral[1] - 1.0 if neutral else None,
         )
@@ -56,9 +70,81 @@ class TestScore:
         return best is None or not common or self.accuracy(common) >= best.accuracy(common)
 
 
-def _correct(margin: float) -> float:
-    # An untrained adapter has margin 0 everywhere: neither right nor wrong.
-    return 0.5 if margin == 0 else float(margin > 0)
+@dataclass(slots=True)
+class PreferenceChange:
+    """A change of a user's preferences under observation: it is followed at once, and kept where it proves to be one.
+
+    The direct pairs since they began to say something else than before, with their losses before training (nats).
+    """
+
+    since: int
+    """The version before; 0: the untrained adapter."""
+    pair_ids: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    contrary: list[bool] = field(default_factory=list)
+    """Whether the adapter preferred the other answer."""
+    longer: int = 0
+    """Tokens that the preferred answers are longer than the others, summed."""
+
+    def take(self, pair_id: int, loss: float, contrary: bool, longer: int) -> None:
+        """One more pair, scored before it is trained on."""
+        self.pair_ids.append(pair_id)
+        self.losses.append(loss)
+        self.contrary.append(contrary)
+        self.longer += longer
+
+    @property
+    def verdict(self) -> Literal["", "change", "confusion"]:
+        """What it has turned out to be; "" while that is open."""
+        opposed = len(self.losses) >= _CHANGE_LEAST and fmean(self.contrary[:_CHANGE_LEAST]) >= _OPPOSED
+        if opposed and fmean(self.losses[-_CHANGE_ENDS:]) <= _FALLEN * fmean(self.losses[:_CHANGE_ENDS]):
+            return "change"
+        return "confusion" if len(self.losses) >= _CHANGE_MOST else ""
+
+    @property
+    def summary(self) -> str:
+        """The change in a few words."""
+        mean = self.longer / max(len(self.pair_ids), 1)
+        summary = f"preferences have changed since version {self.since}: {len(self.pair_ids)} pairs"
+        if abs(mean) < 1:
+            return summary
+        return f"{summary}, for answers {abs(mean):.0f} tokens {'longer' if mean > 0 else 'shorter'}"
+
+
+@dataclass(slots=True)
+class GuardState:
+    """What is known of one adapter's versions: which were tested, which is gone back to, and how large steps may be."""
+
+    tested_version: int = -1
+    fully_tested: int = 0
+    """The version that was tested with all held-out pairs last."""
+    test_soon: bool = False
+    """The present version is to be tested before the next step: it, or a pair, is strange."""
+    not_finite_version: int = -1
+    """The version that answered with numbers that are not finite, latest."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Versions that are not gone back to."""
+    restored_version: int = 0
+    """The version whose weights were gone back to last."""
+    restored_at_step: int = 0
+    """How many steps had ended then."""
+    best: TestScore | None = None
+    """The score that later versions are compared with."""
+    direct_since_best: int = 0
+    other_since_best: int = 0
+    """Pairs trained on since: direct ones, and others."""
+    last_good: CopiedVersion | None = None
+    """The newest version that passed its test, with the optimizer's moments."""
+    step_scale: float = 1.0
+    """Of the step size: halved each time that the language broke."""
+    passed_in_a_row: int = 0
+    """Tests since."""
+    caution: float = 1.0
+    """Also of the step size: less the nearer the latest tested version is to the bounds on language."""
+    change: PreferenceChange | None = None
+    """Under observation."""
+    version_before_change: int = 0
+    """Of the latest one."""
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:

@@ -1,4 +1,4 @@
-"""What an operator is told of the learning loop's records."""
+"""The log lines that records of the learning loop come to."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 from edged.align.feedback.pair import Record, StepSkipped, VersionPublished, VersionSaved
 from edged.runtime import logs
+from edged.store.rows import field_values
 
 log = logging.getLogger("edged.align")
 _VERSION_BURST, _VERSION_EVERY_S = 3, 60.0
 """Of versions that training published, by adapter: a user who keeps giving feedback makes one every second."""
 
+_PUBLISHED = ("adapter", "version", "parent", "reason", "pairs", "loss")
+"""What is logged of a version."""
 _TAKEN_BACK = ("rollback", "guard")
 """How reasons of versions begin that somebody went back to; others are trained, imported, rebuilt or introduced."""
 
@@ -27,51 +30,34 @@ class LogEvents:
         """Log what deserves it; to be called on any thread."""
         for record in records:
             match record:
-                case VersionPublished(reason="trained"):
-                    missed = self._trained.left_out(record.adapter)
-                    if missed is not None:
-                        self._published(record, logging.INFO, "version", missed)
-                case VersionPublished() if record.reason.startswith(_TAKEN_BACK):
-                    self._published(record, logging.WARNING, "rollback", 0)
-                case VersionPublished() if record.reason.startswith("trained: "):
-                    self._published(record, logging.WARNING, "preferences_changed", 0)
                 case VersionPublished():
-                    self._published(record, logging.INFO, "version", 0)
+                    self._published(record)
                 case StepSkipped():
-                    self._skipped(record)
-                case VersionSaved():
                     logs.event(
                         log,
-                        logging.DEBUG,
-                        "saved",
-                        f"version {record.version} of {record.adapter} is on disk",
-                        adapter=record.adapter,
-                        version=record.version,
+                        logging.WARNING,
+                        "step_skipped",
+                        f"{len(record.pair_ids)} pairs of {record.adapter} were not learned: {record.reason}",
+                        **{**field_values(record), "pair_ids": list(record.pair_ids)},
                     )
+                case VersionSaved(adapter, version):
+                    message = f"version {version} of {adapter} is on disk"
+                    logs.event(log, logging.DEBUG, "saved", message, adapter=adapter, version=version)
 
-    def _published(self, record: VersionPublished, level: int, name: str, missed: int) -> None:
+    def _published(self, record: VersionPublished) -> None:
+        level, name, left_out = logging.INFO, "version", 0
+        if record.reason == "trained":
+            missed = self._trained.left_out(record.adapter)
+            if missed is None:
+                return
+            left_out = missed
+        elif record.reason.startswith(_TAKEN_BACK):
+            level, name = logging.WARNING, "rollback"
+        elif record.reason.startswith("trained: "):
+            level, name = logging.WARNING, "preferences_changed"
         message = f"{record.adapter} is served by version {record.version}: {record.reason}"
-        fields: dict[str, Any] = {
-            "adapter": record.adapter,
-            "version": record.version,
-            "parent": record.parent,
-            "reason": record.reason,
-            "pairs": record.pairs,
-            "loss": record.loss,
-            "step_s": round(record.step_s, 3),
-        }
-        if missed:
-            message, fields = f"{message} ({missed} versions before it are not told)", {**fields, "left_out": missed}
+        fields: dict[str, Any] = {field: getattr(record, field) for field in _PUBLISHED}
+        fields["step_s"] = round(record.step_s, 3)
+        if left_out:
+            message, fields["left_out"] = f"{message} ({left_out} versions before it are not told)", left_out
         logs.event(log, level, name, message, **fields)
-
-    def _skipped(self, record: StepSkipped) -> None:
-        logs.event(
-            log,
-            logging.WARNING,
-            "step_skipped",
-            f"{len(record.pair_ids)} pairs of {record.adapter} were not learned: {record.reason}",
-            adapter=record.adapter,
-            version=record.version,
-            pair_ids=list(record.pair_ids),
-            reason=record.reason,
-        )

@@ -37,7 +37,7 @@ _MEANS = {
 def summaries(db: Database) -> list[AdapterSummary]:
     """`summary` of every adapter that has a pair or a version, by name."""
     names = db.execute("SELECT adapter FROM pairs UNION SELECT adapter FROM adapter_versions ORDER BY 1").fetchall()
-    return [_summary(db, name) for (name,) in names]
+    return [found for (name,) in names if (found := summary(db, name)) is not None]
 
 
 def summary(db: Database, adapter: str) -> AdapterSummary | None:
@@ -52,12 +52,46 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     are None. reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals,
     [low, high]; verdict is a sentence.
     """
-    known = db.execute(
-        """SELECT 1 WHERE EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter)
-               OR EXISTS (SELECT 1 FROM adapter_versions WHERE adapter = :adapter)""",
-        {"adapter": adapter},
-    ).fetchone()
-    return _summary(db, adapter) if known else None
+
+    def row(sql: str) -> dict[str, Any]:
+        return _row(db, sql, {"adapter": adapter})
+
+    means = ", ".join(f"{mean} AS {key}" for key, mean in _MEANS.items())
+    recent = ", ".join(f"{mean} AS {key}_recent" for key, mean in _MEANS.items())
+    prequential = "FROM alignment_metrics WHERE adapter = :adapter AND split = 'prequential'"
+    latest = f"SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS}"
+    found = {
+        "adapter": adapter,
+        **row("SELECT coalesce(max(version), 0) AS version FROM adapter_versions WHERE adapter = :adapter"),
+        **row(
+            """SELECT count(*) AS pairs_seen,
+                   coalesce(sum(state IN ('trained', 'learnt')), 0) AS pairs_trained,
+                   coalesce(sum(state = 'queued'), 0) AS pairs_queued,
+                   coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
+                   coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
+                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined,
+                   (SELECT reason FROM quarantine WHERE adapter = :adapter AND decision IS NULL
+                       ORDER BY created_at, pair_id LIMIT 1) AS quarantine_reason
+               FROM pairs WHERE adapter = :adapter"""
+        ),
+        **row(f"SELECT {means} {prequential}"),
+        **_judged(row(f"SELECT {_COUNTS} FROM ({latest})")),
+        **row(f"SELECT {recent} FROM ({latest})"),
+        **latest_test(db, adapter),
+        **row(
+            f"""SELECT avg(completion_tokens) AS answer_tokens_recent, avg(repetition) AS answer_repetition_recent
+                FROM (SELECT * FROM choices JOIN completions ON completions.id = completion_id
+                      WHERE adapter = :adapter AND finish_reason IN ('stop', 'length')
+                      ORDER BY completions.created_at DESC LIMIT {RECENT_PAIRS})"""
+        ),
+        **row(
+            """SELECT max(moment) AS updated_at FROM (
+                   SELECT max(created_at) AS moment FROM pairs WHERE adapter = :adapter
+                   UNION ALL SELECT max(created_at) FROM adapter_versions WHERE adapter = :adapter
+                   UNION ALL SELECT max(created_at) FROM alignment_metrics WHERE adapter = :adapter)"""
+        ),
+    }
+    return found if found["pairs_seen"] or found["version"] else None
 
 
 _COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, total(reward_margin != 0) AS decided"
@@ -84,52 +118,6 @@ def _wilson(hits: int, count: int) -> list[float]:
     share, z = hits / count, _DEVIATIONS**2 / count
     half = math.sqrt(z * share * (1 - share) + z * z / 4)
     return [max(0.0, (share + z / 2 - half) / (1 + z)), min(1.0, (share + z / 2 + half) / (1 + z))]
-
-
-def _summary(db: Database, adapter: str) -> AdapterSummary:
-    name = {"adapter": adapter}
-    means = ", ".join(f"{mean} AS {key}" for key, mean in _MEANS.items())
-    recent = ", ".join(f"{mean} AS {key}_recent" for key, mean in _MEANS.items())
-    prequential = "FROM alignment_metrics WHERE adapter = :adapter AND split = 'prequential'"
-    return {
-        "adapter": adapter,
-        **_row(db, "SELECT coalesce(max(version), 0) AS version FROM adapter_versions WHERE adapter = :adapter", name),
-        **_row(
-            db,
-            """SELECT count(*) AS pairs_seen,
-                   coalesce(sum(state IN ('trained', 'learnt')), 0) AS pairs_trained,
-                   coalesce(sum(state = 'queued'), 0) AS pairs_queued,
-                   coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
-                   coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
-                   coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined,
-                   (SELECT reason FROM quarantine WHERE adapter = :adapter AND decision IS NULL
-                       ORDER BY created_at, pair_id LIMIT 1) AS quarantine_reason
-               FROM pairs WHERE adapter = :adapter""",
-            name,
-        ),
-        **_row(db, f"SELECT {means} {prequential}", name),
-        **_judged(
-            _row(db, f"SELECT {_COUNTS} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name)
-        ),
-        **_row(db, f"SELECT {recent} FROM (SELECT * {prequential} ORDER BY id DESC LIMIT {RECENT_PAIRS})", name),
-        **latest_test(db, adapter),
-        **_row(
-            db,
-            f"""SELECT avg(completion_tokens) AS answer_tokens_recent, avg(repetition) AS answer_repetition_recent
-                FROM (SELECT * FROM choices JOIN completions ON completions.id = completion_id
-                      WHERE adapter = :adapter AND finish_reason IN ('stop', 'length')
-                      ORDER BY completions.created_at DESC LIMIT {RECENT_PAIRS})""",
-            name,
-        ),
-        **_row(
-            db,
-            """SELECT max(moment) AS updated_at FROM (
-                   SELECT max(created_at) AS moment FROM pairs WHERE adapter = :adapter
-                   UNION ALL SELECT max(created_at) FROM adapter_versions WHERE adapter = :adapter
-                   UNION ALL SELECT max(created_at) FROM alignment_metrics WHERE adapter = :adapter)""",
-            name,
-        ),
-    }
 
 
 def latest_test(db: Database, adapter: str) -> dict[str, Any]:
@@ -201,6 +189,7 @@ def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
 
 OTHER = "other"
 """Under this name the rest is summed; a user of that name is part of it."""
+_READ_MEANS = "SELECT avg(win), avg(logp_difference), avg(reward_correct)"
 _ROWS = 1000
 """Latest scores and pairs that are looked at."""
 
@@ -248,23 +237,14 @@ def _latest(db: Database, known: Collection[str]) -> list[str]:
 
 def _reading(db: Database, name: str) -> AdapterReading:
     (pending,) = db.execute("SELECT count(*) FROM pairs WHERE adapter = ? AND state = 'queued'", [name]).fetchone()
-    means = db.execute(
-        """SELECT avg(win), avg(logp_difference), avg(reward_correct) FROM (
-               SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
-               ORDER BY version DESC, id DESC LIMIT ?)""",
-        [name, RECENT_PAIRS],
-    ).fetchone()
-    win_rate, clpd, accuracy = means
+    rows = "SELECT * FROM alignment_metrics WHERE adapter = ? AND split = 'prequential' ORDER BY version DESC, id DESC"
+    win_rate, clpd, accuracy = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
     test = latest_test(db, name)
     return AdapterReading(name, pending, win_rate, clpd, accuracy, test["held_out_kl_nats"], test["neutral_nll_change"])
 
 
-def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, float | None, float | None]:
+def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, ...]:
     marks = ", ".join("?" * len(shown))
-    win_rate, clpd, accuracy = db.execute(
-        f"""SELECT avg(win), avg(logp_difference), avg(reward_correct)
-            FROM (SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?)
-            WHERE split = 'prequential' AND adapter NOT IN ({marks})""",
-        [_ROWS, *shown],
-    ).fetchone()
-    return win_rate, clpd, accuracy
+    rows = "SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?"
+    others = f"split = 'prequential' AND adapter NOT IN ({marks})"
+    return tuple(db.execute(f"{_READ_MEANS} FROM ({rows}) WHERE {others}", [_ROWS, *shown]).fetchone())

@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from edged.align.adapters.adapter import CopiedVersion
+from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
-from edged.align.feedback.pair import PairState, TokenPair
-from edged.align.guard import TestScore
-from edged.align.preference_change import PreferenceChange
+from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair
+from edged.align.guard import GuardState, PreferenceChange
 from edged.runtime.token_bucket import TokenBucket
-from edged.settings.load import AlignSettings, FeedbackSettings, GuardSettings
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, GuardSettings, Settings
 
 FineTuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
 """DPO's loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
+_MOST_ASKED = 64
+"""Adapters that are asked whether their pairs fit into another's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,9 @@ class AdapterQueue:
     """One adapter's pairs and progress."""
 
     name: str
-    suspicion: OutlierDetector = field(default_factory=OutlierDetector)
+    detector: OutlierDetector = field(default_factory=OutlierDetector)
     rate: TokenBucket = field(default_factory=TokenBucket)
+    guard: GuardState = field(default_factory=GuardState)
     waiting: deque[TokenPair] = field(default_factory=deque)
     """Pairs beyond `feedback.pairs_per_hour`."""
     queue: deque[TokenPair] = field(default_factory=deque)
@@ -52,10 +56,10 @@ class AdapterQueue:
     """Oldest first."""
     unscored: set[int] = field(default_factory=set)
     """Held-out pairs that no version was tested on yet."""
-    seen: int = 0
-    """New pairs that came."""
-    born: dict[int, int] = field(default_factory=dict)
-    """`seen` when each held-out pair came."""
+    new_pairs: int = 0
+    """How many came."""
+    held_out_since: dict[int, int] = field(default_factory=dict)
+    """`new_pairs` when each held-out pair came."""
     step: FineTuneStep | None = None
     """Under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
@@ -66,36 +70,6 @@ class AdapterQueue:
     """A step that it shared failed: it shares none before one has ended."""
     unreadable: bool = False
     """Its files could not be read: it has no work before they can be."""
-    tested_version: int = -1
-    fully_tested: int = 0
-    """The version that was tested with all held-out pairs last."""
-    doubted: bool = False
-    """The present version is to be tested before the next step: it, or a pair, is strange."""
-    suspected: int = -1
-    """The version that answered with numbers that are not finite, latest."""
-    withdrawn: set[int] = field(default_factory=set)
-    """Versions that are not gone back to."""
-    source: int = 0
-    """The version whose weights were gone back to last."""
-    restored_at_step: int = 0
-    """`steps` then."""
-    best: TestScore | None = None
-    """The score that later versions are compared with."""
-    own: int = 0
-    foreign: int = 0
-    """Pairs trained on since: direct ones, and others."""
-    good: CopiedVersion | None = None
-    """The newest version that passed its test, with the optimizer's moments."""
-    step_scale: float = 1.0
-    """Of the step size: halved each time that the language broke."""
-    calm_tests: int = 0
-    """Tests passed since."""
-    caution: float = 1.0
-    """Also of the step size: less the nearer the latest tested version is to the bounds on language."""
-    turn: PreferenceChange | None = None
-    """A change of preferences under observation."""
-    undo: int = 0
-    """The version before the latest one."""
     loss: float = FIRST_LOSS
 
     @property
@@ -103,93 +77,103 @@ class AdapterQueue:
         """Pairs that wait for training or are in a step."""
         return len(self.queue) + len(self.taken)
 
+    # -- pairs in ----------------------------------------------------------------------------------------------------
+
     def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
         """Put a submitted pair where its state says, a new one where it belongs; its new state and why, if it has one.
 
         `now` in seconds.
         """
         if pair.state == "held_out":
-            self.held_out[pair.pair_id] = pair
-            self.born[pair.pair_id] = self.seen
+            self._hold_out(pair)
             return None
         if pair.again:
             if all(each.pair_id != pair.pair_id for each in (*self.queue, *self.waiting, *self.taken)):
                 self.queue.append(pair)
             return None
-        contradicts = self.suspicion.note(pair)
+        contradicts = self.detector.note(pair)
         if pair.state != "queued":
             self.replay.append(pair)
         elif pair.trusted or pair.epochs_done:
             self.queue.append(pair)
-        elif self.suspicion.alarm_left_s(now) and not pair.direct:
+        elif self.detector.alarm_left_s(now) and not pair.direct:
             return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
-        elif not contradicts and self._hold_out(guard):
-            self.held_out[pair.pair_id] = replace(pair, state="held_out")
+        elif not contradicts and self._is_for_tests(guard):
+            self._hold_out(replace(pair, state="held_out"))
             self.unscored.add(pair.pair_id)
-            self.born[pair.pair_id] = self.seen
             return "held_out", ""
         else:
             self.waiting.append(pair)
             self.admit(now)
         return None
 
-    def _hold_out(self, guard: GuardSettings) -> bool:
+    def _is_for_tests(self, guard: GuardSettings) -> bool:
         """Whether a new pair is kept for tests: the newest are, so that the present is tested."""
-        self.seen += 1
+        self.new_pairs += 1
         share = guard.held_out_share
-        return share > 0 and guard.held_out_pairs > 0 and self.seen % max(1, round(1 / share)) == 0
+        return share > 0 and guard.held_out_pairs > 0 and self.new_pairs % max(1, round(1 / share)) == 0
 
-    def to_test(self, version: int, guard: GuardSettings) -> list[TokenPair]:
-        """The held-out pairs to test a version with: all at times, else the newest few, which tell of its language."""
-        pairs = list(self.held_out.values())
-        if version - self.fully_tested >= guard.evaluate_every:
-            return pairs
-        few = len(pairs) - guard.min_pairs
-        return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
-
-    def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
-        """Held-out pairs that are too old or too many, which are queued from here on; only scored ones are."""
-        surplus = len(self.held_out) - guard.held_out_pairs
-        old = [
-            pair_id
-            for index, pair_id in enumerate(self.held_out)
-            if (index < surplus or self.seen - self.born[pair_id] > guard.held_out_age) and pair_id not in self.unscored
-        ]
-        pairs = [replace(self.held_out.pop(pair_id), state="queued") for pair_id in old]
-        for pair in pairs:
-            self.born.pop(pair.pair_id)
-        self.queue.extend(pairs)
-        return pairs
+    def _hold_out(self, pair: TokenPair) -> None:
+        self.held_out[pair.pair_id], self.held_out_since[pair.pair_id] = pair, self.new_pairs
 
     def admit(self, now: float) -> None:
         """Queue those who waited for their time."""
         while self.waiting and self.rate.take(now):
             self.queue.append(self.waiting.popleft())
 
-    def hold_burst(self, now: float) -> list[TokenPair]:
-        """Raise the alarm and give up what is the rest of the burst: new pairs that nothing was done with yet."""
-        self.suspicion.raise_alarm(now)
-        waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
-        rest = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct or pair.again)]
-        self.drop({pair.pair_id for pair in rest})
-        return rest
+    # -- tests -------------------------------------------------------------------------------------------------------
 
-    def begin_turn(self) -> list[TokenPair]:
-        """The user's own signals say something else than before: forget what was usual; held-out pairs of before that.
+    def to_test(self, version: int, guard: GuardSettings) -> list[TokenPair]:
+        """The held-out pairs to test a version with: all at times, else the newest few, which tell of its language."""
+        pairs = list(self.held_out.values())
+        if version - self.guard.fully_tested >= guard.evaluate_every:
+            return pairs
+        few = len(pairs) - guard.min_pairs
+        return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
-        They, and the pairs to replay, speak for what the user no longer wants.
-        """
-        self.turn = PreferenceChange(self.undo)
-        self.suspicion.begin_anew()
-        self.best = None
-        before = [pair for pair in self.held_out.values() if pair.pair_id not in self.unscored]
-        self.drop({pair.pair_id for pair in before})
-        self.replay.clear()
-        return before
+    def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
+        """(scores that a judgement may use, records): new held-out pairs that are outlying are quarantined."""
+        used: list[PairScored] = []
+        records: list[Record] = []
+        for scored in test.scores:
+            pair = self.held_out.get(scored.pair_id)
+            new = scored.pair_id in self.unscored
+            first = replace(scored, split="prequential", kl_nats=None)
+            why = self.detector.judge(pair, scored.loss).why if pair is not None and new else ""
+            if pair is not None and why:
+                self.drop({pair.pair_id})
+                records += [first, pair.retired("quarantined", test.version, 0, why)]
+                continue
+            used.append(scored)
+            records += [scored, first] if new else [scored]
+        self.unscored -= {scored.pair_id for scored in used}
+        return used, records
+
+    def skip_test(self, version: int) -> None:
+        """The test of a version failed: not again at once, the next versions will be tested."""
+        self.guard.tested_version, self.guard.test_soon = version, False
+        self.unscored.clear()
+
+    def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
+        """Held-out pairs that are too old or too many, which are queued from here on; only scored ones are."""
+        surplus = len(self.held_out) - guard.held_out_pairs
+        old = [
+            pair
+            for index, (pair_id, pair) in enumerate(self.held_out.items())
+            if (index < surplus or self.new_pairs - self.held_out_since[pair_id] > guard.held_out_age)
+            and pair_id not in self.unscored
+        ]
+        for pair in old:
+            del self.held_out[pair.pair_id], self.held_out_since[pair.pair_id]
+        queued = [replace(pair, state="queued") for pair in old]
+        self.queue.extend(queued)
+        return queued
+
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def draw(self, align: AlignSettings) -> StepBatch:
         """The next step's pairs, which stay where they are until `begin`."""
-        fresh = [self.queue[index] for index in range(min(len(self.queue), align.micro_batch_pairs))]
+        fresh = list(islice(self.queue, align.micro_batch_pairs))
         share = len(fresh) * align.replay_share
         if not share or not self.replay:
             return StepBatch(fresh, [])
@@ -202,9 +186,9 @@ class AdapterQueue:
         """Its next step takes these pairs."""
         self.taken = [self.queue.popleft() for _ in draw.fresh]
 
-    def put_back(self) -> None:
-        """The step was not taken: its pairs go back to the head of the queue."""
-        self.queue.extendleft(reversed(self.taken))
+    def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
+        """The step was not taken: its pairs, or these of them, go back to the head of the queue."""
+        self.queue.extendleft(reversed(self.taken if pairs is None else pairs))
         self.step, self.taken = None, []
 
     def end(self) -> None:
@@ -215,6 +199,57 @@ class AdapterQueue:
             self.alone = False
             self.steps += 1
 
+    def finish_step(self, member: AdapterStep, version: int, epochs: int) -> list[PairRetired]:
+        """The pairs of a step that was taken, or needed none, go where they belong; each is trained on `epochs` times.
+
+        Direct pairs are watched while it is open whether preferences have changed.
+        """
+        self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], member.grad_norm)
+        records = []
+        for outcome in member.outcomes:
+            pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
+            if self.guard.change is not None and pair.direct and not pair.epochs_done:
+                longer = len(pair.chosen) - len(pair.rejected)
+                self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
+            why = outcome.verdict.why or (member.strange if outcome.trained else "")
+            if member.strange and outcome.trained and pair.trusted:
+                # Nothing was learned yet of what somebody found good: its next step is without those at fault.
+                self.queue.append(pair)
+            elif why:
+                records.append(pair.retired("quarantined", version, pair.epochs_done, why))
+            elif outcome.trained and done < epochs:
+                self.queue.append(replace(pair, epochs_done=done))
+                records.append(pair.retired("queued", version, done))
+            else:
+                state: PairState = "trained" if outcome.trained else "learnt"
+                self.replay.append(replace(pair, epochs_done=done, state=state))
+                reason = "" if outcome.trained else f"loss {outcome.loss:.4f} is under align.loss_threshold"
+                records.append(pair.retired(state, version, done, reason))
+        return records
+
+    # -- pairs out ---------------------------------------------------------------------------------------------------
+
+    def hold_burst(self, now: float) -> list[TokenPair]:
+        """Raise the alarm and give up what is of the burst: new pairs that nothing was done with yet."""
+        self.detector.raise_alarm(now)
+        waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
+        burst = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct or pair.again)]
+        self.drop({pair.pair_id for pair in burst})
+        return burst
+
+    def begin_change(self) -> list[TokenPair]:
+        """The user's own signals say something else than before: forget what was usual; held-out pairs of before that.
+
+        They, and the pairs to replay, speak for what the user no longer wants.
+        """
+        self.guard.change = PreferenceChange(self.guard.version_before_change)
+        self.guard.best = None
+        self.detector.begin_anew()
+        before = [pair for pair in self.held_out.values() if pair.pair_id not in self.unscored]
+        self.drop({pair.pair_id for pair in before})
+        self.replay.clear()
+        return before
+
     def drop(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs."""
         for pairs in (self.queue, self.waiting, self.replay):
@@ -222,180 +257,170 @@ class AdapterQueue:
             pairs.clear()
             pairs.extend(kept)
         for pair_id in self.held_out.keys() & set(pair_ids):
-            del self.held_out[pair_id]
+            del self.held_out[pair_id], self.held_out_since[pair_id]
             self.unscored.discard(pair_id)
-            self.born.pop(pair_id, None)
-
-
-def joint_draws(
-    first: AdapterQueue, others: Iterable[AdapterQueue], align: AlignSettings, admit: Callable[[str], bool]
-) -> dict[str, StepBatch]:
-    """The next pairs of `first`, and of those `others` whose pairs fit beside them into one window."""
-    draws = {first.name: first.draw(align)}
-    most = 1 if first.alone else align.joint_adapters
-    room = align.window_tokens - draws[first.name].tokens
-    for learner in others:
-        if len(draws) == most or room <= 0:
-            break
-        if learner.name in draws or learner.alone:
-            continue
-        draw = learner.draw(align)
-        if draw.tokens <= room and admit(learner.name):
-            draws[learner.name] = draw
-            room -= draw.tokens
-    return draws
 
 
 class PairQueues:
-    """Learners by adapter. After anything of a learner changed, `note` brings what is asked for here up to date."""
+    """The queues by adapter, and who has work.
 
-    def __init__(self, versions: dict[str, int], guard: GuardSettings, feedback: FeedbackSettings | None) -> None:
-        """`versions` are the current ones by adapter; who gets a learner and is not among them has version 0.
+    Whoever asks for a queue may change it: before anything is said of them all, those that were asked for are counted
+    again.
+    """
 
-        Without `feedback` settings no pair is suspicious and none has to wait for its time.
-        """
-        self._versions, self._guard, self._feedback = versions, guard, feedback
-        self.learners: dict[str, AdapterQueue] = {}
+    def __init__(self, versions: dict[str, int], settings: Live[Settings]) -> None:
+        """`versions` are the current ones by adapter; who gets a queue and is not among them has version 0."""
+        self._versions, self._settings = versions, settings
+        self.queues: dict[str, AdapterQueue] = {}
         self.now = 0.0
         """Of the latest `tick`, in seconds."""
-        self.pairs_queued = 0
-        """Pairs that wait for training or are in a step."""
         self.neutral: list[TokenPair] = []
         """Neutral text, with which every version is tested."""
-        self._counted: dict[str, int] = {}
-        """How many of them are each adapter's."""
+        self._changed: dict[str, None] = {}
+        """Adapters whose queues were asked for since they were counted."""
+        self._pairs: dict[str, int] = {}
+        """How many pairs of each adapter wait for training or are in a step; `_pairs_queued` is the sum."""
+        self._pairs_queued = 0
         self._ready: dict[str, None] = {}
         self._waiting: dict[str, None] = {}
         """Adapters with pairs beyond `feedback.pairs_per_hour`."""
-        self._alarmed: set[str] = set()
+        self._alarmed: dict[str, None] = {}
         """Adapters whose alarm was raised; it may have ended since."""
 
-    def configure(self, guard: GuardSettings) -> None:
-        """Take over other settings for the pairs and tests to come."""
-        self._guard = guard
-
-    def learner(self, adapter: str) -> AdapterQueue:
-        """The adapter's learner, new or not."""
+    def __getitem__(self, adapter: str) -> AdapterQueue:
+        """The adapter's queue, new or not."""
         self._versions.setdefault(adapter, 0)
-        if adapter not in self.learners:
-            rate = TokenBucket(self._feedback.pairs_per_hour if self._feedback else 0)
-            self.learners[adapter] = AdapterQueue(adapter, OutlierDetector(self._feedback), rate)
-        return self.learners[adapter]
+        if adapter not in self.queues:
+            feedback = self._settings.now.feedback
+            self.queues[adapter] = AdapterQueue(
+                adapter, OutlierDetector(feedback), TokenBucket(feedback.pairs_per_hour)
+            )
+        self._changed[adapter] = None
+        return self.queues[adapter]
 
     def forget(self, adapter: str) -> None:
-        """Remove the adapter's learner with all its pairs."""
-        self.learners.pop(adapter, None)
-        self._ready.pop(adapter, None)
-        self._waiting.pop(adapter, None)
-        self._alarmed.discard(adapter)
-        self.pairs_queued -= self._counted.pop(adapter, 0)
+        """Remove the adapter's queue with all its pairs."""
+        self.queues.pop(adapter, None)
+        for names in (self._changed, self._ready, self._waiting, self._alarmed):
+            names.pop(adapter, None)
+        self._pairs_queued -= self._pairs.pop(adapter, 0)
+
+    def recount(self) -> None:
+        """Bring what is said of all queues up to date with those that were asked for."""
+        for name in self._changed:
+            queue = self.queues[name]
+            idle = queue.step is None and not queue.unreadable
+            _list(self._ready, name, idle and (bool(queue.queue) or self.test_due(queue)))
+            _list(self._waiting, name, bool(queue.waiting))
+            _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
+            self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
+            self._pairs[name] = queue.pairs
+        self._changed.clear()
 
     # -- who has work ------------------------------------------------------------------------------------------------
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
+        self.recount()
         return self._ready.keys()
+
+    @property
+    def pairs_queued(self) -> int:
+        """Pairs that wait for training or are in a step."""
+        self.recount()
+        return self._pairs_queued
 
     def with_step(self) -> Iterator[AdapterQueue]:
         """Those who have a step or test under way."""
-        return (learner for learner in self.learners.values() if learner.step is not None)
+        return (queue for queue in self.queues.values() if queue.step is not None)
 
     def holding(self, pair_ids: Collection[int]) -> list[str]:
         """Adapters whose step under way holds any of these pairs."""
         return [
-            learner.name
-            for learner in self.with_step()
-            if isinstance(learner.step, DpoStep) and learner.step.members[learner.name].holds(pair_ids)
+            queue.name
+            for queue in self.with_step()
+            if isinstance(queue.step, DpoStep) and queue.step.members[queue.name].holds(pair_ids)
         ]
 
-    def test_due(self, learner: AdapterQueue) -> bool:
+    def test_due(self, queue: AdapterQueue) -> bool:
         """Whether its next step is a test of the present version."""
-        if not self.testable(learner):
+        if not self.testable(queue):
             return False
-        behind = self._versions.get(learner.name, 0) - learner.tested_version
-        if learner.doubted and behind > 0:
+        behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
+        if queue.guard.test_soon and behind > 0:
             return True
-        return behind >= self._guard.evaluate_every or (not learner.queue and (behind > 0 or bool(learner.unscored)))
+        every = self._settings.now.guard.evaluate_every
+        return behind >= every or (not queue.queue and (behind > 0 or bool(queue.unscored)))
 
-    def testable(self, learner: AdapterQueue) -> bool:
+    def testable(self, queue: AdapterQueue) -> bool:
         """Whether there is anything to test the present version with; the untrained one has no language of its own."""
-        return bool(learner.held_out or (self.neutral and self._versions.get(learner.name, 0)))
+        return bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
 
-    def note(self, learner: AdapterQueue) -> None:
-        """Bring who is ready or waits, and `pairs_queued`, up to date after anything of a learner changed."""
-        idle = learner.step is None and not learner.unreadable
-        if idle and (learner.queue or self.test_due(learner)):
-            self._ready.setdefault(learner.name)
-        else:
-            self._ready.pop(learner.name, None)
-        if learner.waiting:
-            self._waiting[learner.name] = None
-        else:
-            self._waiting.pop(learner.name, None)
-        self.pairs_queued += learner.pairs - self._counted.get(learner.name, 0)
-        self._counted[learner.name] = learner.pairs
+    def take_step(
+        self, first: AdapterQueue, align: AlignSettings, admit: Callable[[str], bool]
+    ) -> dict[str, StepBatch]:
+        """Take the next pairs of `first`, and of others whom `admit` lets in and whose pairs fit into one window beside
+        them."""
+        draws = {first.name: first.draw(align)}
+        most = 1 if first.alone else align.joint_adapters
+        room = align.window_tokens - draws[first.name].tokens
+        for queue in (self.queues[name] for name in islice(self.ready(), _MOST_ASKED)):
+            if len(draws) == most or room <= 0:
+                break
+            if queue.name in draws or queue.alone or self.test_due(queue):
+                continue
+            draw = queue.draw(align)
+            if draw.tokens <= room and admit(queue.name):
+                draws[queue.name] = draw
+                room -= draw.tokens
+        for name, draw in draws.items():
+            self[name].begin(draw)
+        return draws
 
-    def set_unreadable(self, adapter: str, unreadable: bool) -> None:
-        """Whether the adapter's files could not be read: then nothing of it is ready."""
-        if adapter in self.learners:
-            self.learners[adapter].unreadable = unreadable
-            self.note(self.learners[adapter])
-
-    # -- pairs -------------------------------------------------------------------------------------------------------
-
-    def take_in(self, learner: AdapterQueue, pair: TokenPair) -> tuple[PairState, str] | None:
-        """Put a submitted pair where its state says or a new one belongs; its new state and why, if it has one."""
-        taken = learner.take_in(pair, self._guard, self.now)
-        self.note(learner)
-        return taken
-
-    def put_back(self, adapters: Collection[str]) -> None:
-        """Their step was not taken: its pairs go back to the heads of their queues."""
-        for name in adapters:
-            self.learners[name].put_back()
-            self.note(self.learners[name])
+    # -- pairs that wait, pairs that are held ------------------------------------------------------------------------
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Learn nothing more from these pairs, whoever learns from them."""
-        for learner in self.learners.values():
-            learner.drop(pair_ids)
-            self.note(learner)
-
-    # -- pairs that wait, pairs that are held ------------------------------------------------------------------------
+        for name in self.queues:
+            self[name].drop(pair_ids)
 
     def tick(self, now: float) -> None:
         """It is `now` (seconds): pairs that waited for their time are queued."""
         self.now = now
-        for name in list(self._waiting):
-            self.learners[name].admit(now)
-            self.note(self.learners[name])
+        self.recount()
+        for name in self._waiting:
+            self[name].admit(now)
 
     def next_pair_s(self) -> float | None:
         """When the next waiting pair may be queued; None when none waits."""
-        return min((self.learners[name].rate.next_s() for name in self._waiting), default=None)
+        self.recount()
+        return min((self.queues[name].rate.next_s() for name in self._waiting), default=None)
 
     def waiting(self) -> int:
         """Pairs that wait for their time."""
-        return sum(len(self.learners[name].waiting) for name in self._waiting)
+        self.recount()
+        return sum(len(self.queues[name].waiting) for name in self._waiting)
 
     def recall(self, adapter: str, past: OutlierHistory) -> None:
         """What is usual for an adapter, as an earlier run left it."""
-        learner = self.learner(adapter)
-        learner.suspicion.recall(past, self.now)
-        learner.tested_version, learner.step_scale = past.tested_version, past.step_scale
-        if past.alarm_left_s:
-            self._alarmed.add(adapter)
-
-    def alarmed(self, adapter: str) -> None:
-        """Its alarm was raised."""
-        self._alarmed.add(adapter)
+        queue = self[adapter]
+        queue.detector.recall(past, self.now)
+        queue.guard.tested_version, queue.guard.step_scale = past.tested_version, past.step_scale
 
     def calm(self, adapter: str) -> None:
         """Somebody decided about a burst: what comes is learned from again."""
-        if adapter in self.learners:
-            self.learners[adapter].suspicion.calm()
-            self._alarmed.discard(adapter)
+        if adapter in self.queues:
+            self[adapter].detector.calm()
 
     def alarms(self) -> tuple[str, ...]:
         """Users whose new pairs are quarantined unseen."""
-        return tuple(name for name in self._alarmed if self.learners[name].suspicion.alarm_left_s(self.now))
+        self.recount()
+        return tuple(name for name in self._alarmed if self.queues[name].detector.alarm_left_s(self.now))
+
+
+def _list(names: dict[str, None], name: str, listed: bool) -> None:
+    """Have `name` among the `names`, behind those that are, or not."""
+    if listed:
+        names.setdefault(name)
+    else:
+        names.pop(name, None)

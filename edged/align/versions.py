@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from edged.align.adapters.adapter import AdapterError, AdapterState, Snapshot, UnknownAdapter
 from edged.align.adapters.adapter_cache import AdapterCache
-from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.feedback.pair import VersionPublished
 from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
-from edged.align.pair_queues import AdapterQueue
+from edged.align.pair_queues import AdapterQueue, PairQueues
 from edged.settings.load import GuardSettings
 from edged.tensors.host_copy import HostCopies
 
@@ -27,71 +27,75 @@ class UnknownVersion(KeyError):
 
 
 class Versions:
-    """The current version of each adapter on a shelf, and the ways to another one."""
+    """The current version of each adapter in a cache, and the ways to another one."""
 
     def __init__(
         self,
         adapter_cache: AdapterCache,
+        pair_queues: PairQueues,
         announce: Callable[[AdapterState, VersionPublished], None],
         bring: Callable[[HostCopies], object],
     ) -> None:
         """`announce` gets every version that takes the place of another; `bring` copies a good one to the host."""
-        self._adapter_cache, self._announce, self._bring = adapter_cache, announce, bring
+        self._adapter_cache, self._pair_queues = adapter_cache, pair_queues
+        self._announce, self._bring = announce, bring
 
-    def current(self, adapter: str | None) -> int:
-        """The adapter's current version; 0 when it has not learnt, or is not there at all."""
-        return self._adapter_cache.versions.get(adapter or "", 0)
+    def publish(self, queue: AdapterQueue, parent: int, reason: str, **figures: Any) -> None:
+        """The adapter's state is a version from here on, which follows `parent`.
 
-    def demand(self, adapter: str) -> None:
-        """Raises UnknownAdapter when there is no such one."""
+        `figures` are further fields of its `VersionPublished`.
+        """
+        state = self._adapter_cache.get(queue.name)
+        self._adapter_cache.versions[queue.name] = state.version
+        scale = queue.guard.step_scale
+        self._announce(state, VersionPublished(queue.name, state.version, parent, reason, step_scale=scale, **figures))
+
+    # -- weights that no step made -----------------------------------------------------------------------------------
+
+    def rollback(self, adapter: str, version: int) -> int:
+        """Publish an earlier version's weights as a new version; returns its number.
+
+        Version 0 is the untrained adapter. Raises UnknownAdapter, UnknownVersion.
+        """
+        files = self._adapter_cache.files
         if adapter not in self._adapter_cache.versions:
             raise UnknownAdapter(adapter)
-
-    def weights(self, adapter: str, version: int) -> Weights | None:
-        """Of a version on disk; None, the untrained ones, for version 0. Raises UnknownVersion."""
-        if not version:
-            return None
+        if version == self._adapter_cache.version(adapter):
+            return version
         try:
-            return self._adapter_cache.files.load(adapter, version).weights
+            weights = files.load(adapter, version).weights if version else None
         except AdapterError as error:
-            there = self._adapter_cache.files.versions(adapter)
+            there = files.versions(adapter)
             known = f"on disk {'is' if len(there) == 1 else 'are'} {', '.join(map(str, there))}" if there else "none is"
             problem = f" that can be read ({error})" if version in there else " on disk"
             raise UnknownVersion(
                 f'adapter "{adapter}" has no version {version}{problem}: {known}, and 0 is the untrained one; '
                 f"`edged adapters show {adapter}` tells what they are worth"
             ) from None
+        return self.import_adapter(adapter, weights, f"rollback to {version}", version)
 
-    def publish(
-        self,
-        learner: AdapterQueue,
-        parent: int,
-        reason: str,
-        member: AdapterStep | None = None,
-        seconds: float = 0.0,
-        restored: int | None = None,
-    ) -> None:
-        """The adapter's state is a version from here on, which follows `parent`: that of a step of `seconds`, if any,
-        in which the adapter was `member`, or the one `restored`."""
-        state = self._adapter_cache.get(learner.name)
-        self._adapter_cache.versions[learner.name] = state.version
-        record = VersionPublished(
-            adapter=learner.name,
-            version=state.version,
-            parent=parent,
-            reason=reason,
-            pairs=member.trained if member else 0,
-            loss=member.loss if member else None,
-            grad_norm=member.grad_norm if member else None,
-            step_s=seconds,
-            restored=restored,
-            step_scale=learner.step_scale,
-        )
-        self._announce(state, record)
+    def import_adapter(self, adapter: str, weights: Weights | None, reason: str, restored: int | None = None) -> int:
+        """Publish weights that this run did not learn (None: the untrained ones) as a new version; returns its number.
 
-    def restore(
+        What they are worth is not known: no earlier test is held against them. The adapter has no step under way.
+        """
+        queue = self._pair_queues[adapter]
+        self._restore(queue, weights, reason, version=restored)
+        guard = queue.guard
+        guard.best = guard.last_good = guard.change = None
+        guard.withdrawn.clear()
+        guard.caution, queue.detector.lenient = 1.0, False
+        self._adapter_cache.files.spare(adapter, 0)
+        return self._adapter_cache.version(adapter)
+
+    def introduce(self, adapter: str) -> None:
+        """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""
+        if not self._adapter_cache.version(adapter):
+            self._restore(self._pair_queues[adapter], None, "introduced")
+
+    def _restore(
         self,
-        learner: AdapterQueue,
+        queue: AdapterQueue,
         weights: Weights | None,
         reason: str,
         moments: Weights | None = None,
@@ -101,99 +105,103 @@ class Versions:
 
         `moments` are AdamW's; without them it begins anew.
         """
-        parent = self.current(learner.name)
+        parent = self._adapter_cache.version(queue.name)
         if weights is None:
-            state = self._adapter_cache.reset(learner.name)
+            state = self._adapter_cache.reset(queue.name)
             state.version = state.newest_number = max(parent, state.newest_number) + 1
         else:
-            state = self._adapter_cache.get(learner.name)
-            state.restore(weights, max(parent, state.newest_number) + 1)
-            if moments:
-                state.restore_optimizer(moments)
+            state = self._adapter_cache.get(queue.name)
+            state.restore(weights, max(parent, state.newest_number) + 1, moments)
         # Until it is on disk a power cut would bring back what it takes the place of.
-        self._adapter_cache.hurry(learner.name)
-        learner.tested_version = state.version
-        self.publish(learner, parent, reason, restored=version)
+        self._adapter_cache.hurry(queue.name)
+        queue.guard.tested_version = state.version
+        self.publish(queue, parent, reason, restored=version)
 
     # -- which must go -----------------------------------------------------------------------------------------------
 
-    def judge(self, learner: AdapterQueue, score: TestScore, guard: GuardSettings) -> str:
+    def judge(self, queue: AdapterQueue, score: TestScore, settings: GuardSettings) -> str:
         """Take the present version back, or keep it as one to go back to, as its test came out; why it is taken back.
 
         A loss of accuracy is held against it only where most of what it learned was not the user's own word.
         """
-        broken = broken_language(score, guard)
-        problem = broken or (lost_accuracy(score, learner.best, guard) if learner.foreign > learner.own else "")
+        guard = queue.guard
+        broken = broken_language(score, settings)
+        foreign = guard.other_since_best > guard.direct_since_best
+        problem = broken or (lost_accuracy(score, guard.best, settings) if foreign else "")
         if problem:
-            learner.calm_tests = 0
-            if broken and learner.steps > learner.restored_at_step:
+            guard.passed_in_a_row = 0
+            if broken and queue.steps > guard.restored_at_step:
                 # A version from disk that fails says nothing of the present steps.
-                learner.step_scale /= 2
-            self.take_back(learner, f"guard: {problem}")
+                guard.step_scale /= 2
+            self.take_back(queue.name, f"guard: {problem}")
             return problem
-        learner.calm_tests += 1
-        if learner.calm_tests >= _CALM_TESTS:
-            learner.step_scale, learner.calm_tests = min(1.0, 2 * learner.step_scale), 0
-        learner.caution = caution(score, guard)
-        learner.suspicion.lenient = learner.caution < 1
-        learner.good = self._adapter_cache.get(learner.name).copied()
-        for copies in (learner.good.weights, learner.good.optimizer):
+        guard.passed_in_a_row += 1
+        if guard.passed_in_a_row >= _CALM_TESTS:
+            guard.step_scale, guard.passed_in_a_row = min(1.0, 2 * guard.step_scale), 0
+        guard.caution = caution(score, settings)
+        queue.detector.lenient = guard.caution < 1
+        guard.last_good = self._adapter_cache.get(queue.name).copied()
+        for copies in (guard.last_good.weights, guard.last_good.optimizer):
             self._bring(copies)
-        self._adapter_cache.files.spare(learner.name, score.version, learner.undo)
-        if learner.fully_tested == score.version and score.better_than(learner.best, guard):
-            learner.best, learner.foreign, learner.own = score, 0, 0
+        self._adapter_cache.files.spare(queue.name, score.version, guard.version_before_change)
+        if guard.fully_tested == score.version and score.better_than(guard.best, settings):
+            guard.best, guard.other_since_best, guard.direct_since_best = score, 0, 0
         return ""
 
-    def keep_before_turn(self, learner: AdapterQueue) -> None:
+    def keep_before_change(self, queue: AdapterQueue) -> None:
         """Preferences seem to change: the version before is kept on disk, to be gone back to."""
-        if learner.good is not None:
-            self._adapter_cache.keep(learner.good)
-        learner.undo = learner.good.version if learner.good is not None else self.current(learner.name)
-        self._adapter_cache.files.spare(learner.name, learner.undo)
+        good = queue.guard.last_good
+        if good is not None:
+            self._adapter_cache.keep(good)
+        before = good.version if good is not None else self._adapter_cache.version(queue.name)
+        queue.guard.version_before_change = before
+        self._adapter_cache.files.spare(queue.name, before)
 
-    def suspect(self, learner: AdapterQueue, version: int) -> bool:
+    def suspect(self, adapter: str, version: int) -> bool:
         """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
         weights are not finite either, or it did so before."""
-        if version != self.current(learner.name):
+        if version != self._adapter_cache.versions.get(adapter):
             return False
-        again, learner.suspected = learner.suspected == version, version
-        return again or not self._adapter_cache.get(learner.name).finite
+        guard = self._pair_queues[adapter].guard
+        again, guard.not_finite_version = guard.not_finite_version == version, version
+        return again or not self._adapter_cache.get(adapter).finite
 
-    def take_back(self, learner: AdapterQueue, reason: str) -> None:
+    def take_back(self, adapter: str, reason: str) -> None:
         """Publish the newest good version's weights in the place of the present one's, which is not served again.
 
         Where none was found good, the newest on disk before it; what was gone back to is tested then. Else, the
         untrained weights.
         """
-        present = self.current(learner.name)
-        learner.withdrawn.add(present)
-        if learner.steps == learner.restored_at_step:
+        queue = self._pair_queues[adapter]
+        guard = queue.guard
+        guard.withdrawn.add(self._adapter_cache.version(adapter))
+        if queue.steps == guard.restored_at_step:
             # These are its very weights.
-            learner.withdrawn.add(learner.source)
-        learner.restored_at_step = learner.steps
-        learner.turn = learner.best = None
-        learner.own = learner.foreign = 0
+            guard.withdrawn.add(guard.restored_version)
+        guard.restored_at_step = queue.steps
+        guard.change = guard.best = None
+        guard.direct_since_best = guard.other_since_best = 0
         # What the versions taken back had learned is queued again, or held: it is not to come by the way of replay.
-        learner.replay.clear()
-        good, learner.source = learner.good, 0
-        if good is not None and good.version not in learner.withdrawn:
-            learner.source = good.version
-            self.restore(learner, good.weights.on_host(), reason, good.optimizer.on_host(), good.version)
-        elif (earlier := self._earlier(learner)) is not None:
-            learner.source = earlier.version
-            self.restore(learner, earlier.weights, reason, earlier.optimizer, earlier.version)
+        queue.replay.clear()
+        good = guard.last_good
+        if good is not None and good.version not in guard.withdrawn:
+            found: Snapshot | None = good.snapshot()
         else:
-            self.restore(learner, None, reason, version=0)
+            found = self._earlier(queue)
+        guard.restored_version = found.version if found is not None else 0
+        if found is None:
+            self._restore(queue, None, reason, version=0)
             return
+        self._restore(queue, found.weights, reason, found.optimizer, found.version)
         # It may have passed with other held-out pairs than those of now: only a version that passes all is built upon.
-        learner.tested_version, learner.doubted, learner.fully_tested = -1, True, 0
+        guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
 
-    def _earlier(self, learner: AdapterQueue) -> Snapshot | None:
+    def _earlier(self, queue: AdapterQueue) -> Snapshot | None:
         """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""
-        for version in reversed(self._adapter_cache.files.versions(learner.name)):
-            if version < self.current(learner.name) and version not in learner.withdrawn:
+        for version in reversed(self._adapter_cache.files.versions(queue.name)):
+            if version < self._adapter_cache.version(queue.name) and version not in queue.guard.withdrawn:
                 with contextlib.suppress(AdapterError):
-                    found = self._adapter_cache.files.load(learner.name, version)
+                    found = self._adapter_cache.files.load(queue.name, version)
                     if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):
                         return found
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from edged.align.adapters.adapter import AdapterFiles, AdapterState, LoraSpec
+from edged.align.adapters.adapter import AdapterFiles, LoraSpec
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
@@ -47,6 +47,7 @@ from edged.scheduler.cost.profile import Subject
 from edged.scheduler.policies.base import Row
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
+from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 from edged.tensors.cpu_threads import CpuThreads, apart, beside
 
@@ -61,6 +62,8 @@ class EngineParts:
     """An engine's parts, put together; no part knows this record."""
 
     settings: Settings
+    live: Live[Settings]
+    """The settings in force; the engine thread alone replaces them."""
     name: str
     path: str
     model: ServedModel
@@ -180,6 +183,7 @@ def build_parts(
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     settings = bounded(settings, model)
+    live = Live(settings)
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     native = settings.model.short_layers
     if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.narrow_weights)):
@@ -200,20 +204,14 @@ def build_parts(
     subject = subject_of(model, name, settings.model, threads)
     scheduler = Scheduler(settings.scheduler, first_cost_model(model, subject, settings.scheduler.profile, data_dir))
     runner = _build_runner(model, kv, pages, settings, folder, max_context, threads)
-    adapter_cache, slots = AdapterCache(spec, settings.align, model.device, files), SlotTable(model.lora)
+    adapter_cache, slots = AdapterCache(spec, live, model.device, files), SlotTable(model.lora)
     stats, task_ids, commands = Counters(), itertools.count(1), CommandQueue()
-    writer = AdapterWriter(adapter_cache, settings.store, commands.offer, journal)
-
-    def on_loaded(adapter: str, state: AdapterState | None, problems: list[str]) -> None:
-        if state is not None:
-            trainer.adopt(state, problems)
-        else:
-            trainer.set_unreadable(adapter)
+    writer = AdapterWriter(adapter_cache, live, commands.offer, journal)
 
     def on_read(adapter: str, error: str) -> None:
         sequences.on_fetched(adapter, error, time.monotonic())
 
-    loader = AdapterLoader(adapter_cache, on_loaded, on_read, commands.offer)
+    loader = AdapterLoader(adapter_cache, lambda name, state: trainer.take_in(name, state), on_read, commands.offer)
     sequences = SequenceTable(
         settings.serving,
         scheduler,
@@ -229,17 +227,15 @@ def build_parts(
     )
     trainer = Trainer(
         adapter_cache,
-        settings.align,
-        settings.guard,
+        live,
         runner.decoder,
         runner.pages.release,
         usable * kv.page_size,
-        settings.feedback,
         sequences.on_publish,
         writer.bring,
     )
     finetuning = FinetuneJobs(
-        settings, model, scheduler, trainer, runner.pages, slots, loader, writer, stats, task_ids, journal
+        live, model, scheduler, trainer, runner.pages, slots, loader, writer, stats, task_ids, journal
     )
     limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning, stats, max_context)
     memory = OomRecovery(settings.serving, sequences, finetuning, runner.return_memory)
@@ -260,6 +256,7 @@ def build_parts(
     )
     return EngineParts(
         settings=settings,
+        live=live,
         name=name,
         path=str(model_dir),
         model=model,

@@ -128,11 +128,11 @@ class Engine:
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        return self._once_saved(adapter, lambda: self._trainer.rollback(adapter, version))
+        return self._once_saved(adapter, lambda: self._trainer.versions.rollback(adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        return self._once_saved(adapter, lambda: self._trainer.import_adapter(adapter, weights, reason))
+        return self._once_saved(adapter, lambda: self._trainer.versions.import_adapter(adapter, weights, reason))
 
     def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
         """The number of what is published, when it is on disk."""
@@ -156,7 +156,7 @@ class Engine:
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
-        return self._commands.ask(lambda: self._trainer.introduce(adapter))
+        return self._commands.ask(lambda: self._trainer.versions.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
@@ -212,8 +212,7 @@ class Engine:
 
         def configure() -> None:
             self._loop.configure(settings.scheduler)
-            self._finetuning.configure(settings)
-            self.settings = settings
+            self.settings = self.parts.live.now = settings
 
         return self._commands.ask(configure)
 
@@ -235,7 +234,7 @@ class Engine:
 
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""
-        return self._trainer.versions()
+        return dict(self._trainer.adapter_cache.versions)
 
     def version(self, adapter: str) -> int | None:
         """An adapter's current version, 0 before it has learned; None of an unknown one."""

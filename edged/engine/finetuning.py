@@ -27,6 +27,7 @@ from edged.engine.stats.counters import Counters
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.tensors.oom import out_of_memory
 
@@ -42,7 +43,7 @@ class FinetuneJobs:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Live[Settings],
         model: ServedModel,
         scheduler: Scheduler,
         trainer: Trainer,
@@ -68,8 +69,8 @@ class FinetuneJobs:
         """Governors allow no step."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
-        self._most_open = open_steps(settings.align.max_loaded_adapters)
-        self._graph_bytes = kept_graph_bytes(model, settings)
+        self._most_open = open_steps(settings.now.align.max_loaded_adapters)
+        self._graph_bytes = kept_graph_bytes(model, settings.now)
         self._tasks: dict[int, Task] = {}
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps and tests under way, by task id."""
@@ -98,16 +99,10 @@ class FinetuneJobs:
         """Open no new steps, or go on."""
         self._paused = paused
 
-    def configure(self, settings: Settings) -> None:
-        """Take over other settings; steps under way end as they began."""
-        self._settings = settings
-        self._trainer.configure(settings.align, settings.guard)
-        self._writer.configure(settings.store)
-
     @property
     def _opens(self) -> bool:
         """Whether steps are opened at all."""
-        return self._settings.align.enabled and not (self._paused or self._held)
+        return self._settings.now.align.enabled and not (self._paused or self._held)
 
     def hold(self, held: bool) -> None:
         """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
@@ -140,7 +135,8 @@ class FinetuneJobs:
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
-        overdue = adapter == self._slotless and now - self._slotless_s >= self._settings.scheduler.finetune_max_wait_s
+        most_s = self._settings.now.scheduler.finetune_max_wait_s
+        overdue = adapter == self._slotless and now - self._slotless_s >= most_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         spare = self._slots.count if slots_wanted and not overdue else 0
         if self._trainer.adapter_cache.resident(adapter):
@@ -166,10 +162,11 @@ class FinetuneJobs:
         return version, self._writer.saved(adapter, version)
 
     def _withdraw_suspect(self, adapter: str, version: int) -> None:
-        if self._trainer.suspect(adapter, version):
+        if self._trainer.versions.suspect(adapter, version):
             log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
             self.abandon(adapter)
-            self._trainer.withdraw(adapter, f"guard: version {version} answered with numbers that are not finite")
+            reason = f"guard: version {version} answered with numbers that are not finite"
+            self._trainer.versions.take_back(adapter, reason)
 
     def release(self, busy: Collection[str]) -> bool:
         """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
@@ -253,7 +250,7 @@ class FinetuneJobs:
         jobs = list(self.jobs.values())
         return {
             "enabled": self.trains
-            and self._settings.align.enabled
+            and self._settings.now.align.enabled
             and not self._paused
             and not self._scheduler.degraded,
             "held": self._held,
@@ -333,7 +330,7 @@ class FinetuneJobs:
         counts = self._scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         if (
-            not self._settings.align.keep_graph
+            not self._settings.now.align.keep_graph
             or self._trainer.size.graphs_fail
             or (serving and model.device.type == "cuda")
         ):

@@ -227,7 +227,7 @@ class SimulatedRunner:
             streams = job.step.streams
             unit = Unit(*job.step.run_unit())
             ran += 1
-            if job.step.streams is not streams or not job.step.needs_pages:
+            if job.step.streams is not streams or job.step.group_ended:
                 self._pages.pool.release(job.pages)
                 job.pages = []
             seconds = self._device.unit_s(unit)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
 
-from edged.settings.load import AlignSettings
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, Settings
 
 _SAID_BY_ALLOCATORS = (
     "out of memory",
@@ -39,35 +41,41 @@ class StepSize:
     Each time in a row is followed by a pause twice as long.
     """
 
-    def __init__(self, align: AlignSettings) -> None:
-        self.pairs = align.micro_batch_pairs
+    def __init__(self, settings: Live[Settings]) -> None:
+        self._settings = settings
         self.strikes = 0
         """How often memory ran out since a step ended well."""
         self.first_pause_s = 0.5
-        self.graphs_fail = False
-        """Whether a step failed with its graph kept, as for want of memory: none is kept for a while."""
-        self._whole = align
+        self._most_pairs = math.inf
+        """Pairs that a step had when memory was last found for it; infinite where it was not short."""
+        self._failed_with_graph: AlignSettings | None = None
+        """The settings under which a step failed with its graph kept, as for want of memory."""
         self._went_well = 0
         self._wells = 0
         """Steps that ended well, ever."""
         self._tried: dict[Hashable, tuple[int, int]] = {}
         """What found no memory alone: how often, and `_wells` at the first time."""
 
-    def configure(self, align: AlignSettings) -> None:
-        """Take over other settings for the steps to come; after want of memory they are no larger than they were."""
-        whole = self.pairs == self._whole.micro_batch_pairs
-        self.pairs = align.micro_batch_pairs if whole else min(self.pairs, align.micro_batch_pairs)
-        self._whole, self.graphs_fail = align, False
+    @property
+    def pairs(self) -> int:
+        """Most pairs of the next step: as set, or fewer after want of memory."""
+        return int(min(self._settings.now.align.micro_batch_pairs, self._most_pairs))
+
+    @property
+    def graphs_fail(self) -> bool:
+        """Whether no step keeps its graph for a while: one failed with it under the present settings."""
+        return self._failed_with_graph is self._settings.now.align
 
     @property
     def align(self) -> AlignSettings:
         """The settings that the next step's pairs are drawn by."""
+        whole = self._settings.now.align
         less: dict[str, float] = {}
-        if self.pairs < self._whole.micro_batch_pairs or self.strikes:
+        if self.pairs < whole.micro_batch_pairs or self.strikes:
             less = {"micro_batch_pairs": self.pairs, "joint_adapters": 1}
         if self.pairs == 1 and self.strikes:
             less["replay_share"] = 0.0
-        return self._whole.model_copy(update=less) if less else self._whole
+        return whole.model_copy(update=less) if less else whole
 
     def hopeless(self, what: Hashable, others_first: bool = True) -> bool:
         """Count that `what`, a pair's id say, found no memory alone; whether it is not to be tried again.
@@ -96,13 +104,13 @@ class StepSize:
 
     def shrink(self) -> None:
         """Memory ran out in a step."""
-        self.pairs = max(1, self.pairs // 2)
+        self._most_pairs = max(1, self.pairs // 2)
         self.strikes += 1
         self.distrust_graphs()
 
     def distrust_graphs(self) -> None:
         """A step failed with its graph kept: those that follow go without, until enough of them went well."""
-        self.graphs_fail, self._went_well = True, 0
+        self._failed_with_graph, self._went_well = self._settings.now.align, 0
 
     def grow(self) -> None:
         """A step ended well."""
@@ -111,5 +119,6 @@ class StepSize:
         self._went_well += 1
         if self._went_well >= _GROWS_AFTER:
             self._went_well = 0
-            self.pairs = min(self._whole.micro_batch_pairs, 2 * self.pairs)
-            self.graphs_fail = self.graphs_fail and self.pairs < self._whole.micro_batch_pairs
+            self._most_pairs = 2 * self.pairs
+            if self._most_pairs >= self._settings.now.align.micro_batch_pairs:
+                self._most_pairs, self._failed_with_graph = math.inf, None

@@ -10,19 +10,19 @@ from edged.settings.load import GuardSettings
 
 
 def test_a_test_that_ends_is_no_step() -> None:
-    learner = AdapterQueue("ann", alone=True)
-    learner.step = HeldOutEvaluation.__new__(HeldOutEvaluation)
-    learner.end()
-    assert (learner.step, learner.alone, learner.steps) == (None, True, 0)
-    learner.step = DpoStep.__new__(DpoStep)
-    learner.end()
-    assert (learner.step, learner.alone, learner.steps) == (None, False, 1)
+    queue = AdapterQueue("ann", alone=True)
+    queue.step = HeldOutEvaluation.__new__(HeldOutEvaluation)
+    queue.end()
+    assert (queue.step, queue.alone, queue.steps) == (None, True, 0)
+    queue.step = DpoStep.__new__(DpoStep)
+    queue.end()
+    assert (queue.step, queue.alone, queue.steps) == (None, False, 1)
 
 
 def test_a_pair_whose_version_was_taken_back_waits_once_however_often_it_comes() -> None:
-    learner, everything_held_out = AdapterQueue("ann"), GuardSettings(held_out_share=1.0)
+    queue, everything_held_out = AdapterQueue("ann"), GuardSettings(held_out_share=1.0)
     pair = TokenPair(1, "ann", (1,), (2,), (3,), again=True)
     for _ in range(3):
-        assert learner.take_in(pair, everything_held_out, 0.0) is None
-    assert list(learner.queue) == [pair]
-    assert (learner.seen, learner.held_out) == (0, {}), "it was let in before"
+        assert queue.take_in(pair, everything_held_out, 0.0) is None
+    assert list(queue.queue) == [pair]
+    assert (queue.new_pairs, queue.held_out) == (0, {}), "it was let in before"

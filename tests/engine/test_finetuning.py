@@ -394,7 +394,7 @@ def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_
     """The good version is in memory, with the optimizer's moments, or left it with its adapter."""
     settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.001, "store__keep_versions": 2}
     with running_engine(tmp_path, **settings) as (engine, client):
-        versions, adapter_cache = engine.built.trainer._versions, engine.built.trainer.adapter_cache
+        versions, adapter_cache = engine.built.trainer.versions, engine.built.trainer.adapter_cache
         for turn in range(4):
             engine.submit_pairs(random_pairs(2, seed=turn, first_id=1 + 10 * turn))
             client.wait(lambda turn=turn: len(client.of(VersionSaved)) == turn + 1)
@@ -402,10 +402,11 @@ def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_
                 good = engine.built.commands.ask(lambda: adapter_cache.get("ann").copied()).result(20)
         wait_idle(engine)
         assert engine.adapter_files.versions("ann") == [3, 4]
-        learner = engine.built.trainer.pair_queues.learner("ann")
-        learner.best, learner.good, learner.foreign = score(1, 9, 10), good if kept else None, 1
+        queue = engine.built.trainer.pair_queues["ann"]
+        guard = queue.guard
+        guard.best, guard.last_good, guard.other_since_best = score(1, 9, 10), good if kept else None, 1
         wanted = good.snapshot() if kept else engine.adapter_files.load("ann", 3)
-        engine.built.commands.ask(lambda: versions.judge(learner, score(4, 1, 10), SETTINGS)).result(20)
+        engine.built.commands.ask(lambda: versions.judge(queue, score(4, 1, 10), SETTINGS)).result(20)
         restored = engine.built.commands.ask(lambda: adapter_cache.get("ann").copied()).result(20).snapshot()
         for found, expected in ((restored.weights, wanted.weights), (restored.optimizer, wanted.optimizer)):
             for name, tensor in found.items():

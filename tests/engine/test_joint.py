@@ -37,10 +37,10 @@ class Watch:
             return work
 
         def checked(now: float) -> None:
-            learners = trainer.pair_queues.learners.values()
-            due = {x.name for x in learners if x.step is None and (x.queue or trainer.pair_queues.test_due(x))}
+            queues = trainer.pair_queues.queues.values()
+            due = {x.name for x in queues if x.step is None and (x.queue or trainer.pair_queues.test_due(x))}
             assert set(trainer.pair_queues.ready()) == due
-            assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in learners)
+            assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in queues)
             prepare(now)
 
         runner.run, sequences.prepare = watched, checked  # type: ignore[method-assign]
@@ -142,7 +142,7 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
     with three_users(tmp_path, "broken") as (engine, client, watch):
 
         def spoil() -> None:
-            weights = engine.built.trainer.state("bob").weights
+            weights = engine.built.trainer.adapter_cache.get("bob").weights
             next(iter(weights.values()))[1].data[0] = float("nan")
 
         engine.built.commands.ask(spoil).result(10)
@@ -235,10 +235,10 @@ def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: P
         trainer = engine.built.trainer
         close_step = trainer._close_step
 
-        def fails_for_the_first(learner: AdapterQueue, *rest: Any) -> None:
-            if learner.name == "ann":
+        def fails_for_the_first(queue: AdapterQueue, *rest: Any) -> None:
+            if queue.name == "ann":
                 raise OSError("no disk")
-            close_step(learner, *rest)
+            close_step(queue, *rest)
 
         trainer._close_step = fails_for_the_first  # type: ignore[method-assign]
         engine.pause_finetuning(False)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.drift import flipped
 from edged.align.feedback.pair import PairRetired, TokenPair, VersionPublished
-from edged.align.preference_change import PreferenceChange
+from edged.align.guard import PreferenceChange
 from tests.engine.harness import running_engine
 
 SETTINGS = {"align__learning_rate": 3e-3, "guard__max_kl_nats": 100.0, "guard__max_nll_change": 100.0}
@@ -62,7 +62,7 @@ def test_a_change_is_recognised_when_what_was_learned_from_some_pairs_tells_othe
         turn.take(number, loss, loss > 2, 7)
     turn.take(14, 1.0, False, 7)
     assert turn.verdict == "change"
-    assert turn.told == "preferences have changed since version 3: 15 pairs, for answers 7 tokens longer"
+    assert turn.summary == "preferences have changed since version 3: 15 pairs, for answers 7 tokens longer"
 
 
 def test_pairs_that_teach_nothing_are_confusion_in_the_end() -> None:

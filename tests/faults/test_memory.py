@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from edged.align.feedback.pair import PairRetired, StepSkipped
-from edged.settings.load import AlignSettings
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, Settings
 from edged.tensors.oom import StepSize, out_of_memory
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 from tests.models import save_tiny
@@ -294,8 +295,12 @@ def test_a_step_waits_while_there_is_no_memory_for_its_adapter(tmp_path: Path, m
         assert answers(engine, client, "after", [random_ids(30, 1)], adapter="ann")
 
 
+def live(**align: Any) -> Live[Settings]:
+    return Live(Settings(align=AlignSettings(**align)))
+
+
 def test_steps_shrink_pause_longer_and_grow_again() -> None:
-    size = StepSize(AlignSettings(micro_batch_pairs=4, joint_adapters=4, replay_share=0.5))
+    size = StepSize(live(micro_batch_pairs=4, joint_adapters=4, replay_share=0.5))
     pauses = []
     for _ in range(9):
         size.shrink()
@@ -311,7 +316,7 @@ def test_steps_shrink_pause_longer_and_grow_again() -> None:
 
 
 def test_a_pair_is_given_up_when_others_found_memory_since() -> None:
-    size = StepSize(AlignSettings())
+    size = StepSize(live())
     assert not any(size.hopeless(1) for _ in range(20))
     size.grow()
     assert not size.hopeless(2)
@@ -322,19 +327,20 @@ def test_a_pair_is_given_up_when_others_found_memory_since() -> None:
 
 
 def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
-    size = StepSize(AlignSettings(micro_batch_pairs=4, replay_share=0.5))
-    size.configure(AlignSettings(micro_batch_pairs=8, replay_share=0.0))
+    settings = live(micro_batch_pairs=4, replay_share=0.5)
+    size = StepSize(settings)
+    settings.now = live(micro_batch_pairs=8, replay_share=0.0).now
     assert (size.align.micro_batch_pairs, size.align.replay_share) == (8, 0.0)
     size.shrink()
-    size.configure(AlignSettings(micro_batch_pairs=16))
+    settings.now = live(micro_batch_pairs=16).now
     assert size.align.micro_batch_pairs == 4
-    size.configure(AlignSettings(micro_batch_pairs=2))
+    settings.now = live(micro_batch_pairs=2).now
     assert size.align.micro_batch_pairs == 2
 
 
 def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
-    align = AlignSettings(micro_batch_pairs=4)
-    size = StepSize(align)
+    settings = live(micro_batch_pairs=4)
+    size = StepSize(settings)
     for fails in (size.shrink, size.distrust_graphs):
         fails()
         assert size.graphs_fail
@@ -343,7 +349,7 @@ def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
             size.grow()
         assert (size.pairs, size.graphs_fail) == (4, False)
     size.shrink()
-    size.configure(align)
+    settings.now = live(micro_batch_pairs=4).now
     assert not size.graphs_fail
 
 

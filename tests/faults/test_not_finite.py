@@ -65,11 +65,11 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
         def spoil() -> None:
             # As an overflow in the optimizer would: published, served, and not a number.
             trainer = engine.built.trainer
-            state = trainer.state("ann")
+            state = trainer.adapter_cache.get("ann")
             with torch.no_grad():
                 state.parameters()[1].fill_(float("nan"))
             state.version = state.newest_number = spoilt + 1
-            trainer._versions.publish(trainer.pair_queues.learner("ann"), spoilt, "trained")
+            trainer.versions.publish(trainer.pair_queues["ann"], spoilt, "trained")
 
         engine.built.commands.ask(spoil).result()
         engine.submit(request("ann-spoilt", prompt, adapter="ann"))

@@ -324,7 +324,7 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     while not step.finished:
         for stream in step.streams:
             stream.done += stream.left
-        left = list(step.units_left())
+        left = list(step.units)
         ran = step.run_unit()
         told.append((left, ran, step.tokens_left, step.finished))
     assert told == Told.told

@@ -20,11 +20,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from edged.settings.load import AlignSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings
 from edged.store.data_dir import erase_folder, sha256_of, sync
 from edged.tensors.host_copy import HostCopies
 
-_PREFIX = "base_model.model."
 _MANIFEST = "edged.json"
 _DRAFT = ".draft"
 
@@ -59,12 +59,25 @@ class LoraSpec:
         """alpha / rank."""
         return self.alpha / self.rank
 
+    def peft_shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of an adapter's weights by PEFT's names: A [rank, in] and B [out, rank] of each linear."""
+        shapes = {}
+        for name, (fan_in, fan_out) in self.shapes.items():
+            shapes[peft_name(name, "A")], shapes[peft_name(name, "B")] = (self.rank, fan_in), (fan_out, self.rank)
+        return shapes
+
+
+def peft_name(linear: str, part: str) -> str:
+    """PEFT's name of a linear's matrix A or B."""
+    return f"base_model.model.{linear}.lora_{part}.weight"
+
 
 class AdapterState:
     """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them."""
 
-    def __init__(self, name: str, spec: LoraSpec, align: AlignSettings, device: torch.device) -> None:
-        self.name, self.spec, self.align, self.device = name, spec, align, device
+    def __init__(self, name: str, spec: LoraSpec, settings: Live[Settings], device: torch.device) -> None:
+        """Each step is taken by the settings of its time."""
+        self.name, self.spec, self.settings, self.device = name, spec, settings, device
         self.version = self.newest_number = 0
         """`newest_number` is the highest version number that was ever given out."""
         self.weights = self._initial()
@@ -79,7 +92,7 @@ class AdapterState:
         for name, (fan_in, fan_out) in self.spec.shapes.items():
             a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
             b = torch.zeros(fan_out, self.spec.rank)
-            weights[name] = (_leaf(a, self.device), _leaf(b, self.device))
+            weights[name] = (a.to(self.device).requires_grad_(True), b.to(self.device).requires_grad_(True))
         return weights
 
     @property
@@ -91,16 +104,8 @@ class AdapterState:
         """All A and B, in a fixed order."""
         return [tensor for pair in self.weights.values() for tensor in pair]
 
-    def configure(self, align: AlignSettings) -> None:
-        """Step by other settings from now on; AdamW's moments stay."""
-        self.align = align
-        for group in self._optimizer.param_groups:
-            group["weight_decay"] = align.weight_decay
-
     def _new_optimizer(self) -> None:
-        self._optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.align.learning_rate, weight_decay=self.align.weight_decay, foreach=True
-        )
+        self._optimizer = torch.optim.AdamW(self.parameters(), foreach=True)
 
     def step(
         self,
@@ -116,11 +121,12 @@ class AdapterState:
         Raises FloatingPointError when the norm is
         not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
+        align, group = self.settings.now.align, self._optimizer.param_groups[0]
         try:
             for name, leaves in self.weights.items():
                 for leaf, gradient in zip(leaves, gradients[name], strict=True):
                     leaf.grad = gradient / pairs
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.align.max_grad_norm))
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
             if norm > most_norm:
@@ -128,8 +134,8 @@ class AdapterState:
             # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
             # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
             # once, and a step of weak signals as far as one of choices.
-            share = min(1.0, (pairs if weight is None else weight) / self.align.micro_batch_pairs)
-            self._optimizer.param_groups[0]["lr"] = self.align.learning_rate * share * scale
+            share = min(1.0, (pairs if weight is None else weight) / align.micro_batch_pairs)
+            group["lr"], group["weight_decay"] = align.learning_rate * share * scale, align.weight_decay
             self._whole_optimizer_step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
@@ -150,7 +156,7 @@ class AdapterState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by PEFT's names, copied to the host."""
-        return self.copied_weights().on_host()
+        return HostCopies(self._peft_weights()).on_host()
 
     def copied(self) -> CopiedVersion:
         """The present version, copied where it is."""
@@ -159,21 +165,26 @@ class AdapterState:
             for index, parameter in enumerate(self.parameters())
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
-        return CopiedVersion(self.name, self.version, self.copied_weights(), HostCopies(moments))
+        return CopiedVersion(self.name, self.version, HostCopies(self._peft_weights()), HostCopies(moments))
 
-    def copied_weights(self) -> HostCopies:
-        """The weights by PEFT's names, copied where they are."""
-        named = {}
-        for name, (a, b) in self.weights.items():
-            named[f"{_PREFIX}{name}.lora_A.weight"], named[f"{_PREFIX}{name}.lora_B.weight"] = a, b
-        return HostCopies(named)
+    def _peft_weights(self) -> dict[str, torch.Tensor]:
+        return {
+            peft_name(name, part): leaf
+            for name, leaves in self.weights.items()
+            for part, leaf in zip("AB", leaves, strict=True)
+        }
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over weights (PEFT's names) as `version`, with a fresh optimizer. Raises AdapterError on a mismatch."""
+    def restore(
+        self, tensors: Mapping[str, torch.Tensor], version: int, moments: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Take over weights (PEFT's names) as `version`, and AdamW's state as a `Snapshot` has it, else a fresh one.
+
+        Raises AdapterError on a mismatch.
+        """
         with torch.no_grad():
             for name, (a, b) in self.weights.items():
                 for part, leaf in (("A", a), ("B", b)):
-                    value = tensors.get(f"{_PREFIX}{name}.lora_{part}.weight")
+                    value = tensors.get(peft_name(name, part))
                     if value is None or value.shape != leaf.shape:
                         found = "missing" if value is None else f"of shape {tuple(value.shape)}"
                         raise AdapterError(
@@ -183,16 +194,12 @@ class AdapterState:
                     leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
-
-    def restore_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over AdamW's state as a `Snapshot` has it."""
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in tensors.items():
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-        whole = self._optimizer.state_dict()
-        whole["state"] = state
-        self._optimizer.load_state_dict(whole)
+        if moments:
+            whole = self._optimizer.state_dict()
+            for key, value in moments.items():
+                index, name = key.split(".", 1)
+                whole["state"].setdefault(int(index), {})[name] = value
+            self._optimizer.load_state_dict(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +323,7 @@ class AdapterFiles:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
         if manifest.get("base_fingerprint") != self.spec.fingerprint:
             raise AdapterError(
-                f'{folder}: learnt on another base model ("{manifest.get("base_model")}", '
+                f'{folder}: learned on another base model ("{manifest.get("base_model")}", '
                 f'not "{self.spec.base_model}" as it is now)'
             )
         self._check_shapes(folder)
@@ -326,14 +333,10 @@ class AdapterFiles:
         alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        wanted = {}
-        for name, (fan_in, fan_out) in self.spec.shapes.items():
-            wanted[f"{_PREFIX}{name}.lora_A.weight"] = (self.spec.rank, fan_in)
-            wanted[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, self.spec.rank)
-        if found != wanted or alpha != self.spec.alpha:
+        if found != self.spec.peft_shapes() or alpha != self.spec.alpha:
             raise AdapterError(
-                f"{folder}: learnt with another align.rank, align.alpha or align.target_modules: restore those "
-                "settings to serve it; with these its pairs are learnt anew"
+                f"{folder}: learned with another align.rank, align.alpha or align.target_modules: restore those "
+                "settings to serve it; with these its pairs are learned anew"
             )
 
     def load(self, adapter: str, version: int) -> Snapshot:
@@ -394,7 +397,3 @@ class AdapterFiles:
             "target_modules": list(self.spec.peft_targets),
             "fan_in_fan_out": False,
         }
-
-
-def _leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.to(device).requires_grad_(True)

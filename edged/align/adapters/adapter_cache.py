@@ -6,6 +6,7 @@ iteration.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Collection
@@ -15,7 +16,10 @@ from itertools import islice
 import torch
 
 from edged.align.adapters.adapter import AdapterFiles, AdapterState, CopiedVersion, LoraSpec
-from edged.settings.load import AlignSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings
+
+log = logging.getLogger("edged.align")
 
 
 @dataclass(slots=True)
@@ -31,23 +35,24 @@ class _Place:
 class AdapterCache:
     """All adapters of one base model. At most `align.max_loaded_adapters` stay resident when `tidy` can drop others."""
 
-    def __init__(self, spec: LoraSpec, align: AlignSettings, device: torch.device, files: AdapterFiles) -> None:
-        self.spec, self.files, self._align, self._device = spec, files, align, device
+    def __init__(self, spec: LoraSpec, settings: Live[Settings], device: torch.device, files: AdapterFiles) -> None:
+        self.spec, self.files, self._settings, self._device = spec, files, settings, device
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self.versions: dict[str, int] = {}
-        """Current version by adapter; 0 is an adapter that has not learnt yet."""
-        self.problems: list[str] = []
-        """What was wrong with files, for the log."""
+        """Current version by adapter; 0 is an adapter that has not learned yet."""
+        self._problems: set[str] = set()
+        """What was wrong with files, and is in the log."""
         self._kept: list[CopiedVersion] = []
         for name in files.adapters():
-            self.versions[name], problems = files.newest(name)
-            self.problems += problems
+            self.versions[name] = self._newest(name)
 
-    def configure(self, align: AlignSettings) -> None:
-        """Have all adapters trained by other settings from their next step on."""
-        self._align = align
-        for place in self._places.values():
-            place.state.configure(align)
+    def _newest(self, adapter: str) -> int:
+        version, problems = self.files.newest(adapter)
+        for problem in problems:
+            if problem not in self._problems:
+                log.warning("%s: an older version is used", problem)
+                self._problems.add(problem)
+        return version
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +67,7 @@ class AdapterCache:
     @property
     def crowded(self) -> bool:
         """Whether there are more than `align.max_loaded_adapters`."""
-        return len(self._places) > self._align.max_loaded_adapters
+        return len(self._places) > self._settings.now.align.max_loaded_adapters
 
     @property
     def count(self) -> int:
@@ -73,7 +78,7 @@ class AdapterCache:
         """The adapter's state, read from disk here and now when it is not resident."""
         place = self._places.get(adapter)
         if place is None:
-            self.adopt(*self.load(adapter))
+            self.adopt(self.load(adapter))
             place = self._places[adapter]
         self._places.move_to_end(adapter)
         return place.state
@@ -83,34 +88,27 @@ class AdapterCache:
         place = self._places.get(adapter)
         return place.state if place is not None else None
 
-    def load(self, adapter: str) -> tuple[AdapterState, list[str]]:
-        """The newest whole version from disk, or the untrained adapter; and what was wrong with newer ones."""
-        state = self._untrained(adapter)
-        version, problems = self.files.newest(adapter)
-        if version:
-            snapshot = self.files.read(adapter, version)
-            state.restore(snapshot.weights, version)
-            state.restore_optimizer(snapshot.optimizer)
-        return state, problems
-
-    def _untrained(self, adapter: str) -> AdapterState:
-        state = AdapterState(adapter, self.spec, self._align, self._device)
+    def load(self, adapter: str) -> AdapterState:
+        """The newest whole version from disk, or the untrained adapter; what is wrong with newer ones is logged."""
+        state = AdapterState(adapter, self.spec, self._settings, self._device)
         # What cannot be used on disk keeps its number: a new version never takes its place.
         state.newest_number = max(self.files.versions(adapter), default=0)
+        version = self._newest(adapter)
+        if version:
+            snapshot = self.files.read(adapter, version)
+            state.restore(snapshot.weights, version, snapshot.optimizer)
         return state
 
-    def adopt(self, state: AdapterState, problems: list[str]) -> None:
+    def adopt(self, state: AdapterState) -> None:
         """Make a loaded state resident, unless one is already."""
         if state.name not in self._places:
-            self.problems += [problem for problem in problems if problem not in self.problems]
             self.versions[state.name] = state.version
-            state.configure(self._align)
             self._places[state.name] = _Place(state, state.version, state.version)
 
     def reset(self, adapter: str) -> AdapterState:
         """Put the untrained adapter in the place of the present state."""
         number = self.get(adapter).newest_number
-        state = self._places[adapter].state = AdapterState(adapter, self.spec, self._align, self._device)
+        state = self._places[adapter].state = AdapterState(adapter, self.spec, self._settings, self._device)
         state.newest_number = number
         return state
 
@@ -126,9 +124,9 @@ class AdapterCache:
 
         The bound is `most`, or as set.
         """
-        excess = max(0, len(self._places) - (self._align.max_loaded_adapters if most is None else most))
+        bound = self._settings.now.align.max_loaded_adapters if most is None else most
         idle = (n for n, place in self._places.items() if place.written == place.state.version and n not in busy)
-        dropped = list(islice(idle, excess))
+        dropped = list(islice(idle, max(0, len(self._places) - bound)))
         for name in dropped:
             del self._places[name]
         return dropped

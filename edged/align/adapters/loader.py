@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
@@ -18,63 +19,50 @@ class AdapterLoader:
     def __init__(
         self,
         adapter_cache: AdapterCache,
-        on_loaded: Callable[[str, AdapterState | None, list[str]], None],
+        on_loaded: Callable[[str, AdapterState | None], None],
         on_ended: Callable[[str, str], None],
         post: Callable[[Callable[[], None]], object],
     ) -> None:
         """`post` has the engine thread run something, or ignores it once that has ended.
 
-        There, `on_loaded` gets an adapter's state with the problems of newer versions, or None where it cannot be read,
-        unless the adapter was forgotten meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
+        There, `on_loaded` gets an adapter's state, or None where it cannot be read, unless the adapter was forgotten
+        meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
         """
         self._adapter_cache, self._on_loaded, self._on_ended = adapter_cache, on_loaded, on_ended
         self._post = post
         self._thread = one_beside("edged-loader")
-        self._tickets: dict[str, object] = {}
-        """One for each adapter that is being read; `forget` takes it away."""
-        self._problems_told = 0
-        self._tell_problems()
+        self._reading: dict[str, Future[AdapterState]] = {}
+        """By adapter; `forget` takes it away."""
 
     @property
     def count(self) -> int:
         """Adapters that are being read."""
-        return len(self._tickets)
+        return len(self._reading)
 
     def fetch(self, adapter: str) -> None:
         """Have an adapter's state read, unless it is being read; the engine thread takes it in when it is there."""
-        if adapter not in self._tickets:
-            self._tickets[adapter] = object()
-            self._thread.submit(self._load, adapter, self._tickets[adapter])
+        if adapter not in self._reading:
+            self._reading[adapter] = future = self._thread.submit(self._adapter_cache.load, adapter)
+            future.add_done_callback(lambda read: self._post(lambda: self._take(adapter, read)))
 
     def forget(self, adapter: str) -> None:
         """What is being read of an adapter is of the past."""
-        self._tickets.pop(adapter, None)
+        self._reading.pop(adapter, None)
 
     def close(self) -> None:
         """Read nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, adapter: str, ticket: object) -> None:
-        """On the loader's thread. Requests for an adapter that cannot be read end with the reason."""
-        state, problems, reason = None, list[str](), ""
-        try:
-            state, problems = self._adapter_cache.load(adapter)
-        except Exception as error:
-            log.error("adapter %s could not be read: %s", adapter, error)
-            reason = f"adapter {adapter} could not be read: {error}"
-
-        def take() -> None:
-            # Another ticket, or none: it was forgotten meanwhile.
-            if self._tickets.get(adapter) is ticket:
-                del self._tickets[adapter]
-                self._on_loaded(adapter, state, problems)
-                self._tell_problems()
-            self._on_ended(adapter, reason)
-
-        self._post(take)
-
-    def _tell_problems(self) -> None:
-        problems = self._adapter_cache.problems
-        for problem in problems[self._problems_told :]:
-            log.warning("%s: an older version is used", problem)
-        self._problems_told = len(problems)
+    def _take(self, adapter: str, read: Future[AdapterState]) -> None:
+        """On the engine's thread. Requests for an adapter that cannot be read end with the reason."""
+        if read.cancelled():
+            return
+        error = read.exception()
+        reason = f"adapter {adapter} could not be read: {error}" if error is not None else ""
+        if reason:
+            log.error("%s", reason)
+        # Another one, or none: it was forgotten meanwhile.
+        if self._reading.get(adapter) is read:
+            del self._reading[adapter]
+            self._on_loaded(adapter, None if reason else read.result())
+        self._on_ended(adapter, reason)

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from edged.align.adapters.adapter import LoraSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _MOST_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 8 << 20
@@ -77,17 +76,21 @@ def _check_config(config: dict[str, Any], spec: LoraSpec) -> None:
 
 
 def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    wanted = _shapes(spec)
+    wanted = spec.peft_shapes()
     try:
         size = path.stat().st_size
         if size > most_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
-            found = set(file.keys())
-            _check_names(found, set(wanted))
+            _check_names(set(file.keys()), set(wanted))
             for name, shape in wanted.items():
                 part = file.get_slice(name)
-                _check_tensor(name, tuple(part.get_shape()), shape, part.get_dtype())
+                if (found := tuple(part.get_shape())) != shape:
+                    raise ImportRefused(
+                        f"{name} has the shape {found}, this model needs {shape}: it was trained for another model"
+                    )
+                if (dtype := part.get_dtype()) not in _DTYPES:
+                    raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
             tensors = {name: file.get_tensor(name).float() for name in wanted}
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
@@ -99,14 +102,6 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _shapes(spec: LoraSpec) -> dict[str, tuple[int, int]]:
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, (fan_in, fan_out) in spec.shapes.items():
-        shapes[f"{_PREFIX}{name}.lora_A.weight"] = (spec.rank, fan_in)
-        shapes[f"{_PREFIX}{name}.lora_B.weight"] = (fan_out, spec.rank)
-    return shapes
-
-
 def _check_names(found: set[str], wanted: set[str]) -> None:
     if missing := sorted(wanted - found):
         raise ImportRefused(
@@ -115,12 +110,3 @@ def _check_names(found: set[str], wanted: set[str]) -> None:
         )
     if more := sorted(found - wanted):
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")
-
-
-def _check_tensor(name: str, shape: tuple[int, ...], wanted: tuple[int, int], dtype: str) -> None:
-    if shape != wanted:
-        raise ImportRefused(
-            f"{name} has the shape {shape}, this model needs {wanted}: it was trained for another model"
-        )
-    if dtype not in _DTYPES:
-        raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")

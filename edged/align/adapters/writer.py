@@ -1,4 +1,4 @@
-"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learnt.
+"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learned.
 
 Used by the engine thread alone.
 """
@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from edged.align.adapters.adapter import CopiedVersion, UnknownAdapter
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.feedback.pair import Record, VersionSaved
-from edged.settings.load import StoreSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings
 from edged.store import StoreError
 from edged.tensors.cpu_threads import one_beside
 from edged.tensors.host_copy import HostCopies
@@ -22,12 +23,12 @@ log = logging.getLogger("edged.align")
 
 
 class AdapterWriter:
-    """Writes what the shelf has and the disk has not, one version after the other."""
+    """Writes what the cache has and the disk has not, one version after the other."""
 
     def __init__(
         self,
         adapter_cache: AdapterCache,
-        store: StoreSettings,
+        settings: Live[Settings],
         post: Callable[[Callable[[], None]], object],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
@@ -35,17 +36,12 @@ class AdapterWriter:
 
         The journal's future resolves when all that it was given is on disk.
         """
-        self._adapter_cache, self._store, self._post, self._journal = adapter_cache, store, post, journal
+        self._adapter_cache, self._settings, self._post, self._journal = adapter_cache, settings, post, journal
         self._thread = one_beside("edged-saver")
         self._writing = False
         """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
         made after."""
         self._awaited: list[tuple[str, int, Future[None]]] = []
-
-    def configure(self, store: StoreSettings) -> None:
-        """Write and keep versions by other settings."""
-        self._store = store
-        self._adapter_cache.files.keep = store.keep_versions
 
     def save_due(self, now: float) -> None:
         """Have a version that is due written, unless one is; what was journalled so far is on record before it is."""
@@ -54,16 +50,17 @@ class AdapterWriter:
 
     def _save_next(self, now: float) -> bool:
         """Whether a version was due."""
-        copied = self._adapter_cache.to_save(now, self._store.save_every_s)
+        store = self._settings.now.store
+        copied = self._adapter_cache.to_save(now, store.save_every_s)
         if copied is None:
             return False
-        self._writing = True
+        self._writing, self._adapter_cache.files.keep = True, store.keep_versions
         self._thread.submit(self._save, copied, self._journal([]))
         return True
 
     def next_save_s(self) -> float | None:
         """When the next version is due; None when all are on disk, or one is on its way."""
-        return None if self._writing else self._adapter_cache.next_save_s(self._store.save_every_s)
+        return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[None]:
         """Resolves when this version or a later one is on disk; raises StoreError where it could not be written, and
@@ -76,11 +73,11 @@ class AdapterWriter:
             self._awaited.append((adapter, version, future))
         return future
 
-    def _tell(self, adapter: str, newest: float, written: bool | None) -> None:
-        """Those who wait for versions up to `newest`, whether they are on disk; None: the adapter was forgotten."""
-        told = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
-        self._awaited = [item for item in self._awaited if item not in told]
-        for _, version, future in told:
+    def _answer_waiting(self, adapter: str, newest: float, written: bool | None) -> None:
+        """Say to those who wait for versions up to `newest` whether they are on disk; None: the adapter is gone."""
+        waiting = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
+        self._awaited = [item for item in self._awaited if item not in waiting]
+        for _, version, future in waiting:
             if written:
                 future.set_result(None)
             elif written is None:
@@ -99,7 +96,7 @@ class AdapterWriter:
 
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
-        self._tell(adapter, math.inf, None)
+        self._answer_waiting(adapter, math.inf, None)
         # Behind those that are being written, and before any that follow.
         return self._thread.submit(self._adapter_cache.files.forget, adapter)
 
@@ -111,10 +108,12 @@ class AdapterWriter:
         finally:
             self._thread.shutdown(wait=True)
             for adapter, version, _ in list(self._awaited):
-                self._tell(adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version)
+                self._answer_waiting(
+                    adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version
+                )
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
-        """Write a version once it is `recorded` what it has learnt: a version without that would be taught it twice.
+        """Write a version once it is `recorded` what it has learned: a version without that would be taught it twice.
 
         Nothing of an adapter that was forgotten meanwhile.
         """
@@ -126,7 +125,7 @@ class AdapterWriter:
                 path, removed = self._adapter_cache.files.save(copied.snapshot())
                 written = True
         except Exception as error:
-            # The version stays in memory and is tried again; after a restart its pairs are learnt anew.
+            # The version stays in memory and is tried again; after a restart its pairs are learned anew.
             log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
             written = False
         self._post(lambda: self._ended(copied.adapter, copied.version, written))
@@ -138,4 +137,4 @@ class AdapterWriter:
         self._writing = False
         if written is not None:
             self._adapter_cache.save_ended(adapter, version, written)
-        self._tell(adapter, version, written)
+        self._answer_waiting(adapter, version, written)

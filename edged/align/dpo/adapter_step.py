@@ -10,7 +10,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
 from edged.align.dpo.decoder import LoraParameters
-from edged.align.dpo.loss import PairLogps, PairLoss, preference_loss
+from edged.align.dpo.loss import PairLogps, PairLoss, pair_score, preference_loss
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.runtime import logs
@@ -19,27 +19,16 @@ from edged.tensors.oom import out_of_memory
 
 @dataclass(frozen=True, slots=True)
 class PairOutcome:
-    """What came of a fresh pair: it with its reference log-probabilities, its loss, whether it was trained on.
+    """What came of a pair: it with its reference log-probabilities, its loss, whether it was trained on.
 
-    A pair that the verdict leaves out is not trained on.
+    A pair that the verdict leaves out is not trained on. A score is there of a new one.
     """
 
     pair: TokenPair
     loss: float
     trained: bool
     verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A member as it was when a group ended; no gradients before the first."""
-
-    gradients: list[torch.Tensor] | None
-    losses: int
-    outcomes: int
-    scores: int
-    trained: int
-    weight: float
+    score: PairScored | None = None
 
 
 class AdapterStep:
@@ -54,23 +43,19 @@ class AdapterStep:
         state: AdapterState,
         fresh: Sequence[TokenPair],
         replay: Sequence[TokenPair],
-        suspicion: OutlierDetector | None = None,
+        detector: OutlierDetector | None = None,
         step_scale: float = 1.0,
         untested: bool = False,
     ) -> None:
-        """Without a `suspicion` no pair is left out. `step_scale` multiplies the step size.
+        """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
 
         Where the version is `untested` it is doubted before any pair is.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
-        self.outcomes: list[PairOutcome] = []
-        """Of the fresh pairs."""
-        self.scores: list[PairScored] = []
         self.loss = float("nan")
         """Mean over all pairs but those that were left out; NaN when all were."""
         self.grad_norm = 0.0
-        self.trained = 0
         self.error = ""
         """Why its optimizer step was not taken."""
         self.starved = False
@@ -85,12 +70,28 @@ class AdapterStep:
         """Why its gradient is far too large: then none was taken."""
         gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         self.leaves = LoraParameters(state.weights, state.spec.scaling, gradients)
-        self._suspicion = suspicion or OutlierDetector()
+        self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
-        self._weight = 0.0
-        self._losses: list[float] = []
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
-        self._mark = _Mark(None, 0, 0, 0, 0, 0.0)
+        self._taken: list[PairOutcome] = []
+        """Of all pairs so far."""
+        self._mark: tuple[int, list[torch.Tensor]] | None = None
+        """How many had been taken, and the gradients, when the latest group ended."""
+
+    @property
+    def outcomes(self) -> list[PairOutcome]:
+        """Of the fresh pairs."""
+        return [outcome for outcome in self._taken if outcome.pair.pair_id in self._fresh_ids]
+
+    @property
+    def scores(self) -> list[PairScored]:
+        """Of the pairs that were never trained on."""
+        return [outcome.score for outcome in self._taken if outcome.score is not None]
+
+    @property
+    def trained(self) -> int:
+        """Pairs that have a part in the gradient."""
+        return sum(outcome.trained for outcome in self._taken)
 
     @property
     def _totals(self) -> list[torch.Tensor]:
@@ -98,56 +99,29 @@ class AdapterStep:
 
     def mark(self) -> None:
         """A group ended and another follows: `restart` comes back to here."""
-        gradients = [total.clone() for total in self._totals]
-        counts = (len(self._losses), len(self.outcomes), len(self.scores), self.trained)
-        self._mark = _Mark(gradients, *counts, self._weight)
+        self._mark = len(self._taken), [total.clone() for total in self._totals]
 
     def restart(self) -> None:
         """The present group starts again: back to where the one before it ended."""
-        mark = self._mark
-        del self._losses[mark.losses :], self.outcomes[mark.outcomes :], self.scores[mark.scores :]
-        self.trained, self._weight = mark.trained, mark.weight
-        if mark.gradients is None:
+        if self._mark is None:
+            self._taken.clear()
             torch._foreach_zero_(self._totals)
         else:
-            torch._foreach_copy_(self._totals, mark.gradients)
+            del self._taken[self._mark[0] :]
+            torch._foreach_copy_(self._totals, self._mark[1])
 
     def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
         """Take the sums of one of its pairs in; its loss, None when that is under the threshold or far too high."""
-        align = self.state.align
+        align = self.state.settings.now.align
         loss = preference_loss(logps, align.beta, align.loss, align.sft_weight)
         fresh = pair.pair_id in self._fresh_ids
-        verdict = self._suspicion.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
+        verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
         train = loss.loss >= align.loss_threshold and not verdict.why
-        if train:
-            self.trained += 1
-            self._weight += pair.weight
-        if not verdict.why:
-            self._losses.append(loss.loss)
-        if fresh:
-            self._record(pair, logps, loss, train, verdict)
+        known = replace(pair, ref_chosen_logp=logps.ref_chosen_logp, ref_rejected_logp=logps.ref_rejected_logp)
+        new = fresh and not pair.epochs_done
+        score = pair_score(pair, self.version, "prequential", logps, loss) if new else None
+        self._taken.append(PairOutcome(known, loss.loss, train, verdict, score))
         return loss if train else None
-
-    def _record(self, pair: TokenPair, logps: PairLogps, loss: PairLoss, train: bool, verdict: Verdict) -> None:
-        known = replace(pair, ref_chosen_logp=logps.ref_chosen, ref_rejected_logp=logps.ref_rejected)
-        self.outcomes.append(PairOutcome(known, loss.loss, train, verdict))
-        if pair.epochs_done == 0:
-            self.scores.append(
-                PairScored(
-                    pair_id=pair.pair_id,
-                    adapter=self.adapter,
-                    version=self.version,
-                    split="prequential",
-                    chosen_logp=logps.chosen,
-                    rejected_logp=logps.rejected,
-                    ref_chosen_logp=logps.ref_chosen,
-                    ref_rejected_logp=logps.ref_rejected,
-                    reward_margin=loss.reward_margin,
-                    loss=loss.loss,
-                    chosen_tokens=logps.chosen_tokens,
-                    rejected_tokens=logps.rejected_tokens,
-                )
-            )
 
     def holds(self, pair_ids: Collection[int]) -> bool:
         """Whether any of these pairs is in the step."""
@@ -156,7 +130,7 @@ class AdapterStep:
     def _most_norm(self) -> float:
         """The largest usual gradient norm; infinite where somebody found all new pairs good."""
         trained = [outcome.pair.trusted for outcome in self.outcomes if outcome.trained]
-        return math.inf if trained and all(trained) else self._suspicion.most_norm()
+        return math.inf if trained and all(trained) else self._detector.most_norm()
 
     def finish(self) -> None:
         """The optimizer, when there is something to learn and all of it is finite and usual.
@@ -164,18 +138,20 @@ class AdapterStep:
         `error`, `burst` and `strange` say why not.
         """
         judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
-        burst = self._suspicion.burst([(outcome.pair, outcome.verdict) for outcome in judged])
+        burst = self._detector.burst([(outcome.pair, outcome.verdict) for outcome in judged])
         self.turned, self.burst = burst.direct, "" if burst.direct else burst.why
         self.doubted = self._untested and bool(burst.why or any(outcome.verdict.why for outcome in judged))
-        if self.doubted or self.burst or not self._losses:
+        losses = [outcome.loss for outcome in self._taken if not outcome.verdict.why]
+        if self.doubted or self.burst or not losses:
             return
-        self.loss = sum(self._losses) / len(self._losses)
+        self.loss = sum(losses) / len(losses)
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:
+            weight = sum(outcome.pair.weight for outcome in self._taken if outcome.trained)
             try:
                 self.grad_norm = self.state.step(
-                    self.leaves.gradients, self.trained, self._weight, self._most_norm(), self._step_scale
+                    self.leaves.gradients, self.trained, weight, self._most_norm(), self._step_scale
                 )
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested

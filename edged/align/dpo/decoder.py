@@ -1,4 +1,4 @@
-"""What fine-tune units need of the served model: single layers with autograd, K/V by page, and the head."""
+"""What fine-tune units need of the served model: single layers with autograd, KV by page, and the head."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import PairLogps, preference_loss
-from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, Work, head_window_size, head_windows
+from edged.align.dpo.loss import PairLogps, pair_score, preference_loss
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, head_windows
+from edged.align.dpo.step_plan import Work, head_window_size
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.settings.load import AlignSettings
 
@@ -44,7 +45,10 @@ class HeldOutEvaluation:
         self._open()
 
     def _open(self) -> None:
-        self.group = MicroBatch([self._pairs.pop(0)], _needs_base, "nothing", self.decoder)
+        # KL wants the base's whole distributions; of neutral text its log-probabilities are enough.
+        self.group = MicroBatch(
+            [self._pairs.pop(0)], lambda p: p.pair_id >= 0 or p.ref_chosen_logp is None, "nothing", self.decoder
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -102,8 +106,10 @@ class HeldOutEvaluation:
             self.neutral.append(pair)
             self._neutral_logp += chosen + rejected
         else:
-            lengths = stream.layout.chosen, stream.layout.rejected
-            self._take(pair, PairLogps(chosen, rejected, sums[0], sums[1], *lengths), kl)
+            tokens = stream.layout.chosen + stream.layout.rejected
+            logps = PairLogps(chosen, rejected, sums[0], sums[1], stream.layout.chosen, stream.layout.rejected)
+            loss = preference_loss(logps, self.align.beta, self.align.loss)
+            self.scores.append(pair_score(pair, self.version, "held_out", logps, loss, kl / max(tokens, 1)))
         self.free()
         if self._pairs:
             self.groups_done += 1
@@ -111,35 +117,9 @@ class HeldOutEvaluation:
         else:
             self.finished = True
 
-    def _take(self, pair: TokenPair, logps: PairLogps, kl: float) -> None:
-        """Take the sums of a held-out pair in; `kl` is summed over its answers' tokens."""
-        loss = preference_loss(logps, self.align.beta, self.align.loss)
-        self.scores.append(
-            PairScored(
-                pair_id=pair.pair_id,
-                adapter=self.adapters[0],
-                version=self.version,
-                split="held_out",
-                chosen_logp=logps.chosen,
-                rejected_logp=logps.rejected,
-                ref_chosen_logp=logps.ref_chosen,
-                ref_rejected_logp=logps.ref_rejected,
-                reward_margin=loss.reward_margin,
-                loss=loss.loss,
-                kl_nats=kl / max(logps.chosen_tokens + logps.rejected_tokens, 1),
-                chosen_tokens=logps.chosen_tokens,
-                rejected_tokens=logps.rejected_tokens,
-            )
-        )
-
     @property
     def neutral_nll(self) -> tuple[float, float] | None:
         """NLL of the neutral text in nats per token under (the adapter, the base); None without such text."""
         tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in self.neutral)
         base = sum((pair.ref_chosen_logp or 0.0) + (pair.ref_rejected_logp or 0.0) for pair in self.neutral)
         return (-self._neutral_logp / tokens, -base / tokens) if tokens else None
-
-
-def _needs_base(pair: TokenPair) -> bool:
-    """KL wants the base's whole distributions; of neutral text its log-probabilities are enough."""
-    return pair.pair_id >= 0 or pair.ref_chosen_logp is None

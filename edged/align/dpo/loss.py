@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
+
+from edged.align.feedback.pair import PairScored, TokenPair
 
 
 @dataclass(frozen=True, slots=True)
 class PairLogps:
     """Summed log-probabilities of a pair's answers in nats, under the policy and the reference, and their lengths."""
 
-    chosen: float
-    rejected: float
-    ref_chosen: float
-    ref_rejected: float
+    chosen_logp: float
+    rejected_logp: float
+    ref_chosen_logp: float
+    ref_rejected_logp: float
     chosen_tokens: int
     rejected_tokens: int
 
@@ -41,7 +43,10 @@ def preference_loss(
     "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.
     The reward margin is beta times the difference of the summed log-ratios for both, as TRL reports it.
     """
-    chosen_ratio, rejected_ratio = logps.chosen - logps.ref_chosen, logps.rejected - logps.ref_rejected
+    chosen_ratio, rejected_ratio = (
+        logps.chosen_logp - logps.ref_chosen_logp,
+        logps.rejected_logp - logps.ref_rejected_logp,
+    )
     margin = beta * (chosen_ratio - rejected_ratio)
     chosen_n, rejected_n = max(logps.chosen_tokens, 1), max(logps.rejected_tokens, 1)
     sft_grad = -sft_weight / chosen_n
@@ -57,3 +62,25 @@ def _sigmoid(x: float) -> float:
 
 def _softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def pair_score(
+    pair: TokenPair,
+    version: int,
+    split: Literal["prequential", "held_out"],
+    logps: PairLogps,
+    loss: PairLoss,
+    kl_nats: float | None = None,
+) -> PairScored:
+    """The record of a pair's score by a version of its adapter."""
+    margin = loss.reward_margin
+    return PairScored(
+        pair.pair_id,
+        pair.adapter,
+        version,
+        split,
+        reward_margin=margin,
+        loss=loss.loss,
+        kl_nats=kl_nats,
+        **asdict(logps),
+    )

@@ -2,24 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from edged.align.dpo.activations import LayerInputs
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.pair_layout import PairLayout, Piece
 from edged.align.feedback.pair import TokenPair
 from edged.tensors.device_copy import upload
 
-Work = tuple[str, int]
-"""A unit's kind and the tokens (of "step", the adapters) it covers: see `edged.scheduler.task.Unit`."""
 
-_HEAD_LOGITS = 1 << 23
-"""Logits that a head unit may hold at once: 32 MiB in fp32."""
+@dataclass(frozen=True, slots=True)
+class _KeptTensor:
+    """Stands for a kept tensor in a layer's recorded call."""
+
+    index: int
+
+
+class LayerInputs:
+    """What each decoder layer was given in a fine-tune forward: all that is kept of it besides the KV pages.
+
+    Hidden states [layers, rows, hidden_size] and, beside them, every per-token tensor of the layers' calls.
+
+    Filled chunk by chunk from packed forwards; `window` gives a layer's call again for some rows.
+    """
+
+    def __init__(self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = rows
+        self.hidden = torch.empty(layers, rows, hidden_size, dtype=dtype, device=device)
+        self._calls: list[dict[str, Any]] = [{} for _ in range(layers)]
+        self._banks: list[torch.Tensor] = []
+        self._chunk: dict[int, tuple[torch.Tensor, int]] = {}
+        """Tensors of the present chunk by identity (kept alive, so that an identity cannot be reused) -> bank."""
+        self._chunk_start = -1
+
+    def keep(self, layer: int, start: int, hidden: torch.Tensor, call: Mapping[str, Any], index: torch.Tensor) -> None:
+        """Keep packed rows `index` of a layer's call (`hidden` [1, tokens, hidden_size]) as rows from `start` on."""
+        if layer == 0 or start != self._chunk_start:
+            self._chunk, self._chunk_start = {}, start
+        self.hidden[layer, start : start + len(index)] = hidden[0].index_select(0, index)
+        known = self._calls[layer]
+        for name, value in call.items():
+            known[name] = self._keep(known.get(name), value, index, hidden.shape[1])
+
+    def _keep(self, known: Any, value: Any, index: torch.Tensor, tokens: int) -> Any:
+        if isinstance(value, tuple):
+            parts = known if isinstance(known, tuple) else (None,) * len(value)
+            return tuple(self._keep(k, v, index, tokens) for k, v in zip(parts, value, strict=True))
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+            return value
+        # Most decoders hand one tensor to every layer: one bank serves them all, written once per chunk.
+        if id(value) in self._chunk:
+            return _KeptTensor(self._chunk[id(value)][1])
+        if isinstance(known, _KeptTensor):
+            bank = known.index
+        else:
+            bank = len(self._banks)
+            shape = (value.shape[0], self.rows, *value.shape[2:])
+            with torch.inference_mode(False):
+                self._banks.append(torch.empty(shape, dtype=value.dtype, device=value.device))
+        self._banks[bank][:, self._chunk_start : self._chunk_start + len(index)] = value.index_select(1, index)
+        self._chunk[id(value)] = (value, bank)
+        return _KeptTensor(bank)
+
+    def window(self, layer: int, start: int, stop: int) -> dict[str, Any]:
+        """The keyword arguments of `layer` for rows [start, stop)."""
+        return {name: self._cut(value, start, stop) for name, value in self._calls[layer].items()}
+
+    def _cut(self, value: Any, start: int, stop: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._cut(part, start, stop) for part in value)
+        return self._banks[value.index][:, start:stop] if isinstance(value, _KeptTensor) else value
 
 
 @dataclass(slots=True, eq=False)
@@ -113,12 +169,6 @@ class MicroBatch:
             stream.done += n
             tokens -= n
 
-    def scored(self, stream: PairForward) -> tuple[np.ndarray, np.ndarray, int]:
-        """(rows in `last`, target ids, number of the chosen answer's) of a stream's scored predictions."""
-        chosen, rejected = stream.layout.scored_rows()
-        rows = np.concatenate((chosen, rejected)) + stream.row
-        return rows, np.concatenate(stream.layout.targets()), len(chosen)
-
 
 @dataclass(slots=True)
 class HeadWindow:
@@ -135,21 +185,18 @@ class HeadWindow:
 
 def head_windows(group: MicroBatch, reference: bool, size: int, device: torch.device) -> list[HeadWindow]:
     """Cut the scored predictions of the reference's or the policy's streams into windows of at most `size`."""
-    rows, targets, owners = [], [], []
+    rows: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    owners: list[np.ndarray] = []
     for index, stream in enumerate(group.streams):
         if stream.reference == reference:
-            r, t, chosen = group.scored(stream)
-            rows.append(r)
-            targets.append(t)
-            owners.append(np.where(np.arange(len(r)) < chosen, 2 * index, 2 * index + 1))
+            scored = stream.layout.scored_rows()
+            rows += [stream.row + part for part in scored]
+            targets += stream.layout.targets()
+            owners += [np.full(len(part), 2 * index + answer) for answer, part in enumerate(scored)]
     if not rows:
         return []
     row, target, owner = (
         table.split(size) for table in upload([*map(np.concatenate, (rows, targets, owners))], device)
     )
     return [HeadWindow(*part, reference=reference) for part in zip(row, target, owner, strict=True)]
-
-
-def head_window_size(window_tokens: int, vocab_size: int) -> int:
-    """Predictions per head unit: the window, or fewer where the vocabulary's logits would be large."""
-    return max(8, min(window_tokens, _HEAD_LOGITS // vocab_size))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 
 from edged.align.dpo.adapter_step import AdapterStep
+from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstream_of
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.full_graph import FullGraphBackward
 from edged.align.dpo.loss import PairLogps
-from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, Work, head_window_size, head_windows
-from edged.align.dpo.recompute import RecomputeBackward, upstream_of, windows_of
-from edged.align.feedback.pair import TokenPair
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, head_windows
+from edged.align.dpo.step_plan import StepPlan, Work
 from edged.settings.load import AlignSettings
 
 
@@ -35,46 +35,46 @@ class DpoStep:
         most_tokens: int,
         keep_graph: bool = False,
     ) -> None:
-        """`most_tokens` bounds what a group's forward by one policy may put into the cache.
-
-        With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
-        """
+        """`most_tokens` and `keep_graph`: see `StepPlan`."""
         self.decoder, self.align = decoder, align
-        self.members = {member.adapter: member for member in members}
+        self.members = by_adapter = {member.adapter: member for member in members}
         self.adapters = tuple(self.members)
         self.finished = False
         self._release = release
         self._leaves = {member.adapter: member.leaves for member in members}
         self.keeps_graph = keep_graph
-        windows = 1 if keep_graph else 2
-        pairs = [pair for member in members for pair in (*member.fresh, *member.replay)]
-        self._batches = groups_of(pairs, min(windows * align.window_tokens, most_tokens))
-        self._head_size = head_window_size(align.window_tokens, decoder.vocab_size)
-        self.groups_done = 0
+        self._plan = StepPlan(
+            [pair for member in members for pair in (*member.fresh, *member.replay)],
+            # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not hold the
+            # step, which lets go of the device's memory as soon as nobody does.
+            lambda pair: pair.ref_chosen_logp is None and by_adapter[pair.adapter].version > 0,
+            align,
+            decoder.layer_count,
+            decoder.vocab_size,
+            most_tokens,
+            keep_graph,
+            len(members),
+        )
         self._open()
 
     def _open(self) -> None:
-        """Begin the next group's forward."""
-        # Version 0 answers as the base: its own log-probabilities are the reference's.
-        pairs = self._batches.pop(0)
-        tokens = sum(pair.tokens for pair in pairs)
-        self._graphed = self.keeps_graph and tokens <= self.align.window_tokens
-        self.group = MicroBatch(
-            pairs,
-            lambda p: p.ref_chosen_logp is None and self.members[p.adapter].version > 0,
-            "graph" if self._graphed else "inputs",
-            self.decoder,
-        )
+        """Begin the group's forward."""
+        keep: Literal["graph", "inputs"] = "graph" if self._plan.graphed else "inputs"
+        self.group = MicroBatch(self._plan.pairs, self._plan.needs_reference, keep, self.decoder)
         self._reset_group()
 
     def _reset_group(self) -> None:
-        d = self.decoder.device
-        self._heads = head_windows(self.group, True, self._head_size, d)
-        self._heads += head_windows(self.group, False, self._head_size, d)
-        self._next_head = 0
-        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=d)
+        size, device = self._plan.head_size, self.decoder.device
+        self._heads = [head for kind in (True, False) for head in head_windows(self.group, kind, size, device)]
+        self._heads_left = iter(self._heads)
+        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=device)
         self._backward: RecomputeBackward | FullGraphBackward | None = None
-        self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._graphed else None
+        self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._plan.graphed else None
+
+    @property
+    def groups_done(self) -> int:
+        """Groups of pairs that ended."""
+        return self._plan.groups_done
 
     # -- the forward -------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class DpoStep:
         self.group.restart(self._release)
         for member in self.members.values():
             member.restart()
+        self._plan.restart()
         self._reset_group()
 
     def free(self) -> None:
@@ -98,42 +99,27 @@ class DpoStep:
 
     def units_left(self) -> list[Work]:
         """What is left of this group after its forward, as far as it can be known before the losses are."""
-        rows, layers = self.group.kept_rows, self.decoder.layer_count
-        work: list[Work] = [("graph", rows)] * (self._graph.forward_left if self._graph else 0)
-        work += [(_head_kind(head), len(head.rows)) for head in self._heads[self._next_head :]]
-        if self._backward is not None:
-            work += [(self._backward_kind, size) for size in self._backward.sizes_left()]
-        elif self._next_head < len(self._heads):
-            # A kept graph is one window: a layer's rows go back together.
-            windows = windows_of([(0, rows)], rows if self._graphed else self.align.window_tokens)
-            work += [(self._backward_kind, stop - start) for start, stop in windows] * layers
-        if not self._batches:
-            work.append(("step", len(self.members)))
-        return work
+        return list(self._plan.units)
 
     def run_unit(self) -> Work:
         """Run the next unit; what ran."""
-        if self._graph is not None and self._graph.forward_left:
-            return "graph", self._graph.forward_unit()
-        if self._next_head < len(self._heads):
-            head = self._heads[self._next_head]
-            self._next_head += 1
-            self._head_unit(head)
-            if self._next_head == len(self._heads):
+        unit = self._plan.units.pop(0)
+        if unit[0] == "step":
+            self._end_step()
+            return unit
+        if unit[0] == "graph":
+            assert self._graph is not None
+            self._graph.forward_unit()
+        elif unit[0] in ("score", "head"):
+            self._head_unit(next(self._heads_left))
+            if self._plan.scored:
                 self._decide()
-            return _head_kind(head), len(head.rows)
-        if self._backward is not None:
-            kind, tokens = self._backward_kind, self._backward.run_unit()
-            if self._backward.finished:
-                self._end_group()
-            return kind, tokens
-        self._end_step()
-        return "step", len(self.members)
-
-    @property
-    def _backward_kind(self) -> str:
-        """What a backward unit is called: going back through a kept graph costs less than computing a layer again."""
-        return "grad" if self._graphed else "layer"
+        else:
+            assert self._backward is not None
+            self._backward.run_unit()
+        if self._plan.group_ended:
+            self._end_group()
+        return unit
 
     def _head_unit(self, head: HeadWindow) -> None:
         """Log-probabilities of a window and, for the policy, their gradient: the head is computed once, not twice."""
@@ -172,30 +158,23 @@ class DpoStep:
                 coefficients[2 * index] = pair.weight * loss.chosen_grad
                 coefficients[2 * index + 1] = pair.weight * loss.rejected_grad
                 active.append((stream.kept, stream.kept + stream.layout.tokens))
+        windows = self._plan.begin_backward(active)
         if active:
-            self._backward = self._begin_backward(active, coefficients)
-        else:
-            self._end_group()
-
-    def _begin_backward(
-        self, active: Sequence[tuple[int, int]], coefficients: Sequence[float]
-    ) -> RecomputeBackward | FullGraphBackward:
-        """From the gradient at the last layer's output: the kept rows `active` have a part in it."""
-        upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)
-        if self._graph is not None:
-            self._graph.start_backward(upstream)
-            return self._graph
-        windows = windows_of(active, self.align.window_tokens)
-        return RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
+            upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)
+            self._backward = self._graph
+            if self._graph is not None:
+                self._graph.start_backward(upstream)
+            else:
+                self._backward = RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
         # The optimizer's copies take the room of the layers' inputs.
         self._backward = self._graph = self.group.inputs = None
         self.free()
-        if self._batches:
+        if not self._plan.last_group:
             for member in self.members.values():
                 member.mark()
-            self.groups_done += 1
+            self._plan.next_group()
             self._open()
         elif not any(member.trained for member in self.members.values()):
             self._end_step()
@@ -205,21 +184,3 @@ class DpoStep:
         self.finished = True
         for member in self.members.values():
             member.finish()
-
-
-def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
-    """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
-    groups: list[list[TokenPair]] = []
-    room = 0
-    for pair in pairs:
-        if not groups or pair.tokens > room:
-            groups.append([])
-            room = most
-        groups[-1].append(pair)
-        room -= pair.tokens
-    return groups
-
-
-def _head_kind(head: HeadWindow) -> str:
-    """The reference's log-probabilities are only read: their windows cost a third of those with a gradient."""
-    return "score" if head.reference else "head"

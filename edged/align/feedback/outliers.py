@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import median
 
@@ -116,17 +116,15 @@ class OutlierDetector:
         """
         if not self._on or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
             return Verdict()
-        return replace(self._judge(pair, loss), contrary=margin < 0)
-
-    def _judge(self, pair: TokenPair, loss: float) -> Verdict:
-        contradictory = pair.pair_id in self._contradictory
+        contrary = margin < 0
         middle, spread = self._usual(self._losses)
         allowed = self._settings.suspicious_deviations * spread
         if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
-            return Verdict(contradictory)
+            return Verdict(pair.pair_id in self._contradictory, contrary=contrary)
         if pair.direct or self.lenient or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
-            return Verdict(True)
-        return Verdict(True, f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}")
+            return Verdict(True, contrary=contrary)
+        why = f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}"
+        return Verdict(True, why, contrary)
 
     def most_norm(self) -> float:
         """The largest gradient norm (L2, before clipping) that a step may have; infinite while too few are known."""
@@ -161,11 +159,8 @@ class OutlierDetector:
 
     def begin_anew(self) -> None:
         """Preferences have changed: what was usual before says nothing of what comes."""
-        self._losses.clear()
-        self._flags.clear()
-        self._contrary.clear()
-        self._said.clear()
-        self._contradictory.clear()
+        for usual in (self._losses, self._flags, self._contrary, self._said, self._contradictory):
+            usual.clear()
 
     # -- what became of it -------------------------------------------------------------------------------------------
 

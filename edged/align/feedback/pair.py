@@ -37,6 +37,10 @@ class TokenPair:
         """Tokens that one forward computes: the prompt once, and both answers."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
+    def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
+        """The record of its new state."""
+        return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
+
 
 @dataclass(frozen=True, slots=True)
 class PairScored:

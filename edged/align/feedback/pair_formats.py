@@ -7,11 +7,13 @@ answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare t
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
@@ -39,28 +41,20 @@ def read_pairs(path: Path, format: Format) -> Iterator[tuple[int, Pair | str]]:
     """
     number = 0
     with _open(path) as file:
-        while True:
-            number += 1
-            try:
-                line = file.readline()
-            except _DAMAGE as error:
-                yield number, f"the file cannot be read from here on: {error}"
-                return
-            if not line:
-                return
-            if line.strip():
-                yield number, _parsed(line, _PARSERS[format])
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parsed(line, _PARSERS[format])
+        except _DAMAGE as error:
+            yield number + 1, f"the file cannot be read from here on: {error}"
 
 
 def count_lines(path: Path) -> int:
     """Lines of a (gzipped) file up to its end or first damage, for a progress bar. Raises OSError like `read_pairs`."""
     count = 0
-    with _open(path) as file:
-        try:
-            while file.readline():
-                count += 1
-        except _DAMAGE:
-            return count
+    with _open(path) as file, contextlib.suppress(*_DAMAGE):
+        for _ in file:
+            count += 1
     return count
 
 
@@ -142,19 +136,12 @@ def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
         return f"not a JSON object: {type(row).__name__}"
     try:
         pair = parse(row)
-        _check_sides(pair)
     except FormatError as error:
         return str(error)
-    return pair
-
-
-def _check_sides(pair: Pair) -> None:
     chosen, rejected = pair["chosen"].strip(), pair["rejected"].strip()
-    for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if not text:
-            raise FormatError(f'the answer of "{name}" is empty')
-    if chosen == rejected:
-        raise FormatError("the chosen and the rejected answer are equal")
+    if not (chosen and rejected):
+        return f'the answer of "{"rejected" if chosen else "chosen"}" is empty'
+    return "the chosen and the rejected answer are equal" if chosen == rejected else pair
 
 
 def _parse_hh(row: Pair) -> Pair:
@@ -196,27 +183,24 @@ def _parse_trl(row: Pair) -> Pair:
     if all(isinstance(side, str) for side in sides) and isinstance(prompt, str | None):
         chosen, rejected = cast(tuple[str, str], sides)
         if prompt is None:
-            prompt = _common_text(chosen, rejected)
+            prompt = chosen[: _common(chosen, rejected)]
+            # The space that begins the answers is theirs, as trl.extract_prompt cuts it.
+            prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        return _with_prompt(prompt, chosen, rejected)
+        return _pair("prompt", prompt, chosen, rejected)
     if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):
         good, bad = _messages(sides[0], "chosen"), _messages(sides[1], "rejected")
         before = [] if prompt is None else _messages(prompt, "prompt")
         if prompt is None:
-            same = next(
-                (i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b), min(len(good), len(bad))
-            )
+            same = _common(good, bad)
             before, good, bad = good[:same], good[same:], bad[same:]
-        return _with_messages(before, _answer(good, "chosen"), _answer(bad, "rejected"))
+        return _pair("messages", before, _answer(good, "chosen"), _answer(bad, "rejected"))
     raise FormatError('needs "chosen" and "rejected", and "prompt" if any, all as strings or all as lists of messages')
 
 
-def _common_text(chosen: str, rejected: str) -> str:
-    """The longest common start, without the space that begins the answers (as trl.extract_prompt cuts it)."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
-    )
-    return chosen[: same - 1] if chosen[:same].endswith(" ") else chosen[:same]
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long the common start of both is."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def _answer(messages: list[dict[str, Any]], name: str) -> str:
@@ -230,24 +214,18 @@ def _parse_edged(row: Pair) -> Pair:
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
     if row.get("messages") is not None:
-        return _with_messages(_messages(row["messages"], "messages"), chosen, rejected) | more
+        return _pair("messages", _messages(row["messages"], "messages"), chosen, rejected) | more
     if row.get("prompt_ids") is not None:
         return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
     if "prompt" not in row:
         raise FormatError('has neither "messages" nor "prompt" nor "prompt_ids"')
-    return _with_prompt(_text(row, "prompt"), chosen, rejected) | more
+    return _pair("prompt", _text(row, "prompt"), chosen, rejected) | more
 
 
-def _with_prompt(prompt: str, chosen: str, rejected: str) -> Pair:
-    if not prompt:
-        raise FormatError("the prompt is empty")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def _with_messages(messages: list[dict[str, Any]], chosen: str, rejected: str) -> Pair:
-    if not messages:
-        raise FormatError("the conversation before the answers is empty")
-    return {"messages": messages, "chosen": chosen, "rejected": rejected}
+def _pair(name: Literal["prompt", "messages"], before: Any, chosen: str, rejected: str) -> Pair:
+    if not before:
+        raise FormatError(f"the {'prompt' if name == 'prompt' else 'conversation before the answers'} is empty")
+    return {name: before, "chosen": chosen, "rejected": rejected}
 
 
 def _text(row: Pair, name: str) -> str:

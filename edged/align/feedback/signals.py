@@ -42,6 +42,8 @@ _MOST_SIGNALS = 64
 """On one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
+Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None]
+"""A chat, a text or bare tokens."""
 ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
 
 
@@ -141,25 +143,13 @@ def record_pair(
         feedback.insert_signal(db, replace(signal, reason=reason))
         return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
-    pair_id = feedback.insert_pair(
-        db,
-        PairRow(
-            id=0,
-            created_at=signal.created_at,
-            adapter=user,
-            signal_id=signal.id,
-            source="pair",
-            weight=weight * settings.weight_pair,
-            messages=tuple(messages) if messages is not None else None,
-            prompt=prompt,
-            prompt_ids=tuple(prompt_ids) if prompt_ids is not None else None,
-            chosen=Side(chosen),
-            rejected=Side(rejected),
-            state="queued",
-            account=account,
-        ),
-        key,
+    asked = (
+        tuple(messages) if messages is not None else None,
+        prompt,
+        None if prompt_ids is None else tuple(prompt_ids),
     )
+    weight *= settings.weight_pair
+    pair_id = _insert(db, signal, account, asked, Side(chosen), Side(rejected), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -221,13 +211,14 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
 def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
     """Pairs that the signal alone makes: an edit, a choice between candidates."""
     weight = weight_of(answer.settings, signal.signal)
+    asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, answer.completion, Side(signal.text or ""), answer.side, "edit", weight, signal, account)]
+        return [_insert(db, signal, account, asked, Side(signal.text or ""), answer.side, "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, answer.completion, answer.side, other, "chosen", weight, signal, account)
+        _insert(db, signal, account, asked, answer.side, other, "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
@@ -252,7 +243,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
-        pair_id = _insert(db, rejected.completion, chosen.side, rejected.side, source, least, signal, account)
+        pair_id = _insert(db, signal, account, rejected.asked, chosen.side, rejected.side, source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
@@ -268,34 +259,32 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 def _insert(
     db: Database,
-    asked: Completion,
+    signal: Signal,
+    account: str | None,
+    asked: Asked,
     chosen: Side,
     rejected: Side,
     source: str,
     weight: float,
-    signal: Signal,
-    account: str | None,
 ) -> int:
-    """Add a pair about the prompt of `asked`."""
-    return feedback.insert_pair(
-        db,
-        PairRow(
-            id=0,
-            created_at=signal.created_at,
-            adapter=asked.learner or signal.user,
-            signal_id=signal.id,
-            source=source,
-            weight=weight,
-            messages=asked.messages,
-            prompt=asked.prompt,
-            prompt_ids=asked.prompt_ids,
-            chosen=chosen,
-            rejected=rejected,
-            state="queued",
-            account=account,
-        ),
-        asked.prompt_key,
+    """Add a pair about what was asked, for the adapter that the signal teaches."""
+    messages, prompt, prompt_ids = asked
+    row = PairRow(
+        id=0,
+        created_at=signal.created_at,
+        adapter=signal.user,
+        signal_id=signal.id,
+        source=source,
+        weight=weight,
+        messages=messages,
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        chosen=chosen,
+        rejected=rejected,
+        state="queued",
+        account=account,
     )
+    return feedback.insert_pair(db, row, prompt_key(messages, prompt, prompt_ids or ()))
 
 
 def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
@@ -374,17 +363,10 @@ def _new_id() -> str:
     return f"fb-{secrets.token_hex(12)}"
 
 
-_SIGNS = {
-    "chosen": 1,
-    "up": 1,
-    "accepted": 1,
-    "rejected": -1,
-    "down": -1,
-    "regenerate": -1,
-    "skip": -1,
-    "rephrase": -1,
-}
-"""Ratings by signal; dwell's depends on the answer."""
+_GOOD, _BAD = ("chosen", "up", "accepted"), ("rejected", "down", "regenerate", "skip", "rephrase")
+"""Signals that rate an answer; what dwell says depends on the answer."""
+_WEIGHED_AS = {"accepted": "regenerate", "up": "thumbs", "down": "thumbs", "rejected": "thumbs"}
+"""Signals without a setting of their own."""
 _READING_WORDS_PER_S = 4.0
 _READ, _GLANCED = 0.5, 0.1
 """Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""
@@ -407,34 +389,29 @@ class RatedAnswer:
         return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
 
     @property
+    def asked(self) -> Asked:
+        """What it answers."""
+        return self.completion.messages, self.completion.prompt, self.completion.prompt_ids
+
+    @property
     def rating(self) -> Signal | None:
         """The latest signal that says good or bad."""
         return next((signal for signal in reversed(self.signals) if self.weight(signal)), None)
 
     def weight(self, signal: Signal) -> float:
         """The signal's weight with the rating's sign; 0 says nothing either way."""
-        if signal.signal != "dwell":
-            return _SIGNS.get(signal.signal, 0) * weight_of(self.settings, signal.signal)
-        reading_s = len(self.choice.text.split()) / _READING_WORDS_PER_S
-        seconds = signal.seconds or 0.0
-        if seconds >= _READ * reading_s:
-            return self.settings.weight_dwell
-        return -self.settings.weight_dwell if seconds < _GLANCED * reading_s else 0.0
+        good, bad = signal.signal in _GOOD, signal.signal in _BAD
+        if signal.signal == "dwell":
+            reading_s, seconds = len(self.choice.text.split()) / _READING_WORDS_PER_S, signal.seconds or 0.0
+            good, bad = seconds >= _READ * reading_s, seconds < _GLANCED * reading_s
+        if not (good or bad):
+            return 0.0
+        return weight_of(self.settings, signal.signal) * (-1 if bad else 1)
 
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
     """What a kind of signal counts, in [0, 1]."""
-    weights = {
-        "pair": settings.weight_pair,
-        "chosen": settings.weight_chosen,
-        "edit": settings.weight_edit,
-        "regenerate": settings.weight_regenerate,
-        "accepted": settings.weight_regenerate,
-        "rephrase": settings.weight_rephrase,
-        "dwell": settings.weight_dwell,
-        "skip": settings.weight_skip,
-    }
-    return weights.get(signal, settings.weight_thumbs)
+    return float(getattr(settings, f"weight_{_WEIGHED_AS.get(signal, signal)}"))
 
 
 def answer_of(db: Database, completion: Completion, choice: Choice, settings: FeedbackSettings) -> RatedAnswer:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from edged.align.dpo.activations import LayerInputs
 from edged.align.dpo.decoder import Branches, KeysValues, LoraRows
+from edged.align.dpo.micro_batch import LayerInputs
 from edged.engine.attention.paged import BranchAttention
 from edged.engine.kv.store import KvStore
 from edged.engine.model.served_model import ServedModel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from edged.align.dpo.micro_batch import head_window_size
+from edged.align.dpo.step_plan import head_window_size
 from edged.engine.lora.linear import target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, is_linear, weight_count

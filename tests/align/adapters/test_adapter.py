@@ -10,7 +10,8 @@ import torch
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
 from edged.align.adapters.adapter_cache import AdapterCache
-from edged.settings.load import AlignSettings
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, Settings
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.up_proj": (8, 10)}
 CPU = torch.device("cpu")
@@ -20,8 +21,12 @@ def spec(fingerprint: str = "base-a", rank: int = 4) -> LoraSpec:
     return LoraSpec(SHAPES, rank, 8.0, "tiny", fingerprint, ("q_proj", "up_proj"))
 
 
+def live(**align: object) -> Live[Settings]:
+    return Live(Settings(align=AlignSettings(**align)))  # type: ignore[arg-type]
+
+
 def state(name: str = "ann", **align: object) -> AdapterState:
-    return AdapterState(name, spec(), AlignSettings(rank=4, alpha=8.0, **align), CPU)  # type: ignore[arg-type]
+    return AdapterState(name, spec(), live(rank=4, alpha=8.0, **align), CPU)
 
 
 def stepped(times: int = 1) -> AdapterState:
@@ -91,7 +96,7 @@ def test_a_copied_version_is_what_it_was_when_later_steps_are_made() -> None:
 
 
 def test_versions_that_are_due_are_copied_one_by_one_the_longest_waiting_first(tmp_path: Path) -> None:
-    adapter_cache = AdapterCache(spec(), AlignSettings(rank=4, alpha=8.0), CPU, files(tmp_path))
+    adapter_cache = AdapterCache(spec(), live(rank=4, alpha=8.0), CPU, files(tmp_path))
     for name in ("ann", "bob", "cy"):
         made = adapter_cache.get(name)
         made.step({key: (torch.ones_like(a), torch.ones_like(b)) for key, (a, b) in made.weights.items()}, 1)
@@ -110,8 +115,7 @@ def test_what_was_saved_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     assert (path.name, removed) == ("v000002", ())
     loaded = files(tmp_path).load("ann", 2)
     again = state()
-    again.restore(loaded.weights, 2)
-    again.restore_optimizer(loaded.optimizer)
+    again.restore(loaded.weights, 2, loaded.optimizer)
     gradients = {name: (torch.ones_like(a), torch.ones_like(b)) for name, (a, b) in made.weights.items()}
     made.step(gradients, 1)
     again.step(gradients, 1)
@@ -171,7 +175,7 @@ def test_an_adapter_of_another_base_model_is_not_served(tmp_path: Path) -> None:
 
 def test_another_rank_is_an_error_that_names_the_matrix(tmp_path: Path) -> None:
     made = stepped()
-    wider = AdapterState("ann", spec(rank=8), AlignSettings(rank=8), CPU)
+    wider = AdapterState("ann", spec(rank=8), live(rank=8), CPU)
     with pytest.raises(AdapterError, match=r"lora_A of .* is of shape \(4, 8\), \(8, 8\) is needed"):
         wider.restore(made.tensors(), 1)
 

@@ -24,7 +24,8 @@ from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attenti
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import segments_of, take_of
-from edged.settings.load import AlignSettings, FeedbackSettings
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, FeedbackSettings, Settings
 from tests.models import ARCHITECTURES, byte_tokenizer, tiny_model
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPa
 def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
-    state = AdapterState(name, spec, align, CPU)
+    state = AdapterState(name, spec, Live(Settings(align=align)), CPU)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
         for _, b in state.weights.values():

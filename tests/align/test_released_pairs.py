@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from edged.align import pair_outcomes
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.loss import PairLogps
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
@@ -28,9 +27,9 @@ def pair(number: int, **more: object) -> TokenPair:
     return TokenPair(number, "ann", (1, number), (5,) * 12, (9,) * 12, **more)  # type: ignore[arg-type]
 
 
-def stepped(learner: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradient: float = 1e4) -> AdapterStep:
+def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradient: float = 1e4) -> AdapterStep:
     """A step of these pairs that ended; by their `margin` of log-probabilities they are suspicious or usual."""
-    member = AdapterStep(state("ann", beta=1.0), pairs, [], learner.suspicion)
+    member = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
     for one in pairs:
         member.take(one, PairLogps(margin, 0.0, 0.0, 0.0, 12, 12))
     for total in (tensor for both in member.leaves.gradients.values() for tensor in both):
@@ -40,34 +39,33 @@ def stepped(learner: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, grad
 
 
 @pytest.fixture
-def learner() -> AdapterQueue:
+def queue() -> AdapterQueue:
     made = AdapterQueue("ann", OutlierDetector(FeedbackSettings()))
-    made.suspicion.recall(USUAL, 0.0)
+    made.detector.recall(USUAL, 0.0)
     return made
 
 
-def test_a_released_pair_is_stepped_however_large_its_gradient_is(learner: AdapterQueue) -> None:
-    member = stepped(learner, pair(1, trusted=True))
+def test_a_released_pair_is_stepped_however_large_its_gradient_is(queue: AdapterQueue) -> None:
+    member = stepped(queue, pair(1, trusted=True))
     assert (member.strange, member.state.version) == ("", 1)
-    assert [record.state for record in pair_outcomes.of_step(learner, member, 1, 1)] == ["trained"]
+    assert [record.state for record in queue.finish_step(member, 1, 1)] == ["trained"]
 
 
-def test_a_released_pair_beside_others_of_a_strange_step_is_tried_again_without_them(learner: AdapterQueue) -> None:
-    member = stepped(learner, pair(1), pair(2, trusted=True), margin=0.0)
+def test_a_released_pair_beside_others_of_a_strange_step_is_tried_again_without_them(queue: AdapterQueue) -> None:
+    member = stepped(queue, pair(1), pair(2, trusted=True), margin=0.0)
     assert member.strange
-    assert [(record.pair_id, record.state) for record in pair_outcomes.of_step(learner, member, 0, 1)] == [
-        (1, "quarantined")
-    ]
-    assert [waits.pair_id for waits in learner.queue] == [2]
+    assert [(record.pair_id, record.state) for record in queue.finish_step(member, 0, 1)] == [(1, "quarantined")]
+    assert [waits.pair_id for waits in queue.queue] == [2]
 
 
-def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(learner: AdapterQueue) -> None:
-    learner.queue.append(pair(9, trusted=True))
+def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(queue: AdapterQueue) -> None:
+    queue.queue.append(pair(9, trusted=True))
     fresh = [pair(1, trusted=True), *(pair(number) for number in range(2, 7)), pair(7, epochs_done=1)]
-    member = stepped(learner, *fresh)
+    member = stepped(queue, *fresh)
     assert member.burst
-    assert [record.pair_id for record in pair_outcomes.of_burst(learner, member, 0, 0.0)] == [2, 3, 4, 5, 6]
-    assert [waits.pair_id for waits in learner.queue] == [1, 7, 9]
+    queue.put_back(member.fresh)
+    assert [held.pair_id for held in queue.hold_burst(0.0)] == [2, 3, 4, 5, 6]
+    assert [waits.pair_id for waits in queue.queue] == [1, 7, 9]
 
 
 def test_a_released_pair_that_is_quarantined_again_waits_for_another_decision(tmp_path: Path) -> None:

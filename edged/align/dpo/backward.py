@@ -1,4 +1,4 @@
-"""The backward pass of a group, in units of one layer times one window (FlexLLM Algorithm 2)."""
+"""The backward pass of a group: in units of one layer times one window (FlexLLM Algorithm 2), or over a kept graph."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ def lora_rows(
     return rows
 
 
+def branches_of(
+    group: MicroBatch, decoder: Decoder, layer: int, start: int, stop: int
+) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
+    """The pairs that a window of a layer covers, their streams, and their earlier KV as leaves."""
+    branches, owners, leaves = [], [], []
+    for stream in group.streams:
+        first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
+        if stream.kept < 0 or first >= last:
+            continue
+        begin = first - stream.kept
+        earlier = decoder.read_kv(layer, stream.pages, begin) if begin else None
+        leaves += [tensor.requires_grad_(True) for tensor in earlier or ()]
+        pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
+        branches.append(Branches(first - start, last - start, begin, pieces, earlier))
+        owners.append(stream)
+    return branches, owners, leaves
+
+
 def matrices(rows: Sequence[LoraRows], names: Sequence[str]) -> list[torch.Tensor]:
     """A and B of the linears `names`, adapter by adapter."""
     return [matrix for part in rows for name in names for matrix in part.leaves.weights[name]]
@@ -36,17 +54,6 @@ def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Ite
         for name in names:
             for total in part.leaves.gradients[name]:
                 total.add_(next(gradients))
-
-
-def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Windows of at most `size` over the active kept rows, last first; neighbours share windows, gaps end them."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in active:
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        else:
-            runs.append((start, stop))
-    return [(max(start, last - size), last) for start, stop in reversed(runs) for last in range(stop, start, -size)]
 
 
 def upstream_of(
@@ -89,33 +96,22 @@ class RecomputeBackward:
         self._layer, self._window = decoder.layer_count - 1, 0
         self._earlier: dict[int, KeysValues] = {}
 
-    @property
-    def finished(self) -> bool:
-        """Whether all layers are done."""
-        return self._layer < 0
-
-    def sizes_left(self) -> list[int]:
-        """Tokens of the units that are left, in order."""
-        sizes = [stop - start for start, stop in self._windows]
-        return [] if self.finished else sizes[self._window :] + sizes * self._layer
-
-    def run_unit(self) -> int:
-        """Run the next unit; the tokens it covered."""
+    def run_unit(self) -> None:
+        """Run the next unit."""
         start, stop = self._windows[self._window]
         self._layer_unit(self._layer, start, stop)
         self._window += 1
         if self._window == len(self._windows):
             self._window, self._layer, self._earlier = 0, self._layer - 1, {}
-        return stop - start
 
     def _layer_unit(self, layer: int, start: int, stop: int) -> None:
         """Recompute one layer on one window from its kept input and back-propagate through it.
 
-        The output's gradient and the gradient that later windows left on this window's own K/V go in; the gradients of
-        the input, of the earlier K/V and of the layer's LoRA matrices come out.
+        The output's gradient and the gradient that later windows left on this window's own KV go in; the gradients of
+        the input, of the earlier KV and of the layer's LoRA matrices come out.
         """
         assert self._group.inputs is not None
-        branches, owners, earlier = self._branches(layer, start, stop)
+        branches, owners, earlier = branches_of(self._group, self._decoder, layer, start, stop)
         rows, names = lora_rows(branches, owners, self._leaves), self._decoder.layer_linears(layer)
         hidden = self._group.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
         call = self._group.inputs.window(layer, start, stop)
@@ -134,26 +130,6 @@ class RecomputeBackward:
                 self._add_earlier(stream, branch, next(gradients), next(gradients))
         add_gradients(rows, names, gradients)
 
-    def _branches(
-        self, layer: int, start: int, stop: int
-    ) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
-        """The pairs that a window covers, with their earlier K/V as leaves."""
-        branches, owners, leaves = [], [], []
-        for stream in self._group.streams:
-            first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
-            if stream.kept < 0 or first >= last:
-                continue
-            begin = first - stream.kept
-            earlier = None
-            if begin:
-                earlier = self._decoder.read_kv(layer, stream.pages, begin)
-                for tensor in earlier:
-                    leaves.append(tensor.requires_grad_(True))
-            pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
-            branches.append(Branches(first - start, last - start, begin, pieces, earlier))
-            owners.append(stream)
-        return branches, owners, leaves
-
     def _own_gradients(
         self, branches: Sequence[Branches], owners: Sequence[PairForward], keys: torch.Tensor
     ) -> list[torch.Tensor]:
@@ -167,7 +143,7 @@ class RecomputeBackward:
         return both
 
     def _add_earlier(self, stream: PairForward, branch: Branches, *gradients: torch.Tensor) -> None:
-        """Add a window's gradients of its pair's earlier K/V to the accumulators (fp32, one layer at a time)."""
+        """Add a window's gradients of its pair's earlier KV to the accumulators (fp32, one layer at a time)."""
         for part, value in enumerate(gradients):
             if stream.row not in self._earlier:
                 shape = (value.shape[0], branch.start, value.shape[2])
@@ -176,6 +152,66 @@ class RecomputeBackward:
                     value.new_zeros(shape, dtype=torch.float32),
                 )
             self._earlier[stream.row][part][:, : branch.start] += value
+
+
+class FullGraphBackward:
+    """The policy's forward of a group with its autograd graph kept, layer by layer, and the way back through it.
+
+    It computes what the packed forward and `RecomputeBackward` compute, with every layer run once instead of twice, for
+    the memory of all layers' activations. A unit is one layer over all kept rows, each of which sees the leaves of its
+    pair's adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
+    """
+
+    def __init__(
+        self,
+        group: MicroBatch,
+        decoder: Decoder,
+        leaves: Mapping[str, LoraParameters],
+    ) -> None:
+        self._group, self._decoder = group, decoder
+        self._branches, streams, _ = branches_of(group, decoder, 0, 0, group.kept_rows)
+        self._rows = lora_rows(self._branches, streams, leaves)
+        positions = [
+            np.arange(piece.position, piece.position + piece.stop - piece.start)
+            for branch in self._branches
+            for piece in branch.pieces
+        ]
+        ids, places = upload(
+            [np.concatenate([s.layout.ids for s in streams]), np.concatenate(positions)], decoder.device
+        )
+        self._hidden, self._calls = decoder.begin(ids, places)
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Input and output of each layer, with the graph between them."""
+        self._upstream: torch.Tensor | None = None
+
+    def forward_unit(self) -> None:
+        """Compute the next layer."""
+        layer = len(self._layers)
+        hidden = self._hidden.detach().requires_grad_(layer > 0)
+        with torch.enable_grad():
+            out, _, _ = self._decoder.run_branches(layer, hidden, self._calls[layer], self._branches, self._rows)
+        self._layers.append((hidden, out))
+        self._hidden = out.detach()
+        if len(self._layers) == self._decoder.layer_count:
+            for stream in self._group.streams:
+                if stream.kept >= 0:
+                    rows = slice(stream.kept, stream.kept + stream.layout.tokens)
+                    self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
+
+    def start_backward(self, upstream: torch.Tensor) -> None:
+        """The gradient [kept rows, hidden] at the last layer's output is known."""
+        self._upstream = upstream
+
+    def run_unit(self) -> None:
+        """Go back through one layer, and let its graph go."""
+        hidden, out = self._layers.pop()
+        layer = len(self._layers)
+        names = self._decoder.layer_linears(layer)
+        inputs = [*([hidden] if layer else []), *matrices(self._rows, names)]
+        gradients = map(present, torch.autograd.grad([out], inputs, [self._upstream], allow_unused=True))
+        if layer:
+            self._upstream = next(gradients)
+        add_gradients(self._rows, names, gradients)
 
 
 def present(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""The units of a DPO step: which of its pairs are computed together, and what is left of each group after its forward.
+
+No tensor is in it: a simulated step is planned as a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from edged.align.feedback.pair import TokenPair
+from edged.settings.load import AlignSettings
+
+Work = tuple[str, int]
+"""A unit's kind and the tokens (of "step", the adapters) it covers: see `edged.scheduler.task.Unit`."""
+
+_HEAD_LOGITS = 1 << 23
+"""Logits that a head unit may hold at once: 32 MiB in fp32."""
+
+
+class StepPlan:
+    """The groups of a step's pairs, one after the other, and the present group's units.
+
+    First "graph" units, where its graph is kept, one a layer; then windows of predictions, "score" those of the
+    reference, "head" those of the policy; then the backward, "grad" through a kept graph or else "layer", which
+    computes the layer again; behind the last group's the optimizers' "step".
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[TokenPair],
+        needs_reference: Callable[[TokenPair], bool],
+        align: AlignSettings,
+        layers: int,
+        vocab_size: int,
+        most_tokens: int,
+        keep_graph: bool,
+        adapters: int = 1,
+    ) -> None:
+        """`most_tokens` bounds what a group's forward by one policy may put into the cache.
+
+        With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
+        """
+        self.needs_reference, self.keep_graph = needs_reference, keep_graph
+        self.head_size = head_window_size(align.window_tokens, vocab_size)
+        self._window, self._layers, self._adapters = align.window_tokens, layers, adapters
+        self._groups = groups_of(pairs, min((1 if keep_graph else 2) * align.window_tokens, most_tokens))
+        self.groups_done = -1
+        self.next_group()
+
+    def next_group(self) -> None:
+        """Go on with the next group."""
+        self.pairs = self._groups.pop(0)
+        self.groups_done += 1
+        self._rows = sum(pair.tokens for pair in self.pairs)
+        self.graphed = self.keep_graph and self._rows <= self._window
+        """Whether the present group's graph is kept."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing of the group is done."""
+        self.units: list[Work] = [("graph", self._rows)] * (self._layers if self.graphed else 0)
+        """What is left of it after its forward, as far as it can be known before the losses are."""
+        for kind, pairs in (("score", filter(self.needs_reference, self.pairs)), ("head", self.pairs)):
+            # Without a prompt an answer's first token has no predictor.
+            scored = sum(len(pair.chosen) + len(pair.rejected) - (0 if pair.prompt else 2) for pair in pairs)
+            self.units += [(kind, min(self.head_size, scored - at)) for at in range(0, scored, self.head_size)]
+        self._add_backward([(0, self._rows)])
+
+    def _add_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        # A kept graph is one window: a layer's rows go back together.
+        windows = [(0, self._rows)] * bool(active) if self.graphed else windows_of(active, self._window)
+        kind = "grad" if self.graphed else "layer"
+        self.units += [(kind, stop - start) for start, stop in windows] * self._layers
+        if not self._groups:
+            self.units.append(("step", self._adapters))
+        return windows
+
+    def begin_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The losses are known, and only the rows `active` have a part in the backward: its windows."""
+        self.units = []
+        return self._add_backward(active)
+
+    @property
+    def scored(self) -> bool:
+        """Whether all predictions of the group are."""
+        return not self.units or self.units[0][0] not in ("graph", "score", "head")
+
+    @property
+    def group_ended(self) -> bool:
+        """Whether nothing but the optimizers' unit is left of the group."""
+        return not self.units or self.units[0][0] == "step"
+
+    @property
+    def last_group(self) -> bool:
+        """Whether no other group follows."""
+        return not self._groups
+
+
+def head_window_size(window_tokens: int, vocab_size: int) -> int:
+    """Predictions per head unit: the window, or fewer where the vocabulary's logits would be large."""
+    return max(8, min(window_tokens, _HEAD_LOGITS // vocab_size))
+
+
+def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
+    """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
+    groups: list[list[TokenPair]] = []
+    room = 0
+    for pair in pairs:
+        if not groups or pair.tokens > room:
+            groups.append([])
+            room = most
+        groups[-1].append(pair)
+        room -= pair.tokens
+    return groups
+
+
+def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Windows of at most `size` over the active kept rows, last first; neighbours share windows, gaps end them."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in active:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return [(max(start, last - size), last) for start, stop in reversed(runs) for last in range(stop, start, -size)]
