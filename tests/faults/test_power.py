@@ -22,7 +22,7 @@ import httpx2
 import pytest
 
 from tests.api.live import running
-from tests.faults.power.disk import Call, Disk, Record, build_disklog, paths_of, read_log
+from tests.faults.power.disk import Call, Disk, Record, build_library, paths_of, read_log
 from tests.faults.test_disk import check_trained_once, greedy, integrity, teach, until
 from tests.faults.test_killed import SETTINGS, newest_whole
 from tests.models import save_tiny
@@ -61,7 +61,7 @@ def logged_daemon(
     settings = {**places, **{name.upper(): value for name, value in SETTINGS.items()}}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
     environ |= {f"EDGED_{name}": str(value) for name, value in settings.items()}
-    environ |= {"LD_PRELOAD": str(build_disklog(folder)), "DISKLOG_FILE": str(folder / "calls")}
+    environ |= {"LD_PRELOAD": str(build_library(folder)), "DISKLOG_FILE": str(folder / "calls")}
     environ |= {"DISKLOG_ROOT": str(data), **environment}
     with log.open("wb") as output:
         command = [sys.executable, "-m", "edged.cli", "serve"]

@@ -54,10 +54,10 @@ class Record:
         return self.payload.decode().partition("/")[0]
 
 
-def build_disklog(folder: Path) -> Path:
-    """The library to preload."""
-    library = folder / "disklog.so"
-    source = Path(__file__).with_name("disklog.c")
+def build_library(folder: Path, name: str = "disklog") -> Path:
+    """The library to preload, of a file in C beside this one."""
+    library = folder / f"{name}.so"
+    source = Path(__file__).with_name(f"{name}.c")
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
     return library
 
