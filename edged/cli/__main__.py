@@ -1,4 +1,4 @@
-"""`python -m edged.cli` is the `edged` command."""
+"""Entry point of `python -m edged.cli`, which is the `edged` command."""
 
 from edged.cli.main import main
 

@@ -1,5 +1,5 @@
-"""`edged adapters`: list, show, rollback, mend, export, import, forget. `edged align rebuild`: an adapter trained again
-from its pairs, beside the one that was learned while serving."""
+"""The commands `edged adapters` (list, show, rollback, mend, export, import, forget) and `edged align rebuild`, which
+trains an adapter again from its pairs and compares it with the one that was learned while serving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What an adapter is, to peft and to the daemon."""
+"""The files of an adapter, for peft and for the daemon."""
 
 
 @click.group()
@@ -142,7 +142,7 @@ def export(client: Client, name: str, output: Path) -> Any:
     headers, chunks = client.download(f"{_path(name)}/export")
     with explain_os_errors(f"{output} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
-        # Half an adapter would be in the way of the next try.
+        # Temporary files, as a half-written adapter would make the next export fail.
         with tempfile.TemporaryDirectory(dir=output) as whole, tempfile.TemporaryFile(dir=whole) as packed:
             packed.writelines(chunks)
             packed.seek(0)
@@ -155,13 +155,16 @@ def export(client: Client, name: str, output: Path) -> Any:
 
 
 def refuse_full(folder: Path) -> None:
-    """Raises DaemonError where an adapter cannot be written without touching what is there."""
+    """Raise DaemonError if `folder` exists and is not empty, so that exporting there would touch existing files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DaemonError(f"{folder} exists and is not an empty folder: choose another --output")
 
 
 def _unpack(packed: IO[bytes], folder: Path) -> None:
-    """Write an adapter's two files, found by their names alone: no other member of the archive goes anywhere."""
+    """Extract an adapter's two files by name into `folder`; other members of the archive are ignored.
+
+    Raises DaemonError if one is missing or the archive is malformed.
+    """
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for name in _FILES:
@@ -188,7 +191,7 @@ def import_(client: Client, source: Path, user: str) -> Any:
 
 
 def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str, Any]:
-    """Give the daemon the adapter in `folder` as the user's newest version."""
+    """Upload the adapter in `folder` as the user's newest version; returns the daemon's answer."""
     packed = io.BytesIO()
     with explain_os_errors(f"{folder} cannot be read"), tarfile.open(fileobj=packed, mode="w:") as tar:
         for name in _FILES:
@@ -197,7 +200,10 @@ def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str
 
 
 def _checked(source: Path) -> Path:
-    """The folder of the adapter that is meant. Raises DaemonError where it has not all files."""
+    """Return the adapter's folder, where `source` is that folder or its .safetensors file.
+
+    Raises DaemonError for other formats and if a file is missing.
+    """
     folder = source if source.is_dir() else source.parent
     if not source.is_dir() and source.suffix != ".safetensors":
         raise DaemonError(
@@ -313,12 +319,12 @@ def rebuild(
 
 
 def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:
-    """The settings, and the rebuild with its base model loaded."""
+    """Return the settings and a Rebuild whose base model is loaded."""
     settings = settings_of(config, flags)
-    # The installed daemon's file is known: to ask it could start it, and load its model a second time.
+    # The installed daemon's settings file is readable; a request could start that daemon and load the model twice.
     if config is None and not means_installed(None):
         settings = served_settings(client, flags) or settings
-    _quieten()  # before the imports, some of which remark
+    _silence_libraries()  # before the imports, some of which log
     from edged.models.source import find_model
     from edged.rebuild.training import check_trl
     from edged.store.data_dir import data_folder
@@ -330,8 +336,8 @@ def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, An
     return settings, Rebuild(settings, model_dir, name, data_folder(settings.store.data_dir, os.environ), user)
 
 
-def _quieten() -> None:
-    """Leave out what libraries remark on themselves: stderr is for the steps and for what goes wrong."""
+def _silence_libraries() -> None:
+    """Silence warnings and progress bars of libraries: stderr is for training steps and errors."""
     import logging
 
     from transformers.utils import logging as transformers_logging

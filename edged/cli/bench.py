@@ -1,5 +1,5 @@
-"""`edged bench`: measure this machine with recorded loads, or simulate another. `edged profile`: measure it for the
-scheduler. The engine runs inside the command; no daemon is asked."""
+"""The commands `edged bench`, which measures this machine with recorded loads or simulates another, and `edged
+profile`, which measures the scheduler's prices. The engine runs inside the command, without a daemon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, h
 
 
 class Values(click.ParamType):
-    """Several values in one option, separated by commas; `count` says how many where the number is fixed."""
+    """A click type for several values in one option, separated by commas; `count` is their number where it is fixed."""
 
     name = "list"
 
@@ -134,7 +134,7 @@ _PARTS = {
 
 
 def memory_screen(plan: dict[str, Any]) -> Renderable:
-    """The plan as a table in MiB."""
+    """Return the memory plan as a table in MiB."""
     kind = f", {plan['quantization']}" if plan["quantization"] else ""
     verdict = "fits" if plan["fits"] else "does not fit"
     table = make_table(
@@ -213,7 +213,7 @@ def compare(
 
 
 def table(rows: list[dict[str, Any]]) -> Renderable:
-    """Medians with their range over seeds, and under them the ratios to adainf's and to fcfs'."""
+    """Return a table of medians with their range over seeds; below each, its ratios to the BASELINES."""
     from edged.bench.summary import BASELINES, METRICS
 
     def cell(values: dict[str, Any], digits: int) -> str:
@@ -232,7 +232,7 @@ def table(rows: list[dict[str, Any]]) -> Renderable:
 
 
 def middle(value: dict[str, float] | None, digits: int) -> str:
-    """A median with its range."""
+    """Format a median with its range."""
     if value is None:
         return "–"
     median, low, high = (f"{value[key]:,.{digits}f}" for key in ("median", "low", "high"))
@@ -278,7 +278,7 @@ def simulate(quantize: str | None, config: Path | None, policy: str | None, **lo
 
 
 def screen(report: dict[str, Any]) -> Renderable:
-    """The report as one table of what was measured."""
+    """Return the replay's or simulation's report as one table."""
     load, model = report["load"], report["model"]
     title = (
         f"{load['trace']} on {model['name']} ({model['device']}, {model['dtype']}), policy {report['policy']}: "
@@ -291,7 +291,7 @@ def screen(report: dict[str, Any]) -> Renderable:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was measured: a label and its values."""
+    """Return the rows of the report's table: (label, formatted values)."""
     slo, finetune, throughput = report["slo"], report["finetune"], report["throughput"]
     alignment, prefix, scheduler = report["alignment"], report["prefix"], report["scheduler"]
 
@@ -373,7 +373,7 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
 
 
 def profile_screen(profile: dict[str, Any], path: str) -> Renderable:
-    """Prices, errors and memory."""
+    """Return a device profile as tables of prices, prediction errors and peak memory."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`edged chat`, a conversation in the terminal whose feedback the model learns from, and `edged ask`, one question."""
+"""The commands `edged chat`, a conversation in the terminal whose feedback trains the model, and `edged ask`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELP = """\
 /help, /quit   or Ctrl-D"""
 CANDIDATES = 2
 PATIENCE_S = 2.0
-"""How long the prompt waits for what was taught to be learned."""
+"""Seconds that the prompt waits for new feedback to be trained on."""
 _ASK_S = 0.1
 _max_tokens_option = click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 _temperature_option = click.option(
@@ -89,7 +89,7 @@ def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
 
 
 def _request(system: str | None, user: str | None, **sampling: Any) -> dict[str, Any]:
-    """The request for an answer, but for the question. What is None, and the model's name, is left to the daemon."""
+    """Return a chat request without the question; None values and the model's name are left to the daemon."""
     messages = [{"role": "system", "content": system}] if system else []
     asked = {"messages": messages, "user": user or None, **sampling}
     return {key: value for key, value in asked.items() if value is not None}
@@ -105,17 +105,20 @@ class StoredAnswer:
 
 
 class Conversation:
-    """What was said up to the last question, its answer, and candidates that wait for a pick."""
+    """A chat session: messages up to the last question, its answer, and candidates that wait for a pick."""
 
     def __init__(self, client: Client, system: str | None, user: str | None, **sampling: Any) -> None:
         self._client, self._user = client, user
         self._opening = _request(system, user, **sampling)
         self._open: list[str] = []
-        """Feedback that was not learned within PATIENCE_S: every line that is typed looks after it."""
+        """Ids of feedback that was not settled within PATIENCE_S; its state is polled after every typed line."""
         self._clear()
 
     def handle(self, line: str) -> bool:
-        """One typed line; False ends the conversation. It goes on after failures, which are shown, and after Ctrl-C."""
+        """Handle one typed line; returns False to end the conversation.
+
+        DaemonErrors are shown and do not end it, nor does Ctrl-C.
+        """
         text = line.strip()
         command, _, argument = text.partition(" ")
         try:
@@ -151,7 +154,7 @@ class Conversation:
         return True
 
     def _clear(self) -> None:
-        """Start over; only the system message stays."""
+        """Start a new conversation; only the system message stays."""
         self._messages = list(self._opening["messages"])
         self._settle(None)
 
@@ -160,7 +163,7 @@ class Conversation:
         self._candidates: list[StoredAnswer] = []
 
     def _last_answer(self) -> StoredAnswer:
-        """The answer that feedback is about. Raises DaemonError when there is none."""
+        """Return the answer that feedback refers to. Raises DaemonError when there is none."""
         if self._answer is None:
             raise DaemonError("there is no answer yet to give feedback on")
         return self._answer
@@ -173,9 +176,9 @@ class Conversation:
         self._stream()
 
     def _stream(self) -> None:
-        """Answer the last question, and print the answer as it comes; Ctrl-C stops it, not the conversation.
+        """Generate an answer to the last question and print it as it arrives; Ctrl-C stops the answer alone.
 
-        A question without any answer is taken back, so that the conversation stays well-formed.
+        If the question has no answer at all, it is removed, so that the conversation stays well-formed.
         """
         text, completion_id, reason = "", "", ""
         try:
@@ -197,7 +200,7 @@ class Conversation:
         return click.secho(" (cut at the token limit)" if reason == "length" else "", dim=True)
 
     def _regenerate(self) -> None:
-        """Answer again; where there is a user to learn for, report that the last answer was not wanted."""
+        """Generate another answer; with a user, send feedback that the last answer was not wanted."""
         answer = self._last_answer()
         if self._user:
             self._feedback(answer, "regenerate")
@@ -214,7 +217,7 @@ class Conversation:
         self._noted(result)
 
     def _offer(self) -> None:
-        """Ask for candidates; they wait for a pick."""
+        """Generate and show candidates to pick from."""
         self._last_answer()
         response = self._client.post(ROUTE, {**self._opening, "messages": self._messages, "n": CANDIDATES})
         self._candidates = [
@@ -226,7 +229,7 @@ class Conversation:
         click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
     def _pick(self, number: str) -> None:
-        """A candidate, counted from 1, becomes the answer, and the others are rejected in its favour."""
+        """Make candidate `number` (from 1) the answer and send feedback that it was chosen over the others."""
         if not number.isdecimal():
             raise DaemonError(f'"{number}" is no candidate: /pick asks for two, then /pick 1 or /pick 2')
         if not self._candidates:
@@ -253,7 +256,10 @@ class Conversation:
             self._look_after(PATIENCE_S)
 
     def _look_after(self, patience_s: float) -> None:
-        """Say what became of what was taught; of the latest, after `patience_s`, also what it waits for."""
+        """Poll the open feedback and show the outcomes.
+
+        With a positive `patience_s` the latest is awaited that long, and shown even if it is not settled.
+        """
         until, feedback, self._open = time.monotonic() + patience_s, self._open, []
         for number, feedback_id in enumerate(feedback, 1):
             latest = patience_s > 0 and number == len(feedback)
@@ -270,7 +276,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or the lines of a pipe, until the end or Ctrl-C at the prompt."""
+    """Yield typed lines, or those of a pipe, until end of input or Ctrl-C at the prompt."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

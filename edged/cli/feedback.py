@@ -1,4 +1,4 @@
-"""`edged feedback`, `edged export` and `edged quarantine`: preference pairs, in and out, and those that are held."""
+"""The commands `edged feedback`, `edged export` and `edged quarantine`: preference pairs in, out and under review."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from edged.cli.output import make_table, moment, number, print_json, progress_ba
 from edged.client.client import Client, DaemonError, Refused
 
 MOST_SHOWN = 20
-"""Bad lines that are listed one by one; --json lists all."""
+"""Most bad lines that are listed one by one; --json lists all."""
 BUSY_WAIT_S = 0.5
+"""Delay before a pair is sent again after status 429."""
 ASK_S = 0.2
-"""Between two questions how far learning is."""
+"""Interval at which outcomes are polled."""
 OUTCOMES = {
     "trained": "learned",
     "learnt": "known already",
@@ -37,9 +38,9 @@ OUTCOMES = {
 
 @dataclass
 class ImportedLines:
-    """What became of a file's lines: `bad` has {"line", "error"}, `feedback_ids` are those of the pairs that it took.
+    """The outcome of an import, line by line: `bad` has {"line", "error"}, `feedback_ids` those of the accepted pairs.
 
-    `stopped` says what ended it before the file's end, at `line`.
+    `stopped` is the reason why it ended before the end of the file, at `line`; else "".
     """
 
     feedback_ids: list[str] = field(default_factory=list)
@@ -50,7 +51,7 @@ class ImportedLines:
 
     @property
     def done(self) -> int:
-        """How many lines with something on them were dealt with."""
+        """Number of non-empty lines that were processed."""
         return len(self.feedback_ids) + self.waiting_already + len(self.bad)
 
 
@@ -121,9 +122,9 @@ def import_(
 def send(
     client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
 ) -> ImportedLines:
-    """Post every pair for `user`, or for its own where that is empty; one that the daemon refuses is a bad line.
+    """Post every pair for `user`, or for the pair's own user without one; a refused pair counts as a bad line.
 
-    `stopped` says what ended it early.
+    A DaemonError or Ctrl-C ends it early, with the reason in `stopped`.
     """
     result = ImportedLines()
     try:
@@ -139,9 +140,9 @@ def send(
 
 
 def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines) -> str:
-    """Post one line's pair and count what became of it; returns what is wrong with it, or "".
+    """Post one line's pair and count it in `result`; returns what is wrong with the pair, or "".
 
-    It waits while the daemon is too busy. Raises DaemonError when the next ones would fare no better.
+    Retries while the daemon is too busy (429). Raises DaemonError for errors that would meet the next pairs, too.
     """
     if isinstance(pair, str):
         return pair
@@ -165,9 +166,9 @@ def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: 
 
 
 def follow(client: Client, feedback_ids: list[str], user: str | None) -> tuple[dict[str, int], str | None]:
-    """Wait until all this feedback has its outcome: (pairs by state, what the queued ones wait for).
+    """Wait until all this feedback is settled; returns (pairs by state, what the queued ones wait for).
 
-    It waits no longer for what does not come by itself, nor beyond Ctrl-C.
+    Stops early at feedback that is blocked, on Ctrl-C, and on a DaemonError.
     """
     states: Counter[str] = Counter()
     why, total, waiting = None, len(feedback_ids), deque(feedback_ids)
@@ -195,7 +196,7 @@ def follow(client: Client, feedback_ids: list[str], user: str | None) -> tuple[d
 
 
 def _outcomes(states: dict[str, int], why: str | None) -> str:
-    """What became of the pairs, in one line."""
+    """Return the pairs' outcomes in one line."""
     ended = {state: count for state, count in states.items() if state != "queued"}
     said = ", ".join(f"{count} {OUTCOMES[state]}" for state, count in ended.items())
     line = f"{sum(ended.values())} of {sum(states.values())} have their outcome{': ' * bool(said)}{said}"
@@ -235,7 +236,7 @@ feedback.add_command(export)
 def _converted(
     rows: Iterator[dict[str, Any]], format_: str, texts: bool, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    """The pairs in that format; why others have none is counted."""
+    """Yield the pairs in the given format; those that it cannot express are counted by reason in `left_out`."""
     from edged.align.feedback.pair_formats import FormatError, to_hh, to_trl
 
     convert: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"jsonl": dict, "trl": to_trl, "hh": to_hh}

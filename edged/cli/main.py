@@ -1,6 +1,6 @@
 """The command group of `edged`.
 
-`edged status --help` has to appear at once.
+Commands are imported lazily, so that `edged status --help` appears at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMMANDS = (
     *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
     *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
 )
-"""Each is a click command of its name, in the module of its name unless MODULES has another."""
+"""Names of the click commands; each is in the module of its name unless MODULES has another."""
 MODULES = {
     **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
     **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
@@ -28,7 +28,7 @@ EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
     *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken"),
 }
-"""edged's errors whose message is all that a user needs, by name: none is imported for this."""
+"""Class names of edged's errors that are shown by their message alone; names, so that none is imported for this."""
 
 
 class Failure(click.ClickException):
@@ -39,7 +39,7 @@ class Failure(click.ClickException):
 
 
 class FailingGroup(click.Group):
-    """A group whose commands say by one of the EXPECTED errors what a user can put right."""
+    """A click group that turns the EXPECTED errors of its commands into a Failure."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Options that several commands share: where the daemon is, JSON output, watching, a load."""
+"""Options that several commands share: the daemon's address, JSON output, the settings file, user, seed, policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edged.client.client import Client, DaemonError, find_address
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _LOADING_S = 600.0
-"""How long a command waits for a daemon that loads its model."""
+"""Seconds that a command waits for a daemon that loads its model."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 config_option = click.option(
@@ -34,7 +34,7 @@ policy_option = click.option(
 
 @contextmanager
 def explain_os_errors(what: str = "") -> Iterator[None]:
-    """Raises DaemonError instead of an OSError; it says what could not be done, such as "FILE cannot be written"."""
+    """Turn an OSError into a DaemonError; `what` says what could not be done, such as "FILE cannot be written"."""
     try:
         yield
     except OSError as error:
@@ -61,15 +61,15 @@ def with_client(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_daemon(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Both: `shown` what the function makes of the daemon's answers, `with_client` to ask."""
+    """Apply `with_client` and `shown`: the function gets a client, and its result is printed."""
     return shown(with_client(function))
 
 
 def shown(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--json`, and print what the function returns: its data as JSON, else its text.
 
-    It returns (data, text) or (data, text, exit code). A text is a string, something that rich prints, a list of these,
-    or a function that makes it: so nothing is drawn that is not shown.
+    The function returns (data, text) or (data, text, exit code). A text is a string, something that rich prints, a list
+    of these, or a function that returns one, which is not called for --json.
     """
 
     @json_option

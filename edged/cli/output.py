@@ -1,4 +1,4 @@
-"""How results are shown: JSON, tables, progress, number formats, a screen that refreshes."""
+"""Output of the commands: JSON, tables, progress, number formats, a screen that refreshes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import click
 
 Renderable = Any
-"""What rich draws; it is imported where something is drawn, as it takes longer than a command's help may."""
+"""Anything that rich prints; rich is imported only where it is used, as importing it would slow down --help."""
 PIPE_WIDTH = 140
-"""Columns of a table that goes to a file or pipe."""
+"""Least width, in characters, of a table that goes to a file or pipe."""
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON on stdout."""
+    """Print `value` as JSON on stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def make_console() -> Any:
-    """rich's console on stdout; wider than a terminal's 80 columns where it goes to a file or pipe."""
+    """Return rich's console on stdout, at least PIPE_WIDTH wide if stdout is a file or pipe."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -31,7 +31,7 @@ def make_console() -> Any:
 
 
 def print_text(text: Any) -> None:
-    """A string as it is, anything else as rich draws it; a list is these, one after the other."""
+    """Print a string as it is and anything else with rich; of a list, each item; None prints nothing."""
     for part in text if isinstance(text, list) else [text]:
         if isinstance(part, str):
             click.echo(part)
@@ -40,8 +40,10 @@ def print_text(text: Any) -> None:
 
 
 def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Renderable:
-    """rich's table, its title and caption on the left. Columns that begin with ">" are on the right; `fold` wraps cells
-    anywhere."""
+    """Return rich's table, title and caption left-aligned.
+
+    Columns whose name begins with ">" are right-aligned; `fold` wraps long cells anywhere instead of cutting them.
+    """
     from rich.table import Table
 
     table = Table(title_justify="left", caption_justify="left", **style)
@@ -54,7 +56,7 @@ def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = F
 
 
 def show_progress(line: str) -> None:
-    """One line on stderr: a terminal's is overwritten by the next, or by "" wiped away."""
+    """Print one line on stderr; on a terminal the next call overwrites it, and "" clears it."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
     elif line:
@@ -63,8 +65,7 @@ def show_progress(line: str) -> None:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar on stderr, where that is a terminal; what it yields takes what is done, of how much, and what is being
-    done."""
+    """Show a progress bar on stderr if that is a terminal; yields a function of (done, total, description)."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -75,7 +76,7 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int 
 
 
 def number(value: Any, digits: int = 2, unit: str = "") -> str:
-    """A number with its unit; what is not known yet is a dash."""
+    """Format a number with its unit; None is a dash."""
     if value is None:
         return "–"
     # Adding zero turns a rounded -0.0 into 0.0.
@@ -84,23 +85,23 @@ def number(value: Any, digits: int = 2, unit: str = "") -> str:
 
 
 def percent(share: Any) -> str:
-    """A share of 0..1 in percent."""
+    """Format a share of 0..1 in percent; None is a dash."""
     return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def moment(text: str | None) -> str:
-    """A moment of the API (UTC) to the second."""
+    """Format a time stamp of the API (ISO, UTC) to the second; None is a dash."""
     return text[:19].replace("T", " ") if text else "–"
 
 
 def short(text: str, most: int = 60) -> str:
-    """A text on one line of at most so many characters."""
+    """Return a text on one line of at most `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def size(size_bytes: int) -> str:
-    """Bytes as people read them: 512 B, 3.4 MiB."""
+    """Format a number of bytes: 512 B, 3.4 MiB."""
     value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -109,7 +110,7 @@ def size(size_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: 45 s, 3 min 20 s, 2 h 5 min, 4 d 3 h."""
+    """Format seconds: 45 s, 3 min 20 s, 2 h 5 min, 4 d 3 h."""
     whole = int(seconds)
     for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

@@ -1,4 +1,4 @@
-"""Plots made of characters: lines in braille dots, bars in block characters. Pure functions from numbers to text."""
+"""Text plots: lines in braille dots, bars in block characters. Pure functions from numbers to text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import pairwise
 BLOCKS = " ▁▂▃▄▅▆▇█"
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Braille's bit of the dot in column 0-1 and row 0-3 (from the top) of a character."""
+"""Bit of each dot of a braille character, by column (0-1) and row (0-3, from the top)."""
 
 
 def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
-    """The last `width` values as bars of height 0..`top` (their maximum); anything above zero is visible."""
+    """Return the last `width` values as bars of height 0..`top` (default: their maximum); those above 0 are visible."""
     shown = list(values)[-width:]
     scale = max(shown, default=0.0) if top is None else top
     if scale <= 0:
@@ -29,9 +29,9 @@ def line_plot(
     high: float | None = None,
     guide: float | None = None,
 ) -> list[str]:
-    """`values` as a line over `width` x `height` characters, with an axis on the left: `height` strings.
+    """Return `height` strings of `width` characters that plot `values` as a line, with an axis on the left.
 
-    `low` and `high` fix the axis (default: the data's range); `guide` adds a dotted horizontal line there.
+    `low` and `high` fix the axis (default: the data's range); `guide` adds a dotted horizontal line at its value.
     """
     known = [*values, *([] if guide is None else [guide])]
     bottom = min(known, default=0.0) if low is None else low
@@ -56,7 +56,7 @@ def line_plot(
         for x in range(0, columns, 4):
             dot(x, level(guide))
     points = [(round((columns - 1) * i / max(1, len(values) - 1)), level(v)) for i, v in enumerate(values)]
-    # One value is a point, of the line to itself.
+    # One value is drawn as a point: a line from itself to itself.
     for (x0, y0), (x1, y1) in pairwise(points if len(points) > 1 else points * 2):
         steps = max(x1 - x0, abs(y1 - y0), 1)
         for step in range(steps + 1):

@@ -1,4 +1,4 @@
-"""`edged serve`: run the daemon in the foreground."""
+"""The command `edged serve`, which runs the daemon in the foreground."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTINGS = {
     **{"model": "model.path", "socket": "api.socket", "listen": "api.listen"},
     **{"data_dir": "store.data_dir", "new_base": "store.new_base", "policy": "scheduler.policy"},
 }
-"""What each flag sets."""
+"""The setting that each flag overrides."""
 
 
 @click.command()
@@ -59,12 +59,12 @@ def serve(config: Path | None, **flags: str | None) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is stopped and on disk. Taking the interpreter down as well would cost time, and print what other
-    # libraries have to say of their own end.
+    # Everything is stopped and on disk. A regular interpreter shutdown would only cost time and print messages of
+    # other libraries.
     os._exit(code)
 
 
 def _is_program() -> bool:
-    """Whether this process was started as `edged` (or `python -m edged.cli`), and is nobody else's."""
+    """Whether this process was started as `edged` or `python -m edged.cli`, and not by another program."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return Path(sys.argv[0]).name == "edged" or (spec is not None and spec.name.startswith("edged."))

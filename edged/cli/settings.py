@@ -1,5 +1,5 @@
-"""The settings of commands that work on a daemon's files without asking the daemon; and `edged config`, `edged reload`
-and `edged token`: what the settings are, how a daemon reads them again, and the tokens of callers over TCP."""
+"""The settings of commands that work on a daemon's files without the daemon, and the commands `edged config` (show and
+write settings), `edged reload` (make a daemon read them again) and `edged token` (tokens of callers over TCP)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from edged.settings.load import Settings
 
 INSTALLED_FILE = Path("/etc/edged/edged.toml")
-"""What `tools/install` writes and `edged.service` reads."""
+"""The settings file that `tools/install` writes and `edged.service` reads."""
 INSTALLED_DATA_DIR = "/var/lib/edged"
-"""The unit's StateDirectory: where the installed daemon's data are unless its settings say otherwise."""
+"""The unit's StateDirectory: the installed daemon's data folder unless its settings name another."""
 INSTALLED_MODELS = "/var/cache/edged/huggingface"
-"""The unit's HF_HOME: where the installed daemon's downloaded models are."""
+"""The unit's HF_HOME: the folder of the installed daemon's downloaded models."""
 HEAD = """\
 # edged's settings, each with its default. What is left out keeps its default; environment variables
 # (EDGED_SECTION__KEY) and flags of `edged serve` win over this file. Start with: edged serve --config FILE
 """
 HIDDEN = "(set, not shown)"
 _TOKEN_BYTES = 32
-"""256 random bits: they cannot be guessed, with or without their hash."""
+"""Length of a token: 256 random bits cannot be guessed, with or without their hash."""
 
 
 class NotReadable(DaemonError):
-    """The installed daemon's settings are there, and this user may not read them."""
+    """The error that the installed daemon's settings exist, but this user may not read them."""
 
 
 def settings_file(named: Path | None) -> Path | None:
-    """The file that was named (--config, EDGED_CONFIG), else the installed daemon's; None where edged is not installed.
+    """Return `named` (--config, EDGED_CONFIG), else the installed daemon's file; None where edged is not installed.
 
     Raises NotReadable.
     """
@@ -57,7 +57,7 @@ def settings_file(named: Path | None) -> Path | None:
 def load_settings(
     path: str | Path | None = None, environ: dict[str, str] | None = None, overrides: dict[str, Any] | None = None
 ) -> Settings:
-    """`edged.settings.load.load_settings` with the policies that there are. Raises ConfigError."""
+    """Call `edged.settings.load.load_settings` with the registered policies. Raises ConfigError."""
     from edged.scheduler.policies.registry import ROWS
     from edged.settings import load
 
@@ -65,14 +65,17 @@ def load_settings(
 
 
 def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
-    """The settings of the daemon that is meant, with its data folder. Raises NotReadable and ConfigError."""
+    """Return the settings of `settings_file(named)`; the installed daemon's include its data folder.
+
+    Raises NotReadable and ConfigError.
+    """
     file = settings_file(named)
     settings = load_settings(file, overrides=overrides)
     return as_installed(settings) if file == INSTALLED_FILE else settings
 
 
 def served_settings(client: Client, overrides: dict[str, Any] | None = None) -> Settings | None:
-    """The settings that the daemon which answers has in use, under `overrides`; None where it tells this user none."""
+    """Return the running daemon's settings with `overrides`; None if no daemon gives them to this user."""
     from pydantic import ValidationError
 
     from edged.settings.load import Settings
@@ -88,15 +91,14 @@ def served_settings(client: Client, overrides: dict[str, Any] | None = None) -> 
 
 
 def means_installed(named: Path | None) -> bool:
-    """Whether the installed daemon is the one that is meant. Raises NotReadable."""
+    """Whether `named` (or None) stands for the installed daemon. Raises NotReadable."""
     return settings_file(named) == INSTALLED_FILE
 
 
 def as_installed(settings: Settings) -> Settings:
-    """The same with the data folder that systemd gives the installed daemon, unless they name one.
+    """Return the settings with the data folder that systemd gives the installed daemon, unless they name one.
 
-    Models are looked for where the unit has them, too, unless HF_HOME says otherwise. Call it before huggingface_hub is
-    imported, which reads that then.
+    HF_HOME is set to the unit's unless it is set. Call this before huggingface_hub is imported, which reads it then.
     """
     os.environ.setdefault("HF_HOME", INSTALLED_MODELS)
     if settings.store.data_dir:
@@ -122,7 +124,7 @@ def show(config: Path | None) -> Any:
 
     settings = settings_of(config)
     if settings.api.token:
-        # What is shown ends in bug reports and logs.
+        # Users paste this output into bug reports and logs.
         settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": HIDDEN})})
     return settings.model_dump(), to_toml(settings, Settings()).removesuffix("\n")
 

@@ -1,4 +1,4 @@
-"""`edged status` and `edged metrics`: what the daemon is doing now, and how well each adapter predicts its user."""
+"""The commands `edged status`, the daemon's current state, and `edged metrics`, how well adapters predict users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edged.cli.store import describe
 from edged.client.client import Client, DaemonError
 
 BINS = 32
-"""Iterations that the daemon reports."""
+"""Number of iterations that the daemon reports."""
 BIN_ROWS = (
     ("prefill", "prefill_tokens", "cyan", "tok"),
     ("decode", "decode_tokens", "green", "tok"),
@@ -26,7 +26,7 @@ BIN_ROWS = (
 PLOT_WIDTH = 36
 PLOT_HEIGHT = 6
 FIRST_PAIR = 10
-"""Where curves begin: means over fewer pairs say nothing."""
+"""First pair of a curve: means over fewer pairs say little."""
 
 NO_ADAPTER = 'no adapter yet: feedback creates one, e.g. in "edged chat --user NAME"'
 LANGUAGE = {
@@ -39,7 +39,7 @@ LANGUAGE = {
 
 
 def watched(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--watch`, `--interval` and `--json`: how `show` shows."""
+    """Add `--watch`, `--interval` and `--json`, the options of `output.show`."""
     interval = click.option("--interval", type=click.FloatRange(0.1), default=1.0, help="Seconds per refresh.")
     watch = click.option("--watch", "-w", is_flag=True, help="Refresh until Ctrl-C.")
     return watch(interval(json_option(command)))
@@ -54,7 +54,7 @@ def status(client: Client, **how: Any) -> None:
 
 
 def line(data: dict[str, Any]) -> str:
-    """The status in one line of plain text."""
+    """Return the status in one line of plain text."""
     queue, rates, latency = data["queue"], data["rates"], data["latency"]
     return (
         f"waiting {queue['waiting']}  prefill {queue['prefill']}  decode {queue['decode']}  "
@@ -66,14 +66,14 @@ def line(data: dict[str, Any]) -> str:
 
 
 def screen(data: dict[str, Any]) -> Renderable:
-    """The status as one screen."""
+    """Return the status as one screen."""
     from rich.console import Group
 
     return Group(headline(data), facts(data), bins_panel(data))
 
 
 def headline(data: dict[str, Any]) -> Renderable:
-    """Which model runs where, and since when."""
+    """Return the heading of the screen: version, uptime, model, device, context."""
     from rich.text import Text
 
     model = data["model"]
@@ -88,7 +88,7 @@ def headline(data: dict[str, Any]) -> Renderable:
 
 
 def facts(data: dict[str, Any]) -> Renderable:
-    """The numbers, in two columns of name and value."""
+    """Return the status figures as a table with two (name, value) pairs a row."""
     queue, rates, latency, totals = data["queue"], data["rates"], data["latency"], data["totals"]
     pages, prefix, tuning, slo = data["pages"], data["prefix"], data["finetune"], data["slo"]
     table = make_table("", "", "", "", fold=True, box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -121,7 +121,7 @@ def facts(data: dict[str, Any]) -> Renderable:
 
 
 def trouble_rows(table: Renderable, data: dict[str, Any]) -> None:
-    """What is not as it should be, or waits for somebody; nothing where all is well."""
+    """Add rows for degraded parts, paused learning, quarantined pairs and trust_remote_code; none if all is well."""
     tuning = data["finetune"]
     for sentence in data["degraded"]:
         table.add_row("degraded", sentence, style="red")
@@ -141,7 +141,7 @@ def trouble_rows(table: Renderable, data: dict[str, Any]) -> None:
 
 
 def box_rows(table: Renderable, device: dict[str, Any]) -> None:
-    """Processor, memory, heat, power: what of it is known here."""
+    """Add rows for CPU, memory, temperature, GPU and power, as far as the machine reports them."""
     heat = "" if device["temperature_c"] is None else f", {device['temperature_c']:.0f} °C"
     if heat and device["temperature_limit_c"] is not None:
         heat += f" of at most {device['temperature_limit_c']:.0f} °C"
@@ -160,7 +160,7 @@ def box_rows(table: Renderable, device: dict[str, Any]) -> None:
 
 
 def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
-    """What is held back and why; energy where it can be read."""
+    """Add rows for what the governors hold back and why, and for energy where it can be measured."""
     if not governors["enabled"]:
         table.add_row("governors", "off (governor.enabled)", "", "")
         return
@@ -176,7 +176,7 @@ def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
 
 
 def _spilled(prefix: dict[str, Any]) -> str:
-    """What became of the prefixes for which there was no memory."""
+    """Return the state of the KV offload: pages of evicted prefixes that are kept, and tokens restored."""
     spill = prefix["spill"]
     if spill["kind"] == "off":
         return f"nothing, {number(prefix['evicted_pages'])} pages dropped"
@@ -187,7 +187,7 @@ def _spilled(prefix: dict[str, Any]) -> str:
 
 
 def bins_panel(data: dict[str, Any], columns: int = BINS) -> Renderable:
-    """What the last iterations were filled with: one column each, the newest on the right."""
+    """Return a panel of sparklines of the last iterations' bins: one column each, the newest on the right."""
     from rich.panel import Panel
     from rich.table import Table
 
@@ -204,7 +204,7 @@ def bins_panel(data: dict[str, Any], columns: int = BINS) -> Renderable:
 
 
 def _predictions(cost: dict[str, Any]) -> str:
-    """How far off, by kind; where the first prices came from; how the device's speed differs from theirs."""
+    """Return the cost model's error by kind, the source of its first prices, and the device's drift and slowness."""
     known = [(kind, value) for kind, value in cost["mape_percent_by_kind"].items() if value is not None]
     errors = ", ".join(f"{kind} {number(value, 0)} %" for kind, value in known) or "nothing predicted yet"
     source = "a guess" if cost["source"] == "guess" else cost["source"].rsplit("/", 1)[-1]
@@ -217,7 +217,7 @@ def _quantiles(values: dict[str, Any], digits: int) -> str:
 
 
 def _count(value: int | None) -> str:
-    """A number of parameters: 1.5 B, 135 M, 40 k."""
+    """Format a number of parameters: 1.5 B, 135 M, 40 k."""
     if value is None:
         return "–"
     units = ((10**9, "B"), (10**6, "M"), (10**3, "k"))
@@ -239,7 +239,7 @@ def metrics(client: Client, user: str | None, **how: Any) -> None:
 
 
 def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool) -> dict[str, Any]:
-    """`{"adapters": [summary, ...]}`, each with its `series` when asked. Raises DaemonError for an unknown `user`."""
+    """Fetch `{"adapters": [summary, ...]}`, each `with_series` if asked. Raises DaemonError for an unknown `user`."""
     adapters = client.get("/v1/adapters")["adapters"]
     if user:
         known = ", ".join(item["adapter"] for item in adapters) or "none yet"
@@ -252,7 +252,7 @@ def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool)
 
 
 def metrics_line(data: dict[str, Any]) -> str:
-    """One line of plain text per refresh."""
+    """Return all adapters' metrics in one line of plain text."""
     return (
         "  |  ".join(
             f"{verdict(item)}; {item['pairs_trained']}/{item['pairs_seen']} pairs, reward accuracy "
@@ -265,7 +265,7 @@ def metrics_line(data: dict[str, Any]) -> str:
 
 
 def metrics_screen(data: dict[str, Any]) -> Renderable:
-    """The verdicts, the table, then a plot for every adapter with pairs enough."""
+    """Return the verdicts, the table, then a plot for every adapter with enough pairs."""
     from rich.console import Group
     from rich.text import Text
 
@@ -276,14 +276,14 @@ def metrics_screen(data: dict[str, Any]) -> Renderable:
 
 
 def verdict(item: dict[str, Any]) -> str:
-    """One adapter's verdict, with the adapter's name and version, what is held of it, and its language's health."""
+    """Return one adapter's verdict with its name and version, its quarantined pairs, and its language figures."""
     known = ", ".join(form.format(item[key]) for key, form in LANGUAGE.items() if item.get(key) is not None)
     parts = (f"{item['adapter']} v{item['version']}: {item['verdict']}", held(item), known and f"language: {known}")
     return "; ".join(filter(None, parts))
 
 
 def held(item: dict[str, Any]) -> str:
-    """How many of an adapter's pairs are held, why, and the step that settles it; "" where there are none."""
+    """Return how many of an adapter's pairs are quarantined, why, and the command that releases them; "" if none."""
     count, name = item["pairs_quarantined"], item["adapter"]
     if not count:
         return ""
@@ -292,14 +292,14 @@ def held(item: dict[str, Any]) -> str:
 
 
 def _share(item: dict[str, Any], key: str) -> str:
-    """A share of the recent pairs with its interval: 86 % (74 to 93)."""
+    """Format a share of the recent pairs with its 95 % interval: 86 % (74 to 93)."""
     interval = item[f"{key}_recent_interval"]
     ends = f" ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})" if interval else ""
     return percent(item[f"{key}_recent"]) + ends
 
 
 def metrics_table(adapters: list[dict[str, Any]]) -> Renderable:
-    """One row per adapter: means over the last pairs."""
+    """Return a table with one row per adapter: means over the last 50 pairs."""
     from rich.box import SIMPLE_HEAD
 
     return make_table(
@@ -326,7 +326,7 @@ def _metrics_row(item: dict[str, Any]) -> list[str]:
 
 
 def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> Renderable | None:
-    """An adapter's running reward accuracy, win rate and CLPD over its pairs, side by side; None for too few pairs."""
+    """Plot an adapter's running reward accuracy, win rate and CLPD over its pairs; None for too few pairs."""
     from rich.columns import Columns
     from rich.panel import Panel
     from rich.text import Text

@@ -1,5 +1,4 @@
-"""`edged store`, `edged backup` and `edged restore`: everything that was learned and stored, in its folder or as one
-file."""
+"""The commands `edged store`, `edged backup` and `edged restore`: the database, and backups of the data folder."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def vacuum(client: Client) -> Any:
 
 
 def describe(data: dict[str, Any]) -> str:
-    """The database in one line."""
+    """Return the database's size and contents in one line."""
     most = f" of at most {size(data['max_bytes'])}" if data["max_bytes"] else ""
     oldest = data["oldest_completion"]
     since = f" since {oldest[:10]}" if oldest else ""
@@ -89,7 +88,7 @@ def backup(client: Client, file: Path, only_verify: bool, **source: Any) -> Any:
     with explain_os_errors(f"{file} cannot be written"):
         if not only_verify:
             with _chunks(client, **source) as (total, chunks):
-                write_file(_watched(chunks, total), file)
+                write_file(_with_progress(chunks, total), file)
         contents = verify(file)
     return _summary(file, contents), f"{file}: {_described(file, contents)}; verified"
 
@@ -119,7 +118,7 @@ def restore(file: Path, data_dir: Path, force: bool) -> Any:
 
 
 def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
-    """The command that serves a restored folder with its own settings and model, and why it could not yet, or ""."""
+    """Return the command that serves a restored folder with its own settings and model, and what prevents it, or ""."""
     from edged.cli.doctor.model import find
     from edged.models.source import name_of
     from edged.settings.load import ConfigError
@@ -146,7 +145,10 @@ def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
 def _chunks(
     client: Client, data_dir: Path | None, config: Path | None, all_versions: bool
 ) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """The backup's size and bytes, from the daemon or, where none runs, from the folder."""
+    """Yield the backup's size in bytes and its chunks, from the daemon or, if none runs, from the data folder.
+
+    Raises BackupError if the folder has no database.
+    """
     also = ""
     if data_dir is None:
         try:
@@ -173,8 +175,8 @@ def _chunks(
         lock.release()
 
 
-def _watched(chunks: Iterator[bytes], total: int) -> Iterator[bytes]:
-    """The chunks; on a terminal, how many there were."""
+def _with_progress(chunks: Iterator[bytes], total: int) -> Iterator[bytes]:
+    """Yield the chunks, with a progress bar on a terminal."""
     done, quiet = 0, click.get_current_context().params["as_json"]
     with progress_bar("", quiet=quiet) as show:
         for chunk in chunks:

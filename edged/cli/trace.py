@@ -1,4 +1,4 @@
-"""`edged trace`: what the engine did, for ui.perfetto.dev."""
+"""The command `edged trace`, which writes the engine's recent iterations as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edged.cli.output import number, show_progress
 from edged.client.client import Client, DaemonError
 
 _SAY_EVERY = 20_000
-"""Lines between two reports of progress."""
+"""Lines between two progress reports."""
 
 
 @click.command()
@@ -47,7 +47,7 @@ def _wait(seconds: float) -> None:
 
 
 def _download(client: Client, path: str, output: Path) -> tuple[dict[str, Any], int]:
-    """Write the document at `path` to `output`, whole or not at all; returns what it says of itself, and its events."""
+    """Write the trace at `path` to `output`, whole or not at all; returns its `otherData` and its number of events."""
     count, head, line = 0, b"", b""
     with explain_os_errors(f"{output} cannot be written"):
         draft = output.with_name(f".{output.name}.{os.getpid()}")

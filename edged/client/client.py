@@ -18,22 +18,22 @@ from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
 
 CONNECT_TIMEOUT_S = 10.0
 _ASK_AGAIN_S = 0.5
-"""Between two tries while the model is being loaded."""
+"""Delay between two attempts while the model is being loaded."""
 
 
 class DaemonError(Exception):
-    """The daemon could not be asked, or refused; the message says what and how to go on."""
+    """An error of a request to the daemon or of the command that sends it; the message says why and what to do."""
 
 
 class NotRunning(DaemonError):
-    """Nothing answers at the address."""
+    """The error that no daemon answers at the address."""
 
 
 class Refused(DaemonError):
-    """The daemon answered with an error. `status` is HTTP's, `code` is OpenAI's error field."""
+    """An error answer of the daemon. `status` is the HTTP status, `code` is OpenAI's error field."""
 
     def __init__(self, status: int, answer: Mapping[str, Any]) -> None:
-        """`answer` is the body; one without OpenAI's `error` object is put into words."""
+        """Take the message from the body `answer`, or make one of the status if it has no OpenAI `error` object."""
         error = answer.get("error")
         error = error if isinstance(error, dict) else {}
         reason = http.client.responses.get(status, "")
@@ -44,7 +44,7 @@ class Refused(DaemonError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where the daemon is: Unix sockets in order of preference, or one TCP host and port with its token."""
+    """The daemon's address: Unix sockets in order of preference, or one TCP host and port with its token."""
 
     sockets: tuple[Path, ...] = ()
     host: str = ""
@@ -58,9 +58,9 @@ class Address:
 def find_address(
     socket_path: str = "", url: str = "", token: str = "", environ: Mapping[str, str] = os.environ
 ) -> Address:
-    """The address that flags name, else the environment.
+    """Return the address that flags name, else the environment.
 
-    That is `url`, else `socket_path`, else `EDGED_URL`, else `EDGED_SOCKET`, else every runtime folder where a daemon
+    It is `url`, else `socket_path`, else `EDGED_URL`, else `EDGED_SOCKET`, else every runtime folder where a daemon
     of this user or of the system may listen. Raises DaemonError on a malformed URL.
     """
     if not socket_path:
@@ -75,7 +75,7 @@ def find_address(
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over the first of several Unix sockets that accepts."""
+    """An HTTP connection over the first of several Unix sockets that accepts."""
 
     def __init__(self, paths: tuple[Path, ...], timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -106,8 +106,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """One keep-alive connection to the daemon; use one client per thread. `timeout_s` bounds each wait for data.
 
-    A request that finds the daemon loading its model, as the one that starts it does, is sent again for `patience_s`;
-    `on_wait` hears of it once.
+    While the daemon loads its model, a request is repeated for up to `patience_s` (the request that starts the daemon
+    by its socket, too); `on_wait` is then called once with the reason.
     """
 
     address: Address
@@ -123,13 +123,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Drop the connection; the daemon cancels what was still being generated for it."""
+        """Close the connection; the daemon cancels generations that were still running on it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`."""
+        """Return the JSON object at `path`."""
         return self.call("GET", path)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Client:
     def call(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
     ) -> dict[str, Any]:
-        """One request with a JSON answer. Raises NotRunning, Refused or DaemonError."""
+        """Send one request and return its JSON answer. Raises NotRunning, Refused or DaemonError."""
         return _object(self._body(self._open(method, path, body, content_type)))
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -164,11 +164,11 @@ class Client:
             raise DaemonError(f"the daemon at {self.address} ended the answer before it was complete")
 
     def json_lines(self, path: str) -> Iterator[dict[str, Any]]:
-        """The objects of a JSON-lines document at `path`, as they arrive."""
+        """Yield the objects of the JSON-lines document at `path` as they arrive."""
         return (_object(line) for line in self.lines(path) if line)
 
     def lines(self, path: str, body: dict[str, Any] | None = None) -> Iterator[bytes]:
-        """The lines of the document at `path`, as they arrive; of the answer to `body` where there is one."""
+        """GET `path`, or POST `body` to it if there is one, and yield the answer's lines as they arrive."""
         rest = b""
         for data in self._pieces(self._open("POST" if body else "GET", path, body)):
             *lines, rest = (rest + data).split(b"\n")
@@ -178,13 +178,13 @@ class Client:
             yield rest
 
     def download(self, path: str) -> tuple[http.client.HTTPMessage, Iterator[bytes]]:
-        """The headers of the answer at `path`, and the document, as it arrives."""
+        """GET `path`; returns the answer's headers and its body's chunks as they arrive."""
         response = self._open("GET", path)
         return response.headers, self._pieces(response)
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
-            # Not readline: it takes a connection that breaks between two chunks for the end of the document.
+            # Not readline: it mistakes a connection that breaks between two chunks for the end of the document.
             while data := response.read1(1 << 16):
                 yield data
         except (OSError, http.client.HTTPException) as error:
@@ -193,7 +193,7 @@ class Client:
     def _open(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
     ) -> http.client.HTTPResponse:
-        """The response's head; asked for again while the model is being loaded."""
+        """Send a request and return its response, body unread; repeated while the model is being loaded."""
         payload = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = {"Content-Type": content_type} if payload is not None else {}
         if self.address.token:
@@ -213,12 +213,12 @@ class Client:
             time.sleep(_ASK_AGAIN_S)
 
     def _ask(self, method: str, path: str, payload: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """The response's head, after one reconnection when a kept connection had been closed meanwhile."""
+        """Send a request and return its response, body unread; reconnects once if a kept connection was closed."""
         while True:
             kept = self._connection is not None
             connection = self._connection = self._connection or self._connect()
             try:
-                # A daemon that refuses a body early may close before it was all sent; its answer is still to be read.
+                # A daemon that refuses a body early may close before all of it was sent; its answer can still be read.
                 with contextlib.suppress(BrokenPipeError):
                     connection.request(method, path, payload, headers)
                 return connection.getresponse()

@@ -1,1 +1,1 @@
-"""`edged doctor`: what stands in edged's way on this box, and the way out of each."""
+"""Checks of `edged doctor`: problems on this machine that hinder edged, each with its remedy."""

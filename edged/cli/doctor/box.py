@@ -1,5 +1,5 @@
-"""Checks of the box and its device: power mode, jtop, swap, the clock; the GPU, its driver, whether this torch can use
-it, and whether the model fits.
+"""Checks of the machine and its device: power mode, jtop, swap, the clock; the GPU, its driver, whether this torch can
+use it, and whether the model fits.
 
 Must not import torch.
 """
@@ -19,15 +19,16 @@ from edged.engine.native import INSTALL_AGAIN, why_not_built
 
 _JTOP_SOCKET = "run/jtop.sock"
 _MUCH_SWAPPED = 0.25
+"""Share of swap above which its use is reported."""
 _LIMITED_BELOW = 0.95
-"""Of a GPU's default power limit."""
+"""Share of a GPU's default power limit below which the limit is reported."""
 _NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
-"""A GPU's, on desktops and on Jetsons."""
+"""Device nodes of a GPU, on desktops and on Jetsons."""
 _CUDA_TORCH = "install a torch that is built for CUDA: on a Jetson NVIDIA's own wheel, else `pip install torch`"
 
 
 def power(it: Examination) -> Finding | None:
-    """nvpmodel on a Jetson, the power limit of another GPU."""
+    """Check nvpmodel's power mode on a Jetson, or the power limit of another GPU."""
     if it.jetson:
         code, text = output_of(["nvpmodel", "-q"], it.left_s(3.0))
         if not code and (mode := re.search(r"NV Power Mode: *(\S+)", text)):
@@ -50,7 +51,7 @@ def power(it: Examination) -> Finding | None:
 
 
 def jtop(it: Examination) -> Finding | None:
-    """Whether jtop's service answers, where there should be one."""
+    """Check that jtop's service answers, on a Jetson."""
     if not it.jetson:
         return None
     path = it.root / _JTOP_SOCKET
@@ -73,7 +74,7 @@ def jtop(it: Examination) -> Finding | None:
 
 
 def swap(it: Examination) -> Finding:
-    """Swap that compresses the memory it is to save, or that is in use."""
+    """Check for zram swap on a Jetson, which takes the memory that it should save, and for much swap in use."""
     areas = [line.split() for line in it.read("proc/swaps").splitlines()[1:]]
     total, used = (sum(int(area[column]) << 10 for area in areas) for column in (2, 3))
     names = ", ".join(Path(area[0]).name for area in areas)
@@ -87,7 +88,7 @@ def swap(it: Examination) -> Finding:
 
 
 def clock(it: Examination) -> Finding:
-    """A clock that is in the past, as a box without a battery has it after a power cut, or that nobody sets."""
+    """Check that the clock is synchronized and not behind edged's files, as without a battery after a power cut."""
     now = time.time()
     known = [Path(__file__), it.data_dir / "edged.db", it.data_dir / "edged.db-wal"]
     newest = max(path.stat().st_mtime for path in known if path.exists())
@@ -102,12 +103,12 @@ def clock(it: Examination) -> Finding:
 
 
 def gpu_there(it: Examination) -> bool:
-    """Whether the box has an NVIDIA GPU, whatever torch says."""
+    """Whether the machine has an NVIDIA GPU, independently of torch."""
     return it.jetson or any((it.root / node).exists() for node in _NODES)
 
 
 def device(it: Examination) -> Finding:
-    """The device that the model will run on."""
+    """Check the device that the model will run on."""
     wanted, found = it.settings.model.device, it.torch
     if not found:
         return doubtful("torch could not be imported in time", 'try `python -c "import torch"`')
@@ -125,7 +126,7 @@ def device(it: Examination) -> Finding:
 
 
 def driver(it: Examination) -> Finding | None:
-    """The driver of a GPU that is there."""
+    """Check that an NVIDIA GPU has its driver loaded."""
     if not gpu_there(it):
         return None
     if release := re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", it.read("proc/driver/nvidia/version")):
@@ -136,7 +137,7 @@ def driver(it: Examination) -> Finding | None:
 
 
 def torch_build(it: Examination) -> Finding | None:
-    """Whether torch was built for the GPU that is there."""
+    """Check that torch was built for CUDA and for the GPU's compute capability."""
     if not (found := it.torch):
         return None
     seen = f"{found['torch']}, " + (f"CUDA {found['cuda_build']}" if found["cuda_build"] else "built for processors")
@@ -149,7 +150,7 @@ def torch_build(it: Examination) -> Finding | None:
 
 
 def triton(it: Examination) -> Finding | None:
-    """What edged's kernels for the GPU need, where that is used."""
+    """Check that Triton is installed where CUDA is used: edged's GPU kernels need it."""
     if not it.torch or not it.torch["cuda"]:
         return None
     if it.torch["triton"]:
@@ -158,7 +159,7 @@ def triton(it: Examination) -> Finding | None:
 
 
 def kernels(it: Examination) -> Finding | None:
-    """The compiled kernels, where the processor computes."""
+    """Check that edged's CPU kernels are compiled, where the model runs on the CPU."""
     if not it.torch or it.torch["cuda"] or gpu_there(it):
         return None
     if why_not := why_not_built():
@@ -167,7 +168,10 @@ def kernels(it: Examination) -> Finding | None:
 
 
 def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
-    """Binaries run on the same major version from their minor one on; PTX on everything later."""
+    """Whether kernels for these architectures run on a GPU of this (major, minor) compute capability.
+
+    Binaries (sm) run on the same major version from their minor one on; PTX (compute) on everything later.
+    """
     major, minor = capability
     for kind, digits in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
         built = divmod(int(digits), 10)
@@ -177,7 +181,10 @@ def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
 
 
 def memory(it: Examination) -> Finding | None:
-    """Whether the model with its adapters, a step and a context fits: at all, and now if nobody runs it yet."""
+    """Check that the model with its adapters, a DPO step and a context fits the device, and what is available now.
+
+    Available memory counts only while the daemon does not run.
+    """
     if not (found := it.needs):
         return None
     if problem := found.get("problem"):

@@ -1,4 +1,4 @@
-"""`edged doctor`: the command."""
+"""The command `edged doctor`."""
 
 from __future__ import annotations
 

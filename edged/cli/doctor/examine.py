@@ -1,4 +1,4 @@
-"""The table of all checks, in the order in which they are shown, and what they look at."""
+"""The table of all checks, in the order in which they are shown, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKS = (
     Check("model", model.code),
     Check("model", model.weights),
     Check("tokenizer", model.tokenizer),
-    # From here on they wait for the probe.
+    # The checks from here on wait for the probe.
     Check("device", box.device),
     Check("driver", box.driver),
     Check("torch", box.torch_build),
@@ -42,8 +42,11 @@ CHECKS = (
 
 
 def examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
-    """All findings. Unless a file is named, the settings of the daemon that answers are looked at, else those that one
-    would start with; where these cannot be read, that is a finding, and the defaults are looked at."""
+    """Run all checks and return their findings.
+
+    The settings are those of the file at `path`; without one, those of the running daemon, else those that a daemon
+    would start with. If these cannot be read, that is a finding, and the defaults are used.
+    """
     settings, first = settings_to_look_with(path)
     it = Examination(
         settings=settings,
@@ -59,14 +62,14 @@ def examine(path: Path | None, socket: str | None, least_free_bytes: int, within
         first = fine(seen) if first.state != "fail" else first
         it = replace(it, settings=served, data_dir=Path(served.store.data_dir))
     folder, _ = model.find(it.settings.model)
-    # The slow part, torch, is asked by a process beside the checks.
+    # Importing torch is slow: another process does it while the first checks run.
     it = replace(it, running=running, model_dir=folder, probe=Probe(it.settings, folder))
     about = [replace(first, name="settings"), replace(state, name="daemon")]
     return about + [found for check in CHECKS if (found := check.finding(it)) is not None]
 
 
 def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:
-    """The settings to look with, and what there is to say of them."""
+    """Return the settings that the checks use, and the finding on where they came from."""
     try:
         settings, file = settings_of(named), settings_file(named)
         return settings, fine(str(file) if file else "the defaults and the environment")

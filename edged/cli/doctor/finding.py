@@ -1,4 +1,4 @@
-"""A finding, a row of the table of checks, and the circumstances of looking."""
+"""The types of the checks: Finding, Check (a row of the table of checks) and Examination (the input of all checks)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXIT_CODES: dict[State, int] = {"ok": 0, "warn": 1, "fail": 2}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was `seen` of a thing; unless it is fine, the way out."""
+    """The result of a check: what was `seen`, and a remedy (`way_out`) unless the state is "ok"."""
 
     name: str
     state: State
@@ -30,55 +30,55 @@ class Finding:
     way_out: str = ""
 
 
-# The check's row has the name.
+# The name is filled in from the check's row.
 fine = partial(Finding, "", "ok")  # nothing to do
 doubtful = partial(Finding, "", "warn")  # edged works, but not as well or not for as long as it could
 broken = partial(Finding, "", "fail")  # edged cannot start, or something was lost
 
 
 def worst(findings: Sequence[Finding]) -> State:
-    """The worst state of all."""
+    """Return the worst state among the findings."""
     return max((finding.state for finding in findings), key=lambda state: EXIT_CODES[state], default="ok")
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Which edged is looked at, and how long that may take."""
+    """The input of all checks: settings, paths and state of the installation that is checked, and the time limit."""
 
     settings: Settings
     data_dir: Path
     sockets: tuple[Path, ...]
-    """Where the daemon listens, in order of preference."""
+    """Unix sockets on which the daemon listens, in order of preference."""
     least_free_bytes: int
     within_s: float
     root: Path = Path("/")
-    """Of /proc, /sys, /etc, /run and /dev, as a recorded tree has them elsewhere."""
+    """Parent folder of /proc, /sys, /etc, /run and /dev; another one for a recorded tree."""
     account: pwd.struct_passwd | None = None
-    """Whose rights to files and sockets count, where root looks at the installed service; None: one's own."""
+    """Account whose access rights are checked, when root checks the installed service; None: the caller's."""
     begun_s: float = field(default_factory=time.monotonic)
     probe: Probe | None = None
-    """What is asked of torch meanwhile."""
+    """The process that inspects torch while other checks run."""
     running: bool = False
     """Whether the daemon runs."""
     model_dir: Path | None = None
-    """None where the model is not here."""
+    """The model's directory; None if the model is not on this machine."""
 
     @property
     def torch(self) -> Mapping[str, Any]:
-        """torch and the device, as the probe found them; empty where it was not done in time."""
+        """The probe's facts on torch and the device; empty if it did not finish in time."""
         return self.probe.lines(self.left_s(self.within_s))[0] if self.probe else {}
 
     @property
     def needs(self) -> Mapping[str, Any]:
-        """The model's needs of memory, as the probe found them; empty where it was not done in time."""
+        """The probe's facts on the model's memory requirement; empty if it did not finish in time."""
         return self.probe.lines(self.left_s(self.within_s))[1] if self.probe else {}
 
     def left_s(self, most: float) -> float:
-        """How long one check may take: `most`, or what is left."""
+        """Return the time limit of one check in seconds: `most`, or what is left of `within_s`, at least 0.1."""
         return max(0.1, min(most, self.within_s - (time.monotonic() - self.begun_s)))
 
     def read(self, path: str) -> str:
-        """The text of a file of the system; "" where it cannot be read."""
+        """Return the text of a system file, relative to `root`; "" if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").replace("\0", " ").strip()
         except OSError:
@@ -86,19 +86,19 @@ class Examination:
 
     @property
     def jetson(self) -> bool:
-        """Whether the box is one."""
+        """Whether the machine is a Jetson."""
         return bool(self.read("etc/nv_tegra_release")) or "tegra" in self.read("proc/device-tree/compatible")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table of checks: what is looked at, and how; None where there is nothing to say of it."""
+    """A row of the table of checks: its name and its function, which returns None where it does not apply."""
 
     name: str
     run: Callable[[Examination], Finding | None]
 
     def finding(self, it: Examination) -> Finding | None:
-        """A check that breaks is a finding, too, and does not keep the others."""
+        """Run the check; an exception becomes a finding, so that the other checks still run."""
         try:
             found = self.run(it)
         except Exception as error:
@@ -107,7 +107,7 @@ class Check:
 
 
 def output_of(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """(exit code, what it wrote) of a program; (127, reason) where it is not there or does not end."""
+    """Run a program and return (exit code, stdout and stderr); (127, reason) if it is missing or times out."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -119,9 +119,9 @@ def output_of(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
 
 @contextmanager
 def in_place_of(account: pwd.struct_passwd | None) -> Iterator[None]:
-    """With the account's rights to files and sockets, which only root can take; None: with one's own.
+    """Switch to the account's access rights within the context, which needs root; None: keep the caller's.
 
-    Root itself may write everywhere: what it tries says nothing of the service. All threads change with it.
+    Root may write everywhere, so its own rights would say nothing about the service's. The switch affects all threads.
     """
     if account is None:
         yield

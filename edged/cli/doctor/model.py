@@ -1,4 +1,4 @@
-"""Checks of the model's files, and of the prices that were measured with it.
+"""Checks of the model's files and of its cost profile.
 
 No weight is read; must not import torch.
 """
@@ -22,7 +22,10 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def tensors_of(path: Path) -> dict[str, int]:
-    """Number of elements by tensor name. Raises ValueError, also when the file's length is not what its header says."""
+    """Return the number of elements by tensor name of a safetensors file.
+
+    Raises ValueError if it cannot be read or its length differs from its header.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -34,7 +37,7 @@ def tensors_of(path: Path) -> dict[str, int]:
 
 
 def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
-    """(directory of the model, what is wrong otherwise); nothing is downloaded."""
+    """Return (directory of the model, None), or (None, the problem); nothing is downloaded."""
     path = Path(settings.path).expanduser()
     if settings.path == "demo":
         from edged.models import demo_model_dir
@@ -52,13 +55,13 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
 
     try:
         return Path(snapshot_download(settings.path, local_files_only=True)), None
-    except Exception:  # whatever the hub's client says, the model is not here
+    except Exception:  # any error of the hub's client means that the model is not on this machine
         way_out = "nothing need be done where there is a network: the first start downloads it"
         return None, doubtful(f"{settings.path} was not downloaded yet", way_out)
 
 
 def place(it: Examination) -> Finding | None:
-    """A model that is not here, or a directory that is none."""
+    """Check that the model is on this machine and its directory has a config.json."""
     if it.model_dir is None:
         return find(it.settings.model)[1]
     if _config(it) is None:
@@ -68,7 +71,7 @@ def place(it: Examination) -> Finding | None:
 
 
 def code(it: Examination) -> Finding | None:
-    """Code that the model brings."""
+    """Check whether the model needs Python code of its own (trust_remote_code)."""
     config = _config(it) or {}
     if "auto_map" not in config:
         return None
@@ -97,7 +100,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def weights(it: Examination) -> Finding | None:
-    """All weights there and whole; none is read."""
+    """Check that all weight files exist and have the length that their headers say; no weight is read."""
     folder, config = it.model_dir, _config(it)
     if folder is None or config is None:
         return None
@@ -118,7 +121,7 @@ def weights(it: Examination) -> Finding | None:
 
 
 def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:
-    """How the index of several files and the files differ, or ""."""
+    """Return how the index of a sharded model and its files differ, or ""."""
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return ""
@@ -132,7 +135,7 @@ def _index_problem(folder: Path, held: dict[str, dict[str, int]]) -> str:
 
 
 def tokenizer(it: Examination) -> Finding | None:
-    """A tokenizer, and what it makes of chats."""
+    """Check that there is a tokenizer, and that it has a chat template."""
     folder = it.model_dir
     if folder is None or _config(it) is None:
         return None
@@ -149,13 +152,13 @@ def tokenizer(it: Examination) -> Finding | None:
 
 
 def profile(it: Examination) -> Finding:
-    """Whether prices were measured for this model on this device."""
+    """Check that there is a cost profile for this model on this device."""
     from edged.scheduler.cost.profile import FOLDER, Profile, ProfileError
 
     gpu = it.torch.get("gpu") if it.settings.model.device != "cpu" else None
     measure = "`edged profile`, with nothing else running: until then latencies are guessed and learned"
     setting, name = it.settings.scheduler.profile, name_of(it.settings.model)
-    of, problems = [], []
+    others, problems = [], []
     for path in [Path(setting).expanduser()] if setting else sorted((it.data_dir / FOLDER).glob("*.json")):
         try:
             found = Profile.read(path)
@@ -164,5 +167,5 @@ def profile(it: Examination) -> Finding:
             continue
         if found.subject.model == name and (gpu is None or found.subject.device == gpu):
             return fine(f"{path.name}, of {found.created_at[:10]}")
-        of.append(f"only of {found.subject.model} on {found.subject.device}, not of {name} on {gpu or 'this box'}")
-    return doubtful((problems or of or [f"none of {name}"])[0], measure)
+        others.append(f"only of {found.subject.model} on {found.subject.device}, not of {name} on {gpu or 'this box'}")
+    return doubtful((problems or others or [f"none of {name}"])[0], measure)

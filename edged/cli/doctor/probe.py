@@ -1,7 +1,7 @@
-"""What only torch and transformers can tell, asked in a process of its own that may be slow or fail.
+"""The probe: a process that imports torch and transformers for the checks, as that may be slow or fail.
 
 `python -P -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on torch and the
-device, then one on memory. Must not be imported for more than `Probe` before it runs.
+device, then one on memory. Other modules import nothing but `Probe` from here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from edged.settings.load import Settings
 
 CONTEXT_TOKENS = 4096
-"""Of K/V that should fit, where model.max_context_tokens says nothing."""
+"""Tokens of K/V that should fit, if model.max_context_tokens is not set."""
 
 
 class Probe:
-    """The process, begun at once; its lines are there when `lines` has waited for them."""
+    """The running probe process, started by the constructor; `lines` waits for its results."""
 
     def __init__(self, settings: Settings, model: Path | None) -> None:
-        """`model` None: only torch and the device are looked at."""
+        """Start the process; without a `model` it inspects torch and the device alone."""
         self._found: list[dict[str, Any]] = []
-        # -P: root looks from wherever it stands, and modules that lie there are anybody's.
+        # -P: root may run this in any folder, and must not import modules that other users left there.
         command = [sys.executable, "-P", "-m", "edged.cli.doctor.probe"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -36,7 +36,7 @@ class Probe:
         self._process.stdin = None
 
     def lines(self, timeout_s: float) -> list[dict[str, Any]]:
-        """[torch and device, memory]; empty where nothing came in time. Later calls get what the first one got."""
+        """Return [torch and device, memory], each empty if it did not arrive in time; later calls return the same."""
         if not self._found:
             try:
                 text, _ = self._process.communicate(timeout=timeout_s)
@@ -48,7 +48,7 @@ class Probe:
 
 
 def _device(wanted: str) -> dict[str, Any]:
-    """What torch was built for, and the GPU that it sees."""
+    """Return torch's version and CUDA build, and the properties of the GPU that it sees."""
     import torch
 
     build = {"torch": torch.__version__, "cuda_build": torch.version.cuda or "", "cuda": torch.cuda.is_available()}
@@ -67,7 +67,7 @@ def _device(wanted: str) -> dict[str, Any]:
 
 
 def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str, Any]:
-    """What serving and training take, by the engine's own arithmetic, and what the device has."""
+    """Return the memory that serving and training need, by the engine's memory plan, and the device's memory."""
     import psutil
 
     from edged.bench.memory import plan_memory

@@ -1,4 +1,4 @@
-"""Checks of the service: systemd's units, and the daemon that should answer."""
+"""Checks of the service: systemd's units, and the daemon's answers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FOLDERS = (
 
 
 def unit_file(root: Path, name: str) -> Path | None:
-    """The unit file that systemd takes; None where there is none."""
+    """Return the path of the unit file that systemd uses; None if there is none."""
     return next((path for folder in _FOLDERS if (path := root / folder / name).is_file()), None)
 
 
 def _values(root: Path, unit: str, name: str) -> list[str]:
-    """What the unit's file sets `name` to, line by line; empty without a file."""
+    """Return the values that the unit file gives the key `name`, one a line; empty without a file."""
     path = unit_file(root, unit)
     lines = path.read_text(errors="replace").splitlines() if path is not None else []
     return [line.partition("=")[2].strip() for line in lines if line.startswith(f"{name}=")]
 
 
 def account(root: Path) -> pwd.struct_passwd | None:
-    """Whom the service's unit names as its user; None without a unit, and where the account is root or not there."""
+    """Return the account of the service unit's User=; None without a unit, or if it is root or does not exist."""
     names = _values(root, SERVICE, "User")
     try:
         entry = pwd.getpwnam(names[-1] if names else "root")
@@ -43,7 +43,7 @@ def account(root: Path) -> pwd.struct_passwd | None:
 
 
 def units(it: Examination) -> Finding:
-    """Installed, without mistakes, watched, and started at boot."""
+    """Check that the systemd units are installed, valid, have a watchdog, and start at boot."""
     found = [path for name in (SERVICE, SOCKET) if (path := unit_file(it.root, name)) is not None]
     if not found:
         seen = "not installed: nobody starts edged after a restart, or when it has hung"
@@ -72,7 +72,7 @@ def units(it: Examination) -> Finding:
 
 
 def _unit_state(it: Examination) -> dict[str, str]:
-    """What systemd says of the service, empty where it says nothing."""
+    """Return the service's ActiveState, SubState and StatusText from systemd; "" where it reports none."""
     names = ("ActiveState", "SubState", "StatusText")
     command = ["systemctl", "show", SERVICE, f"--property={','.join(names)}"]
     lines = output_of(command, it.left_s(2.0))[1].splitlines() if (it.root / "run/systemd/system").is_dir() else []
@@ -80,7 +80,7 @@ def _unit_state(it: Examination) -> dict[str, str]:
 
 
 def _starting(unit: dict[str, str]) -> Finding:
-    """Of a service that systemd is starting: for the first time, or again because it did not come up."""
+    """Return the finding for a service that systemd is starting, or restarting after a failed start."""
     seen = f"{SERVICE} is {unit['ActiveState']} ({unit['SubState']}): {unit['StatusText'] or 'it says nothing yet'}"
     if unit["StatusText"].startswith(REFUSED) or unit["SubState"] == "auto-restart":
         return broken(seen, "mend it, then `sudo systemctl restart edged`; `journalctl -u edged -e` says more")
@@ -88,11 +88,11 @@ def _starting(unit: dict[str, str]) -> Finding:
 
 
 def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
-    """Whether it answers and serves; whether it runs at all; the settings in use, where it tells them to this user."""
+    """Check the daemon: (finding, whether it runs, its settings or None if it does not give them to this user)."""
     listens = (Path(value) for value in _values(it.root, SOCKET, "ListenStream") if value.startswith("/"))
     sockets, theirs, unit = it.sockets, next(listens, None), _unit_state(it)
     if theirs is not None and unit["ActiveState"] in ("inactive", "failed", "activating"):
-        # To ask there would start a daemon that does not run; one that starts need not answer for minutes.
+        # Connecting there would start a daemon that does not run, and one that starts may not answer for minutes.
         sockets = tuple(path for path in sockets if path != theirs)
         if not any(path.exists() for path in sockets):
             if unit["ActiveState"] == "activating":
@@ -107,7 +107,7 @@ def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
             seen = f"none answers on {' or '.join(map(str, sockets))}"
             return doubtful(seen, "`sudo systemctl start edged`, or `edged serve`"), False, None
         except DaemonError as error:
-            return _unwell(error), True, None
+            return _unhealthy(error), True, None
     version = status["version"]
     if version != edged.__version__:
         seen = f"{version} runs, {edged.__version__} is installed"
@@ -117,8 +117,8 @@ def daemon(it: Examination) -> tuple[Finding, bool, Settings | None]:
     return fine(f"{version} serves {status['model']['name']}, up {duration(status['uptime_s'])}"), True, served
 
 
-def _unwell(error: DaemonError) -> Finding:
-    """Of a daemon that is there and does not answer as it should."""
+def _unhealthy(error: DaemonError) -> Finding:
+    """Return the finding for a daemon that runs but does not answer normally."""
     if not isinstance(error, Refused):
         return broken(str(error), "restart it; systemd's watchdog would have")
     if error.code in ("loading", "draining"):

@@ -1,4 +1,4 @@
-"""Checks of what edged keeps and where: disk, folders, database, learned adapters.
+"""Checks of edged's storage: disk, folders, database, adapters.
 
 Must not import torch.
 """
@@ -24,7 +24,7 @@ from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
-"""Of SQLite's virtual machine, between two looks at the time."""
+"""SQLite virtual machine operations between two checks of the time limit."""
 _AS_OWNER = "run this as the user that edged runs as, or as root"
 _LET_IN = (
     'set api.socket_mode = "0666" (under systemd, SocketMode=0666 in edged.socket): each account then speaks for '
@@ -33,7 +33,7 @@ _LET_IN = (
 
 
 def disk(it: Examination) -> Finding:
-    """Room for the database, adapters and spilled prefixes."""
+    """Check the free disk space for the database, adapters and offloaded prefixes."""
     folder = _nearest(it.data_dir)
     try:
         space, files = shutil.disk_usage(folder), os.statvfs(folder)
@@ -51,10 +51,10 @@ def disk(it: Examination) -> Finding:
 
 
 def data_folder(it: Examination) -> Finding:
-    """Whether edged may write where its data are, and whether others may read there."""
+    """Check that edged can write to its data folder, and that other accounts cannot read it."""
     folder, account = it.data_dir, it.account
     if not folder.exists():
-        # The unit's own is made by systemd.
+        # systemd creates the unit's StateDirectory, as root.
         with in_place_of(None if folder == Path(INSTALLED_DATA_DIR) else account):
             problem = _cannot_write(_nearest(folder))
         if problem:
@@ -75,14 +75,14 @@ def data_folder(it: Examination) -> Finding:
 
 
 def socket_folder(it: Examination) -> Finding:
-    """Whether the daemon may make its socket, and whether this user may use it."""
+    """Check that the daemon can create its socket, and that this user may connect to it."""
     path = it.sockets[0]
     if path.exists():
         mode = stat.S_IMODE(path.stat().st_mode)
         seen = f"{path}, group {_group_of(path)}, mode {mode:o}"
         if not os.access(path, os.R_OK | os.W_OK):
             return doubtful(f"{seen}: this user may not use it", _LET_IN)
-        # Everybody may connect to what [access] guards: each account speaks for itself.
+        # A socket that is open to all is fine: [access] limits each account to itself.
         return fine(f"{seen}, each account for itself" if mode & 0o006 == 0o006 else seen)
     if problem := _cannot_write(_nearest(path.parent)):
         way_out = "give --socket (or EDGED_SOCKET, or api.socket) a path in a folder where this user may write"
@@ -91,7 +91,7 @@ def socket_folder(it: Examination) -> Finding:
 
 
 def _out_of_reach(folder: Path) -> str:
-    """The first part of the data that may not be read and written, or ""."""
+    """Return the first file or folder of the data that is not readable and writable, in words, or ""."""
     adapters = folder / ADAPTERS_FOLDER
     files = [folder, folder / LOCK_FILE, *folder.glob(f"{DATABASE_FILE}*"), adapters]
     for part in itertools.chain(files, adapters.rglob("*")):
@@ -109,17 +109,20 @@ def _group_of(path: Path) -> str:
 
 
 def _closed(folder: Path) -> bool:
-    """Whether it is there, and this user may not look into it."""
+    """Whether the folder exists and this user may not read it."""
     return folder.exists() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or its nearest parent folder that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _cannot_write(folder: Path) -> str:
-    """Why no file can be made in a folder, or "": modes do not say it of root, of read-only disks and of sandboxes."""
+    """Return why no file can be created in a folder, or "".
+
+    It tries: modes alone do not say for root, read-only disks and sandboxes.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return ""
@@ -130,7 +133,7 @@ def _cannot_write(folder: Path) -> str:
 
 
 def database(it: Examination) -> Finding:
-    """SQLite's own check, on a connection that cannot write, and the schema's version."""
+    """Check the database with SQLite's quick_check, on a read-only connection, and its schema version."""
     from edged.store.migrations import MIGRATIONS, UnknownMigration, known_of
 
     path = it.data_dir / DATABASE_FILE
@@ -170,14 +173,14 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
-        # Where the folder cannot be written, not even the shared memory of a write-ahead log can be made.
+        # In a read-only folder the shared-memory file of the write-ahead log cannot be created.
         connection.close()
         connection = sqlite3.connect(f"{uri}?immutable=1", uri=True)
     return connection
 
 
 def adapters(it: Examination) -> Finding:
-    """The newest version of every adapter on disk: all files there, whole, and as they were written."""
+    """Check the newest version of every adapter on disk: files complete, readable, and with the right checksums."""
     if _closed(it.data_dir):
         return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
     versions = sorted((it.data_dir / ADAPTERS_FOLDER).glob("*/*/v[0-9]*"))
@@ -199,7 +202,7 @@ def adapters(it: Examination) -> Finding:
 
 
 def language(it: Examination) -> Finding | None:
-    """Adapters whose latest test says that they stray from the base's language."""
+    """Check for adapters whose latest held-out test exceeds guard.max_kl_nats (mean KL to the base per token)."""
     path, guard = it.data_dir / DATABASE_FILE, it.settings.guard
     if not path.exists() or _closed(it.data_dir):
         return None
@@ -222,7 +225,7 @@ def language(it: Examination) -> Finding | None:
 
 
 def _damage(folder: Path, sums: bool) -> str:
-    """What is wrong with a version, or ""; checksums are looked at where `sums`."""
+    """Return what is wrong with an adapter version's files, or ""; `sums` verifies checksums, too."""
     try:
         expected: dict[str, str] = json.loads((folder / "edged.json").read_text())["sha256"]
         for name, checksum in expected.items():
