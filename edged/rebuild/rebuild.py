@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
-from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.engine.build import lora_spec
 from edged.engine.lora.linear import NoSuchLinears, target_linears
 from edged.engine.model.loading import load_pretrained
@@ -22,7 +22,7 @@ from edged.rebuild.stored import RebuildError, StoredPairs, stored_pairs
 from edged.rebuild.training import REBUILT, Recipe, check_trl, train
 from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now, utc_text
-from edged.store.adapters import Version, insert_version, set_version_saved
+from edged.store.adapters import insert_version, set_version_saved
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
 from edged.tensors.cpu_threads import CpuThreads
 from edged.text.tokenizer import Tokenizer
@@ -142,10 +142,8 @@ class Rebuild:
                 self._files.check(self.adapter, number)
             except (AdapterError, OSError) as error:
                 raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error
-            made = Version(
-                self.adapter, number, utc_text(utc_now()), self.online_version, REASON, len(self.pairs.learned)
-            )
-            store.write(lambda db: insert_version(db, made)).result()
+            made = VersionPublished(self.adapter, number, self.online_version, REASON, len(self.pairs.learned))
+            store.write(lambda db: insert_version(db, utc_text(utc_now()), asdict(made))).result()
             store.write(lambda db: set_version_saved(db, self.adapter, number, str(path), removed)).result()
             return number
         finally:

@@ -9,7 +9,6 @@ hard links are copies. The manifest is the tar's last member: a file that breaks
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.archive import END, chunks, header, padding
+from edged.store.archive import END, Content, member
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sha256_of, sync
 from edged.store.timestamps import utc_now, utc_text
 
@@ -140,16 +139,22 @@ def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
     files: dict[str, dict[str, Any]] = {}
     for path in _files(folder):
         name = path.relative_to(folder).as_posix()
-        size, digest = path.stat().st_size, hashlib.sha256()
-        yield header(name, size)
         with path.open("rb") as file:
-            for chunk in chunks(file):
-                digest.update(chunk)
-                yield chunk
-        yield padding(size)
-        files[name] = {"bytes": size, "sha256": digest.hexdigest()}
-    text = json.dumps(_manifest(folder, data_dir, files), indent=1).encode()
-    yield header(MANIFEST, len(text)) + text + padding(len(text)) + END
+            content = Content(file)
+            yield from member(name, path.stat().st_size, content)
+        files[name] = content.facts
+    versions = sorted(path.relative_to(folder / ADAPTERS_FOLDER).parts for path in folder.glob("adapters/*/*/v*"))
+    manifest = {
+        "format": FORMAT,
+        "edged": edged.__version__,
+        "created_at": utc_text(utc_now()),
+        "data_dir": str(data_dir),
+        "adapters": [{"base": base, "adapter": name, "version": int(v[1:])} for base, name, v in versions],
+        "files": files,
+    }
+    text = json.dumps(manifest, indent=1).encode()
+    yield from member(MANIFEST, len(text), [text])
+    yield END
 
 
 def total_bytes(folder: Path) -> int:
@@ -159,18 +164,6 @@ def total_bytes(folder: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _manifest(folder: Path, data_dir: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    versions = sorted(path.relative_to(folder / ADAPTERS_FOLDER).parts for path in folder.glob("adapters/*/*/v*"))
-    return {
-        "format": FORMAT,
-        "edged": edged.__version__,
-        "created_at": utc_text(utc_now()),
-        "data_dir": str(data_dir),
-        "adapters": [{"base": base, "adapter": name, "version": int(v[1:])} for base, name, v in versions],
-        "files": files,
-    }
 
 
 def write_file(chunks: Iterable[bytes], path: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sqlite_utils import Database
 
-from edged.store.rows import columns_of, field_values, insert_row, json_tuple
+from edged.store.rows import field_values, insert_row, record_of
 
 Message = Mapping[str, Any]
 UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
@@ -89,15 +89,12 @@ def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_id
 
 def insert_completion(db: Database, completion: Completion) -> None:
     """Add a completion with its choices."""
-    row = field_values(completion)
-    del row["choices"]
-    row |= {"messages": json_text(completion.messages), "prompt": plain_text(completion.prompt)}
-    row |= {"prompt_key": completion.prompt_key, "prompt_ids": json_text(completion.prompt_ids)}
+    row = field_values(completion) | {"prompt_key": completion.prompt_key}
     row |= {"prompt_tokens": len(completion.prompt_ids), "choice_count": len(completion.choices)}
+    del row["choices"]
     insert_row(db, "completions", row)
     for choice in completion.choices:
-        texts = {"text": plain_text(choice.text), "token_ids": json_text(choice.token_ids)}
-        insert_row(db, "choices", {"completion_id": completion.id, **field_values(choice), **texts})
+        insert_row(db, "choices", {"completion_id": completion.id, **field_values(choice)})
 
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:
@@ -143,21 +140,5 @@ def _completions(db: Database, rows: Iterable[dict[str, Any]]) -> list[Completio
         "SELECT * FROM choices WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY completion_id, choice",
         [json.dumps(list(choices))],
     ):
-        choice = Choice(**{**columns_of(Choice, row), "token_ids": json_tuple(row["token_ids"])})
-        choices[row["completion_id"]].append(choice)
-    return [_completion(row, choices[row["id"]]) for row in found]
-
-
-def _completion(row: dict[str, Any], choices: list[Choice]) -> Completion:
-    json_columns = {"messages": json_tuple(row["messages"]), "prompt_ids": json_tuple(row["prompt_ids"])}
-    return Completion(**{**columns_of(Completion, row), **json_columns, "choices": tuple(choices)})
-
-
-def json_text(value: Any) -> str | None:
-    """`value` as the JSON text of a column; None stays NULL."""
-    return None if value is None else plain_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
-
-
-def plain_text(text: str | None) -> str | None:
-    """`text` as UTF-8 can say it: JSON may carry half a surrogate pair, which becomes "?"."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+        choices[row["completion_id"]].append(record_of(Choice, row))
+    return [record_of(Completion, row, choices=tuple(choices[row["id"]])) for row in found]

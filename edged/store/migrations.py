@@ -37,49 +37,32 @@ class UnknownMigration(RuntimeError):
         self.seen, self.way_out = seen, way_out
 
 
-def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> list[str]:
-    """Apply what the file lacks of `migrations` (default: all), each in its own transaction; returns the names applied.
-
-    Raises UnknownMigration when the file has one that is not in the list.
-    """
-    todo = MIGRATIONS if migrations is None else migrations
-    db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
-    names = _names(db)
-    applied = known_of(names, todo)
-    if names >= FOLDED:
-        with db.atomic():
-            db.execute("UPDATE migrations SET name = ? WHERE name = ?", [m009_schema.__name__, max(FOLDED)])
-            db.execute(f"DELETE FROM migrations WHERE name IN ({', '.join('?' * len(FOLDED))})", [*FOLDED])
-    fresh = [migration for migration in todo if migration.__name__ not in applied]
-    for migration in fresh:
-        with db.atomic():
-            migration(db)
-            db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
-    return [migration.__name__ for migration in fresh]
-
-
-def check_known(db: Database) -> None:
-    """Raises UnknownMigration when the file has a migration that is none of ours."""
-    known_of(_names(db))
-
-
-def _names(db: Database) -> set[str]:
-    return {name for (name,) in db.execute("SELECT name FROM migrations")}
-
-
-def known_of(names: set[str], migrations: tuple[Migration, ...] | None = None) -> set[str]:
-    """Which of `migrations` (default: all) a file has whose table names these. Raises UnknownMigration."""
-    folded = names & FOLDED
-    if folded and folded != FOLDED:
-        raise UnknownMigration(
-            f"was left by an edged from before the first release ({len(folded)} of its {len(FOLDED)} migrations)",
-            "no later one can use it; move it away, and restore another backup or start anew",
-        )
-    applied = names - FOLDED | ({m009_schema.__name__} if folded else set())
-    known = {migration.__name__ for migration in (MIGRATIONS if migrations is None else migrations)}
-    if unknown := sorted(applied - known):
-        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]})", "install that version")
-    return applied
+_VERSION = """adapter TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    created_at TEXT NOT NULL,
+    parent INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    pairs INTEGER NOT NULL,
+    loss REAL,
+    grad_norm REAL,
+    step_s REAL NOT NULL,
+    path TEXT"""
+_SCORE = """chosen_logp REAL NOT NULL,
+    rejected_logp REAL NOT NULL,
+    ref_chosen_logp REAL NOT NULL,
+    ref_rejected_logp REAL NOT NULL,
+    win INTEGER NOT NULL,
+    logp_difference REAL NOT NULL,
+    reward_margin REAL NOT NULL,
+    reward_correct INTEGER NOT NULL,
+    loss REAL NOT NULL,
+    kl_nats REAL"""
+_STEP = """created_at TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    pair_ids TEXT NOT NULL,
+    reason TEXT NOT NULL"""
+"""Columns of a version, of a pair's score and of a skipped step, whose tables have a shelf each."""
 
 
 def m009_schema(db: Database) -> None:
@@ -165,22 +148,13 @@ def m009_schema(db: Database) -> None:
     db.execute("CREATE INDEX pairs_by_chosen ON pairs (chosen_completion_id)")
     db.execute("CREATE INDEX pairs_by_rejected ON pairs (rejected_completion_id)")
     # What each adapter's versions are, how well they do, and the steps that were not taken.
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE adapter_versions (
-            adapter TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            created_at TEXT NOT NULL,
-            parent INTEGER NOT NULL,
-            reason TEXT NOT NULL,
-            pairs INTEGER NOT NULL,
-            loss REAL,
-            grad_norm REAL,
-            step_s REAL NOT NULL,
-            path TEXT,
+            {_VERSION},
             on_disk INTEGER NOT NULL DEFAULT 0,
             PRIMARY KEY (adapter, version)
         )""")
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE alignment_metrics (
             id INTEGER PRIMARY KEY,
             created_at TEXT NOT NULL,
@@ -188,27 +162,14 @@ def m009_schema(db: Database) -> None:
             version INTEGER NOT NULL,
             pair_id INTEGER NOT NULL REFERENCES pairs (id),
             split TEXT NOT NULL CHECK (split IN ('prequential', 'held_out')),
-            chosen_logp REAL NOT NULL,
-            rejected_logp REAL NOT NULL,
-            ref_chosen_logp REAL NOT NULL,
-            ref_rejected_logp REAL NOT NULL,
-            win INTEGER NOT NULL,
-            logp_difference REAL NOT NULL,
-            reward_margin REAL NOT NULL,
-            reward_correct INTEGER NOT NULL,
-            loss REAL NOT NULL,
-            kl_nats REAL
+            {_SCORE}
         )""")
     db.execute("CREATE INDEX metrics_by_adapter ON alignment_metrics (adapter, split, version)")
     db.execute("CREATE INDEX metrics_by_pair ON alignment_metrics (pair_id)")
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE skipped_steps (
             id INTEGER PRIMARY KEY,
-            created_at TEXT NOT NULL,
-            adapter TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            pair_ids TEXT NOT NULL,
-            reason TEXT NOT NULL
+            {_STEP}
         )""")
     # A bounded sample of the engine's iterations.
     db.execute("""
@@ -227,35 +188,22 @@ def m009_schema(db: Database) -> None:
     # Which base model the learning tables speak of.
     db.execute("CREATE TABLE served_base (fingerprint TEXT NOT NULL)")
     # Where the versions and skipped steps of other base models wait.
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE shelved_versions (
             base TEXT NOT NULL,
-            adapter TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            created_at TEXT NOT NULL,
-            parent INTEGER NOT NULL,
-            reason TEXT NOT NULL,
-            pairs INTEGER NOT NULL,
-            loss REAL,
-            grad_norm REAL,
-            step_s REAL NOT NULL,
-            path TEXT,
+            {_VERSION},
             on_disk INTEGER NOT NULL,
             PRIMARY KEY (base, adapter, version)
         )""")
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE shelved_steps (
             base TEXT NOT NULL,
             id INTEGER NOT NULL,
-            created_at TEXT NOT NULL,
-            adapter TEXT NOT NULL,
-            version INTEGER NOT NULL,
-            pair_ids TEXT NOT NULL,
-            reason TEXT NOT NULL,
+            {_STEP},
             PRIMARY KEY (base, id)
         )""")
     # Where the scores of pairs on other base models wait, and how far the pairs had come there.
-    db.execute("""
+    db.execute(f"""
         CREATE TABLE shelved_metrics (
             base TEXT NOT NULL,
             id INTEGER NOT NULL,
@@ -264,16 +212,7 @@ def m009_schema(db: Database) -> None:
             version INTEGER NOT NULL,
             pair_id INTEGER NOT NULL REFERENCES pairs (id) ON DELETE CASCADE,
             split TEXT NOT NULL,
-            chosen_logp REAL NOT NULL,
-            rejected_logp REAL NOT NULL,
-            ref_chosen_logp REAL NOT NULL,
-            ref_rejected_logp REAL NOT NULL,
-            win INTEGER NOT NULL,
-            logp_difference REAL NOT NULL,
-            reward_margin REAL NOT NULL,
-            reward_correct INTEGER NOT NULL,
-            loss REAL NOT NULL,
-            kl_nats REAL,
+            {_SCORE},
             PRIMARY KEY (base, id)
         )""")
     db.execute("CREATE INDEX shelved_metrics_by_pair ON shelved_metrics (pair_id)")
@@ -326,3 +265,46 @@ def m010_language(db: Database) -> None:
 
 
 MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language)
+
+
+def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> list[str]:
+    """Apply what the file lacks of `migrations` (default: all), each in its own transaction; returns the names applied.
+
+    Raises UnknownMigration when the file has one that is not in the list.
+    """
+    db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL)")
+    names = _names(db)
+    applied = known_of(names, migrations)
+    if names >= FOLDED:
+        with db.atomic():
+            db.execute("UPDATE migrations SET name = ? WHERE name = ?", [m009_schema.__name__, max(FOLDED)])
+            db.execute(f"DELETE FROM migrations WHERE name IN ({', '.join('?' * len(FOLDED))})", [*FOLDED])
+    fresh = [migration for migration in migrations if migration.__name__ not in applied]
+    for migration in fresh:
+        with db.atomic():
+            migration(db)
+            db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
+    return [migration.__name__ for migration in fresh]
+
+
+def check_known(db: Database) -> None:
+    """Raises UnknownMigration when the file has a migration that is none of ours."""
+    known_of(_names(db))
+
+
+def _names(db: Database) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM migrations")}
+
+
+def known_of(names: set[str], migrations: tuple[Migration, ...] = MIGRATIONS) -> set[str]:
+    """Which of `migrations` (default: all) a file has whose table names these. Raises UnknownMigration."""
+    folded = names & FOLDED
+    if folded and folded != FOLDED:
+        raise UnknownMigration(
+            f"was left by an edged from before the first release ({len(folded)} of its {len(FOLDED)} migrations)",
+            "no later one can use it; move it away, and restore another backup or start anew",
+        )
+    applied = names - FOLDED | ({m009_schema.__name__} if folded else set())
+    if unknown := sorted(applied - {migration.__name__ for migration in migrations}):
+        raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]})", "install that version")
+    return applied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,14 +17,8 @@ from typing import IO, Any
 
 from sqlite_utils import Database
 
-from edged.store.archive import chunks
-from edged.store.backup import (
-    CONFIG_FILE,
-    FORMAT,
-    MANIFEST,
-    PROFILES_FOLDER,
-    BackupError,
-)
+from edged.store.archive import Content
+from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
@@ -137,15 +130,12 @@ def _read_manifest(file: Path, content: IO[bytes]) -> dict[str, Any]:
 
 def _take(content: IO[bytes], target: Path | None) -> dict[str, Any]:
     """Read a member to its end, into `target` where there is one; its size and hash."""
-    size, digest = 0, hashlib.sha256()
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
+    read = Content(content)
     with open(os.devnull if target is None else target, "wb" if target is None else "xb") as out:
-        for chunk in chunks(content):
-            size += len(chunk)
-            digest.update(chunk)
-            out.write(chunk)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        out.writelines(read)
+    return read.facts
 
 
 def _check_database(file: Path, path: Path) -> dict[str, int]:

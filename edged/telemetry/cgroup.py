@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """The tightest bound on memory among a control group and those that it lies in."""
 
-    total_bytes: int
     available_bytes: int
     """What is left below the bound; reclaimable page cache counts as left, as it does in MemAvailable."""
+    total_bytes: int
 
 
 class ControlGroup:
@@ -37,14 +36,11 @@ class ControlGroup:
         """The tightest of `memory.max` and `memory.high`; None where nothing is bounded."""
         bounds = []
         for folder in self._folders:
-            most = min(
-                (m for name in ("memory.max", "memory.high") if (m := _number(folder / name)) is not None), default=None
-            )
             used = _number(folder / "memory.current")
-            if most is None or used is None:
-                continue
-            bounds.append(Bound(most, max(0, most - max(0, used - _reclaimable(folder)))))
-        return min(bounds, key=lambda bound: bound.available_bytes, default=None)
+            for most in (_number(folder / "memory.max"), _number(folder / "memory.high")):
+                if most is not None and used is not None:
+                    bounds.append(Bound(max(0, most - max(0, used - _reclaimable(folder))), most))
+        return min(bounds, default=None)
 
     def pressure(self) -> float | None:
         """`some avg10` of `memory.pressure` in percent."""

@@ -13,8 +13,7 @@ from edged.telemetry.cgroup import ControlGroup
 from edged.telemetry.host import Host
 from edged.telemetry.jetson import Jetson, is_jetson
 from edged.telemetry.nvml import Nvml
-from edged.telemetry.reading import Reading, merged
-from edged.telemetry.source import Source, SourceAbsent
+from edged.telemetry.reading import Reading, Source, SourceAbsent, merged
 
 log = logging.getLogger("edged.telemetry")
 EVERY_S = 1.0
@@ -80,13 +79,13 @@ class DeviceMonitor:
 
     def _sample(self) -> Reading:
         now = time.monotonic()
-        return merged(now, [part for source in self._sources if (part := self._ask(source, now)) is not None])
+        return merged(now, [self._ask(source, now) for source in self._sources])
 
-    def _ask(self, source: Source, now: float) -> dict[str, Any] | None:
-        """What a source reads; None while it is absent, of which the log hears once for each reason."""
+    def _ask(self, source: Source, now: float) -> dict[str, Any]:
+        """What a source reads; nothing while it is absent, of which the log hears once for each reason."""
         known, again_s = self._absent.get(source.name, ("", 0.0))
         if now < again_s:
-            return None
+            return {}
         try:
             part = source.read()
         except SourceAbsent as error:
@@ -94,7 +93,7 @@ class DeviceMonitor:
                 log.info("%s is not read: %s", source.name, error)
             self._absent[source.name] = (str(error), now + TRY_AGAIN_S)
             source.close()
-            return None
+            return {}
         if self._absent.pop(source.name, None):
             log.info("%s is read again", source.name)
         return part
