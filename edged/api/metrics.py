@@ -36,18 +36,18 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def observing(app: web.Application) -> AsyncIterator[None]:
     """While the application runs, no record is overwritten before the histograms have it."""
-    task = asyncio.create_task(_drain(app[LIFECYCLE], app[OBSERVER]))
+
+    async def drain() -> None:
+        while True:
+            await asyncio.sleep(DRAIN_EVERY_S)
+            if (services := app[LIFECYCLE].services) is not None:
+                await asyncio.to_thread(app[OBSERVER].drain, services.engine)
+
+    task = asyncio.create_task(drain())
     yield
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-async def _drain(lifecycle: Lifecycle, observer: Observer) -> None:
-    while True:
-        await asyncio.sleep(DRAIN_EVERY_S)
-        if lifecycle.services is not None:
-            await asyncio.to_thread(observer.drain, lifecycle.services.engine)
 
 
 def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
