@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 from edged.align.feedback.pair import PairRetired, PairScored, Record, VersionPublished
 from edged.engine.stats.iterations import Iteration
-from edged.scheduler.task import Kind
 
 log = logging.getLogger("edged.api")
 
@@ -164,21 +163,13 @@ class Feed:
 
 def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
     """A record as the stream shows it; `unix_s` is the Unix time at which the monotonic clock began."""
-    times_s = {
-        "latency": record.elapsed_s,
-        "decision": record.decision_s,
-        "budget": record.budget_s,
-        "predicted": record.predicted_forward_s + record.predicted_units_s,
-        "prefill": record.prefill_s,
-        "decode": record.decode_s,
-        "finetune": record.finetune_s,
-    }
+    parts = {f"{part}_ms": getattr(record, f"{part}_s") * 1e3 for part in ("decision", "prefill", "decode", "finetune")}
+    predicted_ms = (record.predicted_forward_s + record.predicted_units_s) * 1e3
+    values = {**record.report(), **parts, "predicted_ms": predicted_ms}
     return {
         "number": record.number,
         "at_s": round(unix_s + record.started_s, 4),
-        **{f"{name}_ms": None if time_s is None else round(time_s * 1e3, 3) for name, time_s in times_s.items()},
-        **{f"{kind}_tokens": record.tokens(kind) for kind in Kind},
-        "finetune_units": len(record.units),
+        **{name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()},
         "preempted": len(record.preempted),
         "free_pages": record.free_pages,
     }

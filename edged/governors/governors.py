@@ -51,9 +51,8 @@ class Governors:
     def hear(self, reading: Reading) -> None:
         """Govern by a reading."""
         use = self._use()
-        self._energy.add(
-            reading.at_s, reading.power_w, use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained
-        )
+        work = (use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained)
+        self._energy.add(reading.at_s, reading.power_w, *work)
         enabled = self._settings.now.governor.enabled
         step, share, limits = self._memory.step, self._power.share, EngineLimits()
         if enabled:
@@ -76,31 +75,17 @@ class Governors:
         memory, power = self._memory, self._power
         if memory.step != step:
             held = ", ".join(memory.holds) or "nothing"
-            logs.event(
-                log,
-                logging.INFO,
-                "memory_governor",
-                f"memory governor: step {memory.step} of 4, was {step}; it holds {held}: {memory.reason}",
-                step=memory.step,
-                before=step,
-                holds=memory.holds,
-            )
+            message = f"memory governor: step {memory.step} of 4, was {step}; it holds {held}: {memory.reason}"
+            facts: dict[str, Any] = {"step": memory.step, "before": step, "holds": memory.holds}
+            logs.event(log, logging.INFO, "memory_governor", message, **facts)
         if power.share != share:
             why = "; ".join(power.reasons) or "nothing holds it back any more"
-            logs.event(
-                log,
-                logging.INFO,
-                "power_governor",
-                f"power governor: fine-tuning gets {100 * power.share:.0f} % of the time, had {100 * share:.0f} %: "
-                f"{why}",
-                finetune_share=power.share,
-                before=share,
-            )
+            shares = f"fine-tuning gets {100 * power.share:.0f} % of the time, had {100 * share:.0f} %"
+            message = f"power governor: {shares}: {why}"
+            logs.event(log, logging.INFO, "power_governor", message, finetune_share=power.share, before=share)
         if power.throttled and not self._throttled:
-            message = (
-                f"the device is throttled ({', '.join(power.throttled)}): "
-                f"iterations take {use.drift:.2f} times as long as usual"
-            )
+            slower = f"iterations take {use.drift:.2f} times as long as usual"
+            message = f"the device is throttled ({', '.join(power.throttled)}): {slower}"
             logs.event(log, logging.WARNING, "throttled", message, reasons=list(power.throttled), drift=use.drift)
         elif self._throttled and not power.throttled:
             logs.event(log, logging.INFO, "throttled", "the device is not throttled any more", reasons=[])

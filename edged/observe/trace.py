@@ -26,6 +26,9 @@ ITERATIONS, DECISIONS, FORWARDS, UNITS = 1, 2, 3, 4
 _PROCESSES = {ENGINE: "edged engine", REQUESTS: "requests", FINETUNING: "fine-tuning"}
 _TRACKS = {ITERATIONS: "iterations", DECISIONS: "decisions", FORWARDS: "forwards", UNITS: "units"}
 
+_Unit = tuple[str, float, float, int]
+"""A unit's kind, beginning, end and tokens."""
+
 
 class Tracer:
     """Turns records into events; it remembers which tasks have a named track already."""
@@ -69,7 +72,7 @@ class Tracer:
             # Of the whole process: it is seen wherever one looks.
             event = _event("i", "preempted", started, args={"task": task, "request": request, "adapter": adapter})
             yield {**event, "s": "p"}
-        counters: dict[str, dict[str, float]] = {
+        counters: dict[str, Mapping[str, float]] = {
             "free pages": {"pages": record.free_pages},
             "waiting requests": {"requests": record.waiting},
             "tokens": _tokens(record),
@@ -92,10 +95,6 @@ class Tracer:
             yield _slice(*track, member.kind, *forward, iteration=record.number, **facts)
         for kind, begin, until, tokens in units:
             yield _slice(*track, kind, begin, until, tokens=tokens, iteration=record.number)
-
-
-_Unit = tuple[str, float, float, int]
-"""A unit's kind, beginning, end and tokens."""
 
 
 def _units(record: Iteration) -> list[float]:

@@ -97,10 +97,9 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
     deletions = {
         "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
-        "skipped_steps": "adapter = :adapter",
-        "adapter_versions": "adapter = :adapter",
-        "shelved_steps": "adapter = :adapter",
-        "shelved_versions": "adapter = :adapter",
+        **dict.fromkeys(
+            ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions"), "adapter = :adapter"
+        ),
         "quarantine": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,

@@ -92,13 +92,10 @@ def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
     for adapter in sorted(source.glob("*/*")):
         for version in sorted(adapter.glob("v[0-9]*"), reverse=True):
             copy = target / version.relative_to(source)
-            try:
+            # One that goes while it is copied is not whole: there are newer ones.
+            with suppress(OSError, shutil.Error):
                 shutil.copytree(version, copy, copy_function=_link)
-                whole = is_whole(copy)
-            except (OSError, shutil.Error):
-                # It went while it was copied: there are newer ones.
-                whole = False
-            if not whole:
+            if not is_whole(copy):
                 shutil.rmtree(copy, ignore_errors=True)
             elif not all_versions:
                 break
@@ -137,7 +134,7 @@ def is_whole(version: Path) -> bool:
 def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
     """The tar of a staged folder, in chunks; the manifest is made on the way. Raises OSError."""
     files: dict[str, dict[str, Any]] = {}
-    for path in _files(folder):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         with path.open("rb") as file:
             content = Content(file)
@@ -155,15 +152,6 @@ def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
     text = json.dumps(manifest, indent=1).encode()
     yield from member(MANIFEST, len(text), [text])
     yield END
-
-
-def total_bytes(folder: Path) -> int:
-    """What `stream` comes to, but for headers and manifest."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def write_file(chunks: Iterable[bytes], path: Path) -> int:

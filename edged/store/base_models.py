@@ -61,8 +61,7 @@ def base_name(data_dir: Path, fingerprint: str) -> str:
 
 def served_base(db: Database) -> str | None:
     """Fingerprint of the base that the learning tables speak of; None before the first."""
-    fingerprint: str | None = first_value(db, "SELECT fingerprint FROM served_base")
-    return fingerprint
+    return first_value(db, "SELECT fingerprint FROM served_base")
 
 
 def serve_base(db: Database, fingerprint: str, learn: bool = False) -> bool:

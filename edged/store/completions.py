@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,7 +99,8 @@ def insert_completion(db: Database, completion: Completion) -> None:
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:
     """The completion of that id with its choices in order; None when there is none (any more)."""
-    return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
+    row = next(db.query("SELECT * FROM completions WHERE id = ?", [completion_id]), None)
+    return _completion(db, row) if row else None
 
 
 def last_answers(db: Database) -> dict[str, str]:
@@ -129,16 +130,10 @@ def completions_of_prompt(
            ORDER BY rowid DESC LIMIT :limit""",
         {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit},
     )
-    return _completions(db, rows)
+    return [_completion(db, row) for row in rows]
 
 
-def _completions(db: Database, rows: Iterable[dict[str, Any]]) -> list[Completion]:
-    """Rows of `completions` with their choices."""
-    found = list(rows)
-    choices: dict[str, list[Choice]] = {row["id"]: [] for row in found}
-    for row in db.query(
-        "SELECT * FROM choices WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY completion_id, choice",
-        [json.dumps(list(choices))],
-    ):
-        choices[row["completion_id"]].append(record_of(Choice, row))
-    return [record_of(Completion, row, choices=tuple(choices[row["id"]])) for row in found]
+def _completion(db: Database, row: dict[str, Any]) -> Completion:
+    """A row of `completions` with its choices."""
+    choices = db.query("SELECT * FROM choices WHERE completion_id = ? ORDER BY choice", [row["id"]])
+    return record_of(Completion, row, choices=tuple(record_of(Choice, choice) for choice in choices))

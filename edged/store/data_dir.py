@@ -39,6 +39,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_bytes(path: Path) -> int:
+    """The size of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none."""
     size = 0

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import sync
+from edged.store.data_dir import file_bytes, sync
 from edged.store.lock import FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, migrate
 from edged.store.rows import first_value
@@ -68,6 +68,8 @@ class Store:
         self.failed = ""
         """Why nothing is written any more, though the store is open: the disk did not keep what it was told to."""
         self._mark = self.path.with_name(f"{self.path.name}.suspect")
+        self.log_path = self.path.with_name(f"{self.path.name}-wal")
+        """SQLite's write-ahead log."""
         try:
             # What people said is in here and under it: others of this box have no business there.
             self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -179,8 +181,7 @@ class Store:
         """The writer's connection to a migrated file."""
         created = not self.path.exists()
         # A clean end leaves no log behind: this file saw a power cut, or something like it.
-        log_file = self.path.with_name(self.path.name + "-wal")
-        torn = not created and log_file.exists() and log_file.stat().st_size > 0
+        torn = not created and file_bytes(self.log_path) > 0
         try:
             db = self._connect()
             if torn and (found := first_value(db, "PRAGMA quick_check(1)")) != "ok":

@@ -56,8 +56,7 @@ def begin_forgetting(db: Database, name: str, now: str) -> Erased:
 
 def unfinished(db: Database) -> list[tuple[str, str]]:
     """(user, when it began) of what a crash interrupted."""
-    rows: list[tuple[str, str]] = db.execute("SELECT adapter, started_at FROM forgetting").fetchall()
-    return rows
+    return db.execute("SELECT adapter, started_at FROM forgetting").fetchall()
 
 
 def end_forgetting(db: Database, name: str) -> None:

@@ -189,12 +189,11 @@ def pair_ids_of(
 
 def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:
     """Ids of the explicit pair of these very texts that was not trained on yet, and of its signal; None for none."""
-    row: tuple[int, str] | None = db.execute(
+    return db.execute(
         """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
                AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1""",
         [key, adapter, column_value(chosen), column_value(rejected)],
     ).fetchone()
-    return row
 
 
 def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:

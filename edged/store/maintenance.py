@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
@@ -24,6 +23,7 @@ from sqlite_utils import Database
 from edged.settings.live import Live
 from edged.settings.load import Settings, StoreSettings
 from edged.store.completions import UNUSED
+from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
 from edged.store.feedback import REPLAY_PAIRS
 from edged.store.rows import first_column, first_value
@@ -61,9 +61,8 @@ class Maintenance:
         self._sweeping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
         self._deleted: Counter[str] = Counter()
-        self._rows: dict[str, int | None] = dict.fromkeys(_TABLES)
-        """By table, when they were last counted, which takes long in a large one: None before the first time."""
-        self._facts = self._store.read(_facts_of)
+        # Counting takes long in a large table: there are no numbers yet.
+        self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
         self._full_told = False
 
     def start(self) -> None:
@@ -87,7 +86,14 @@ class Maintenance:
             self._give_back()
             self._deleted.update(deleted)
             self._look()
-            self._tell_full()
+            full, told = self._too_large(), self._full_told
+            self._full_told = full
+            if full and not told:
+                log.warning(
+                    "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and "
+                    "the newest completions: raise that, or set store.keep_feedback_days",
+                    self._settings.now.store.max_database_mb,
+                )
             return dict(deleted)
 
     def vacuum(self) -> tuple[int, int]:
@@ -116,11 +122,10 @@ class Maintenance:
             self._look()
         return {
             "path": str(self._store.path),
-            "database_bytes": _size(self._store.path),
-            "log_bytes": self._log_bytes(),
+            "database_bytes": file_bytes(self._store.path),
+            "log_bytes": file_bytes(self._store.log_path),
             "max_bytes": self._settings.now.store.max_database_mb << 20,
             **self._facts,
-            "rows": dict(self._rows),
             "deleted": dict(self._deleted),
         }
 
@@ -148,7 +153,7 @@ class Maintenance:
             log.error("the database was not kept in order this time: %s", error)
 
     def _shorten_log(self) -> None:
-        if self._log_bytes() > LONG_LOG_BYTES:
+        if file_bytes(self._store.log_path) > LONG_LOG_BYTES:
             self.empty_log()
 
     def _apply(self, rule: Rule, values: dict[str, Any]) -> Iterator[int]:
@@ -182,26 +187,12 @@ class Maintenance:
 
     def _look(self) -> None:
         """Count the rows, unless it is to stop meanwhile, and take the rest of the facts."""
-        rows: dict[str, int | None] = {}
+        rows = {}
         for table in _TABLES:
             if self._stopping.is_set():
                 return
             rows[table] = self._store.read(partial(first_value, sql=f"SELECT count(*) FROM {table}"))
-        self._rows, self._facts = rows, self._store.read(_facts_of)
-
-    def _tell_full(self) -> None:
-        """Once, when nothing is left that may go by itself."""
-        full = self._too_large()
-        if full and not self._full_told:
-            log.warning(
-                "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and the "
-                "newest completions: raise that, or set store.keep_feedback_days",
-                self._settings.now.store.max_database_mb,
-            )
-        self._full_told = full
-
-    def _log_bytes(self) -> int:
-        return _size(self._store.path.with_name(self._store.path.name + "-wal"))
+        self._facts = {**self._store.read(_facts_of), "rows": rows}
 
 
 def checkpoint(db: Database) -> bool:
@@ -227,13 +218,6 @@ def _facts_of(db: Database) -> dict[str, Any]:
         "oldest_completion": first_value(db, "SELECT created_at FROM completions ORDER BY rowid LIMIT 1"),
         "looked_at": utc_text(utc_now()),
     }
-
-
-def _size(path: Path) -> int:
-    try:
-        return int(path.stat().st_size)
-    except FileNotFoundError:
-        return 0
 
 
 SLICE_ROWS = 64

@@ -65,9 +65,7 @@ def waiting_ids(db: Database, adapter: str) -> list[int]:
 
 def owner_of(db: Database, pair_id: int) -> tuple[str, str | None] | None:
     """(adapter, decision or None) of a pair that is or was in quarantine; None for others."""
-    sql = "SELECT adapter, decision FROM quarantine WHERE pair_id = ?"
-    found: tuple[str, str | None] | None = db.execute(sql, [pair_id]).fetchone()
-    return found
+    return db.execute("SELECT adapter, decision FROM quarantine WHERE pair_id = ?", [pair_id]).fetchone()
 
 
 def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
@@ -86,8 +84,7 @@ def burst_since(db: Database, adapter: str) -> str | None:
     """When the latest burst of an adapter that waits for a decision began to be quarantined; None for none."""
     begun = """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL
                    AND reason LIKE 'burst: %' AND reason NOT LIKE 'burst: it came %'"""
-    moment: str | None = first_value(db, begun, [adapter])
-    return moment
+    return first_value(db, begun, [adapter])
 
 
 def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float], Sequence[bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,7 @@ class ControlGroup:
     @classmethod
     def own(cls, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> ControlGroup | None:
         """This process's; None without version 2, or in its root group, which has no bounds."""
-        try:
-            lines = (proc / "self/cgroup").read_text().splitlines()
-        except OSError:
-            return None
+        lines = _text(proc / "self/cgroup").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/")
         folder = root / path.lstrip("/")
         return cls(folder, root) if path != "/" and (folder / "memory.current").is_file() else None
@@ -49,28 +47,26 @@ class ControlGroup:
 
 def pressure_percent(path: Path, kind: str) -> float | None:
     """`avg10` of the line `kind` ("some", "full") of a file of pressure stall information; None without such a file."""
+    # A kernel without CONFIG_PSI, or one booted without psi=1, has no such file or refuses to read it.
+    found = re.search(rf"^{kind} avg10=([\d.]+)", _text(path), re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def _text(path: Path) -> str:
+    """What a file holds; "" where it cannot be read."""
     try:
-        lines = path.read_text().splitlines()
-        line = next(line for line in lines if line.startswith(kind))
-        return float(line.split("avg10=")[1].split()[0])
-    except (OSError, StopIteration, IndexError, ValueError):
-        # A kernel without CONFIG_PSI, or one booted without psi=1, has no such file or refuses to read it.
-        return None
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None for "max" or no file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that nobody used lately, in bytes."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "inactive_file")
+    found = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -32,7 +32,9 @@ class DeviceMonitor:
         The first reading is there when this returns; more come after `start`.
         """
         self._name, self._every_s = name, every_s
-        self._sources = list(own_sources(name) if sources is None else sources)
+        if sources is None:
+            sources = (Host(cgroup=ControlGroup.own()), Jetson() if is_jetson() else Nvml(name, os.environ))
+        self._sources = sources
         self._absent: dict[str, tuple[str, float]] = {}
         """Why each source is absent, and when it is tried again."""
         self._subscribers: list[Subscriber] = []
@@ -97,9 +99,3 @@ class DeviceMonitor:
         if self._absent.pop(source.name, None):
             log.info("%s is read again", source.name)
         return part
-
-
-def own_sources(name: str) -> list[Source]:
-    """This box's: psutil, and jtop on a Jetson or NVML elsewhere."""
-    box = Host(cgroup=ControlGroup.own())
-    return [box, Jetson() if is_jetson() else Nvml(name, os.environ)]

@@ -13,6 +13,7 @@ from edged.telemetry.reading import Heat, plausible
 
 _OTHERS = ("nvme", "drivetemp", "iwlwifi", "ath", "mt79")
 """Sensors of parts whose heat fine-tuning does not make."""
+_PRESSURE = Path("/proc/pressure/memory")
 _TRIPS = ("passive", "hot", "critical")
 """Trip points of a thermal zone, by what they say of where it slows down."""
 
@@ -22,11 +23,9 @@ class Host:
 
     name = "psutil"
 
-    def __init__(
-        self, proc: Path = Path("/proc"), sys: Path = Path("/sys"), cgroup: ControlGroup | None = None
-    ) -> None:
+    def __init__(self, sys: Path = Path("/sys"), cgroup: ControlGroup | None = None) -> None:
         """`cgroup` is this process's own, where it has bounds."""
-        self._proc, self._sys, self._cgroup = proc, sys, cgroup
+        self._sys, self._cgroup = sys, cgroup
         self._process = psutil.Process()
         # The first reading of either is meaningless: it has nothing to compare with.
         psutil.cpu_percent(None)
@@ -44,8 +43,8 @@ class Host:
             "cpu_count": os.cpu_count() or 1,
             "memory_total_bytes": total,
             "memory_available_bytes": available,
-            "memory_pressure_some_percent": pressure_percent(self._proc / "pressure/memory", "some"),
-            "memory_pressure_full_percent": pressure_percent(self._proc / "pressure/memory", "full"),
+            "memory_pressure_some_percent": pressure_percent(_PRESSURE, "some"),
+            "memory_pressure_full_percent": pressure_percent(_PRESSURE, "full"),
             "cgroup_pressure_some_percent": self._cgroup.pressure() if self._cgroup is not None else None,
             "swap_total_bytes": swap.total,
             "swap_used_bytes": swap.used,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 Heat = tuple[float, float | None]
@@ -86,13 +86,12 @@ class Reading:
 def merged(at_s: float, parts: list[dict[str, Any]]) -> Reading:
     """One reading from what each source knows; a later source is the better one, but for the temperature.
 
-    Of temperatures the one that is nearest to its limit counts, else the hottest.
+    Of temperatures the one that is nearest to its limit counts, else the hottest. Raises TypeError for what no reading
+    has.
     """
     values = {name: value for part in parts for name, value in part.items() if value is not None and name != "heats"}
     heats = [heat for part in parts for heat in part.get("heats", ())]
     values["temperature_c"], values["temperature_limit_c"] = min(heats, key=_distance, default=(None, None))
-    if unknown := values.keys() - {item.name for item in fields(Reading)}:
-        raise ValueError(f"a source reads {sorted(unknown)}, which no reading has")
     return Reading(at_s, **values)
 
 

@@ -121,7 +121,7 @@ def test_the_sensor_nearest_to_its_limit_counts() -> None:
 
 
 def test_a_source_that_reads_what_no_reading_has_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"\['watts'\]"):
+    with pytest.raises(TypeError, match="'watts'"):
         merged(0.0, [{"watts": 3.0}])
 
 
