@@ -148,7 +148,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
         case VersionSaved():
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():
-            adapters.insert_skipped_step(db, created_at, record.adapter, record.version, record.pair_ids, record.reason)
+            insert_row(db, "skipped_steps", {"created_at": created_at, **asdict(record)})
         case IterationSample():
             raise TypeError("iteration samples are written in company: give them to Journal.append")
 

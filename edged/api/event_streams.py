@@ -81,7 +81,7 @@ class Feed:
         self._poller: asyncio.Task[None] | None = None
 
     async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
-        """Tell a reader the status at once, and everything from now on; `leave` ends it, also where this is cancelled.
+        """Tell a reader the status at once, and everything from now on, until it is taken out of `readers`.
 
         It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
         latest `backlog` ones; never with more than MOST_BACKLOG.
@@ -96,10 +96,6 @@ class Feed:
         missed = [record for record in self._iterations(max(0, since)) if record.number <= self._told]
         if missed:
             reader.offer(self._iterations_event(missed))
-
-    def leave(self, reader: Reader) -> None:
-        """The reader is gone."""
-        self.readers.discard(reader)
 
     def close(self) -> None:
         """End all streams."""

@@ -40,7 +40,7 @@ async def events(request: web.Request) -> web.StreamResponse:
         # The client left, or read so slowly that it was cut off.
         pass
     finally:
-        feed.leave(reader)
+        feed.readers.discard(reader)
     return response
 
 

@@ -29,8 +29,6 @@ _SLOW_LEVEL = 0.5
 class Hysteresis:
     """One of a few levels, which follows what is wanted: at once where that is less, slowly where it is more."""
 
-    __slots__ = ("_better_since_s", "_hold_s", "_levels", "level")
-
     def __init__(self, levels: Sequence[float], hold_s: float) -> None:
         """`levels` from the highest, where it starts, to the lowest; `hold_s` before each level up."""
         self._levels, self._hold_s = tuple(levels), hold_s
@@ -72,11 +70,11 @@ class PowerGovernor:
     def update(self, reading: Reading, now: float, minute: int) -> float:
         """The share after a reading, at `minute` of the local day."""
         settings, self.throttled = self._settings.now.governor, throttling(reading)
-        quiet = minutes_of(settings.quiet_hours)
+        quiet, slowed = minutes_of(settings.quiet_hours), _SLOW_LEVEL if self.throttled else 1.0
         on_battery = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}[settings.on_battery]
         held = [
             self._by_heat(reading, now, settings),
-            self._by_clocks(now),
+            (self._clocks.follow(slowed, slowed, now), f"clocks held down: {', '.join(self.throttled) or 'until now'}"),
             self._by_mode(reading, now),
             (on_battery if reading.on_battery else 1.0, "on battery"),
             (0.0 if quiet and within(quiet, minute) else 1.0, "quiet hours"),
@@ -93,11 +91,6 @@ class PowerGovernor:
         near = (limit_c - reading.temperature_c) / settings.temperature_margin_c
         share = self._heat.follow(_level(_DISTANCES, near), _level(_DISTANCES, near - _RELIEF), now)
         return share, f"{reading.temperature_c:.0f} °C of at most {limit_c:.0f} °C"
-
-    def _by_clocks(self, now: float) -> tuple[float, str]:
-        """Half while the clocks are held down."""
-        wanted = _SLOW_LEVEL if self.throttled else 1.0
-        return self._clocks.follow(wanted, wanted, now), f"clocks held down: {', '.join(self.throttled) or 'until now'}"
 
     def _by_mode(self, reading: Reading, now: float) -> tuple[float, str]:
         """Falls with the clock that the power mode allows, against the highest that was seen, or with the power cap."""

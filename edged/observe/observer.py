@@ -27,7 +27,6 @@ LATEST = 32
 """Iterations over which the gauges of bins are means."""
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 TBT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-ITERATION_S = TBT_S
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025)
 
 
@@ -60,7 +59,7 @@ class Observer:
         self._histograms: dict[str, dict[Any, Histogram]] = {
             "edged_ttft_seconds": {service: Histogram(TTFT_S) for service in ServiceClass},
             "edged_tbt_seconds": {service: Histogram(TBT_S) for service in ServiceClass},
-            "edged_iteration_seconds": {mix: Histogram(ITERATION_S) for mix in MIXES},
+            "edged_iteration_seconds": {mix: Histogram(TBT_S) for mix in MIXES},
             "edged_decision_seconds": {(): Histogram(DECISION_S)},
         }
         self._results = Counter(dict.fromkeys(product(("ttft", "tbt"), ServiceClass, ("met", "missed")), 0))

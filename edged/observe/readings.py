@@ -76,9 +76,8 @@ def governor_readings(report: Mapping[str, Any]) -> Readings:
 
 def device_readings(device: Mapping[str, Any]) -> Readings:
     """What the monitor reads, None where the box has no such sensor, and this process's heap."""
-    available, gpu_total, gpu_used = (
-        device[f"{name}_bytes"] for name in ("memory_available", "gpu_memory_total", "gpu_memory_used")
-    )
+    available = device["memory_available_bytes"]
+    gpu_total, gpu_used = device["gpu_memory_total_bytes"], device["gpu_memory_used_bytes"]
     gpu_known = gpu_total is not None and gpu_used is not None
     return {
         "edged_temperature_celsius": device["temperature_c"],

@@ -78,14 +78,6 @@ def drop_newer(db: Database, adapter: str, version: int) -> None:
     )
 
 
-def insert_skipped_step(
-    db: Database, created_at: str, adapter: str, version: int, pair_ids: Sequence[int], reason: str
-) -> None:
-    """Record an optimizer step that was not taken."""
-    row = {"created_at": created_at, "adapter": adapter, "version": version, "reason": reason}
-    insert_row(db, "skipped_steps", {**row, "pair_ids": tuple(pair_ids)})
-
-
 def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
     """Delete everything that came from this adapter's user, on every base: rows per table, and the pairs' ids.
 

@@ -15,7 +15,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +164,10 @@ def write_file(chunks: Iterable[bytes], path: Path) -> int:
         draft.unlink(missing_ok=True)
         # Somebody else's file, or a link to one, is not written to.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            packed: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if path.suffix == ".gz" else file
-            for chunk in chunks:
-                packed.write(chunk)
-            if packed is not file:
-                packed.close()
+            zipped = path.suffix == ".gz"
+            packing: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if zipped else nullcontext(file)
+            with packing as packed:
+                packed.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -105,13 +105,10 @@ def get_completion(db: Database, completion_id: str) -> Completion | None:
 
 def last_answers(db: Database) -> dict[str, str]:
     """When each adapter answered last, as far as the latest LOOKED_AT completions tell."""
-    rows = db.execute(
-        """SELECT adapter, max(created_at)
-           FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
-           WHERE adapter IS NOT NULL GROUP BY adapter""",
-        [LOOKED_AT],
-    )
-    return dict(rows.fetchall())
+    sql = """SELECT adapter, max(created_at)
+             FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
+             WHERE adapter IS NOT NULL GROUP BY adapter"""
+    return dict(db.execute(sql, [LOOKED_AT]).fetchall())
 
 
 def users_of_completion(db: Database, completion_id: str) -> set[str]:
@@ -124,13 +121,11 @@ def completions_of_prompt(
     db: Database, key: str, learner: str, limit: int, rated_only: bool = False
 ) -> list[Completion]:
     """The newest `limit` completions of an equal prompt that teach `learner` (and have a signal), newest first."""
-    rows = db.query(
-        """SELECT * FROM completions WHERE prompt_key = :key AND adapter = :learner
-               AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
-           ORDER BY rowid DESC LIMIT :limit""",
-        {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit},
-    )
-    return [_completion(db, row) for row in rows]
+    sql = """SELECT * FROM completions WHERE prompt_key = :key AND adapter = :learner
+                 AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
+             ORDER BY rowid DESC LIMIT :limit"""
+    values = {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit}
+    return [_completion(db, row) for row in db.query(sql, values)]
 
 
 def _completion(db: Database, row: dict[str, Any]) -> Completion:

@@ -116,16 +116,13 @@ def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
     Keys: id, adapter, state, note, trained_version, seconds (from the pair to that version, None where a step was not
     needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one).
     """
-    rows = db.query(
-        """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
-                   THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
-               CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
-                   WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
-           FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
-           WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id""",
-        [json.dumps(list(pair_ids))],
-    )
-    return list(rows)
+    sql = """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
+                     THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
+                 CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
+                     WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
+             FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
+             WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id"""
+    return list(db.query(sql, [json.dumps(list(pair_ids))]))
 
 
 def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reason: str = "") -> None:
@@ -179,21 +176,17 @@ def pair_ids_of(
     shown: Callable[[str], bool] = lambda learner: True,
 ) -> list[int]:
     """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
-    rows = db.execute(
-        """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
-           ORDER BY id""",
-        {"adapter": adapter, "since": since},
-    )
-    return [pair_id for pair_id, learner in rows.fetchall() if shown(learner)]
+    sql = """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
+             ORDER BY id"""
+    rows = db.execute(sql, {"adapter": adapter, "since": since}).fetchall()
+    return [pair_id for pair_id, learner in rows if shown(learner)]
 
 
 def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:
     """Ids of the explicit pair of these very texts that was not trained on yet, and of its signal; None for none."""
-    return db.execute(
-        """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
-               AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1""",
-        [key, adapter, column_value(chosen), column_value(rejected)],
-    ).fetchone()
+    sql = """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
+                 AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1"""
+    return db.execute(sql, [key, adapter, column_value(chosen), column_value(rejected)]).fetchone()
 
 
 def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
@@ -209,16 +202,13 @@ def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
 
     Their states by id, oldest first. Call `requeue_lost` for every adapter before.
     """
-    rows = db.execute(
-        """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
-               SELECT id FROM (
-                   SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
-                   FROM pairs WHERE state IN ('trained', 'learnt'))
-               WHERE age <= :replay)
-           ORDER BY id""",
-        {"replay": replay},
-    )
-    return dict(rows.fetchall())
+    sql = """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+                 SELECT id FROM (
+                     SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
+                     FROM pairs WHERE state IN ('trained', 'learnt'))
+                 WHERE age <= :replay)
+             ORDER BY id"""
+    return dict(db.execute(sql, {"replay": replay}).fetchall())
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:

@@ -16,15 +16,8 @@ Migration = Callable[[Database], None]
 
 FOLDED = frozenset(
     {
-        "m001_completions",
-        "m002_feedback",
-        "m003_adapters",
-        "m004_iteration_samples",
-        "m005_served_base",
-        "m006_shelved_adapters",
-        "m007_shelved_pairs",
-        "m008_quarantine",
-        "m009_forgetting",
+        *("m001_completions", "m002_feedback", "m003_adapters", "m004_iteration_samples", "m005_served_base"),
+        *("m006_shelved_adapters", "m007_shelved_pairs", "m008_quarantine", "m009_forgetting"),
     }
 )
 """Migrations from before the first release. A file that has all of them is as `m009_schema` makes it."""
@@ -52,11 +45,8 @@ def m010_language(db: Database) -> None:
     for table in ("adapter_versions", "shelved_versions"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN restored INTEGER")
         db.execute(f"ALTER TABLE {table} ADD COLUMN step_scale REAL NOT NULL DEFAULT 1.0")
-        db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_nll REAL")
-        db.execute(f"ALTER TABLE {table} ADD COLUMN neutral_base_nll REAL")
-        db.execute(f"ALTER TABLE {table} ADD COLUMN tested_at TEXT")
-        db.execute(f"ALTER TABLE {table} ADD COLUMN problem TEXT")
-        db.execute(f"ALTER TABLE {table} ADD COLUMN answer TEXT")
+        for column in ("neutral_nll REAL", "neutral_base_nll REAL", "tested_at TEXT", "problem TEXT", "answer TEXT"):
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     db.execute("ALTER TABLE choices ADD COLUMN repetition REAL")
     db.execute("CREATE INDEX completions_by_adapter ON completions (adapter, created_at)")
     db.execute("ALTER TABLE pairs ADD COLUMN account TEXT")

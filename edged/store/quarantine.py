@@ -38,17 +38,14 @@ def quarantined(db: Database, adapter: str | None = None, limit: int = 500) -> l
     Keys: pair_id, adapter, reason, quarantined_at, created_at, source, weight, chosen, rejected, prompt (the text, or
     the last message's content; null for bare tokens), loss and reward_margin (null where it was not scored).
     """
-    rows = db.query(
-        """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
-                  coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
-                  m.loss, m.reward_margin
-           FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
-           LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'
-           WHERE q.decision IS NULL AND (:adapter IS NULL OR q.adapter = :adapter)
-           ORDER BY q.created_at DESC, q.pair_id DESC LIMIT :limit""",
-        {"adapter": adapter, "limit": limit},
-    )
-    return list(rows)
+    sql = """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
+                    coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
+                    m.loss, m.reward_margin
+             FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
+             LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'
+             WHERE q.decision IS NULL AND (:adapter IS NULL OR q.adapter = :adapter)
+             ORDER BY q.created_at DESC, q.pair_id DESC LIMIT :limit"""
+    return list(db.query(sql, {"adapter": adapter, "limit": limit}))
 
 
 def count_quarantined(db: Database, adapter: str | None = None) -> int:

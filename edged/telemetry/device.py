@@ -20,8 +20,6 @@ EVERY_S = 1.0
 TRY_AGAIN_S = 60.0
 """How long a source that was absent is left alone."""
 
-Subscriber = Callable[[Reading], None]
-
 
 class DeviceMonitor:
     """Readings once a second, off the hot path. `latest`, `read` and `subscribe` may be used by any thread."""
@@ -37,7 +35,7 @@ class DeviceMonitor:
         self._sources = sources
         self._absent: dict[str, tuple[str, float]] = {}
         """Why each source is absent, and when it is tried again."""
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: list[Callable[[Reading], None]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="edged-telemetry", daemon=True)
         self.latest = self._sample()
@@ -54,7 +52,7 @@ class DeviceMonitor:
         for source in self._sources:
             source.close()
 
-    def subscribe(self, hear: Subscriber) -> None:
+    def subscribe(self, hear: Callable[[Reading], None]) -> None:
         """`hear` is called with every reading, on the sampler's thread; it must not block."""
         self._subscribers.append(hear)
 

@@ -8,7 +8,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from edged.telemetry.reading import Heat, SourceAbsent, plausible
+from edged.telemetry.reading import SourceAbsent, plausible
 
 _OFFLINE_C = -256.0
 """What jtop shows of a sensor that is switched off."""
@@ -89,18 +89,14 @@ def values_of(jetson: Any) -> dict[str, Any]:
         "gpu_percent": gpu.get("status", {}).get("load"),
         "gpu_clock_hz": clocks["cur"] * unit_hz if clocks.get("cur") else None,
         "gpu_clock_max_hz": clocks["max"] * unit_hz if clocks.get("max") else None,
-        "heats": _heats(jetson.temperature),
+        # Of sensors that are on; disks' are not this device's.
+        "heats": [
+            (sensor["temp"], plausible(sensor.get("max")) or plausible(sensor.get("crit")))
+            for name, sensor in jetson.temperature.items()
+            if sensor.get("online", sensor["temp"] != _OFFLINE_C) and not name.lower().startswith("nvme")
+        ],
         "power_w": None if total_w is None else total_w / 1e3,
         "power_rails_w": rails,
         "power_mode": None if jetson.nvpmodel is None else str(jetson.nvpmodel),
         "fan_percent": float(max(speeds)) if speeds else None,
     }
-
-
-def _heats(sensors: dict[str, dict[str, Any]]) -> list[Heat]:
-    """Those of sensors that are on; disks' are not this device's."""
-    return [
-        (sensor["temp"], plausible(sensor.get("max")) or plausible(sensor.get("crit")))
-        for name, sensor in sensors.items()
-        if sensor.get("online", sensor["temp"] != _OFFLINE_C) and not name.lower().startswith("nvme")
-    ]

@@ -78,9 +78,7 @@ class Reading:
 
     def report(self) -> dict[str, Any]:
         """As the status shows it."""
-        values = asdict(self)
-        del values["at_s"]
-        return values
+        return {name: value for name, value in asdict(self).items() if name != "at_s"}
 
 
 def merged(at_s: float, parts: list[dict[str, Any]]) -> Reading:

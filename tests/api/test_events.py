@@ -308,7 +308,7 @@ async def told_to(sees: str) -> list[str]:
     heard = []
     while event := await reader.waiting.get():
         heard.append(f"{event.adapter} {event.name}")
-    feed.leave(reader)
+    feed.readers.discard(reader)
     return heard
 
 
@@ -342,7 +342,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
     reader = Reader({"status"}, lambda adapter: True, lambda: None, "")
     await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
-    feed.leave(reader)
+    feed.readers.discard(reader)
     await poller
     asked_then = asked
     await asyncio.sleep(2 * feeds.POLL_S)
