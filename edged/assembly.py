@@ -27,6 +27,7 @@ from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.models.source import find_model
 from edged.reload import Reloader, ReloadResult, adopted
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.base_models import refuse_other_base
@@ -59,6 +60,7 @@ def assemble(
     settings = settings.model_copy(update={"model": settings.model.model_copy(update=found)})
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
+    live = Live(settings)
     codec = Tokenizer.load(model_dir, settings.model.trust_remote_code)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
     told = LogEvents()
@@ -88,7 +90,7 @@ def assemble(
     answers = VersionAnswers(store, codec, engine, event_router)
     feedback_intake = FeedbackIntake(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
-    governors = Governors(settings.governor, engine.use, engine.limit)
+    governors = Governors(live, engine.use, engine.limit)
     monitor.subscribe(governors.hear)
     governors.hear(monitor.latest)
     services = Services(
@@ -104,11 +106,12 @@ def assemble(
         monitor=monitor,
         admission=TenantQueue.for_engine(settings.serving),
         limits=UserLimits(settings.limits),
-        footprint=UserQuota(settings.limits.stored_mb * 2**20),
+        footprint=UserQuota(live),
         governors=governors,
-        upkeep=Maintenance(store, settings.store),
+        upkeep=Maintenance(store, live),
         started_at_s=time.time(),
         reload=reload,
+        live=live,
     )
     if resumed := feedback_intake.resume(facts["fingerprint"]):
         log.info("%d pairs were queued and go on", resumed)
@@ -119,17 +122,18 @@ def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> Non
     """Say who takes over settings that change at run time, in the order in which they do."""
     engine = services.engine
 
+    def take_over(settings: Settings) -> None:
+        services.live.now = settings
+
     async def configure_engine(settings: Settings) -> None:
         await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
 
     for apply in (
+        take_over,
         configure_engine,
         lifecycle.configure,
         lambda settings: services.admission.configure(settings.serving),
         lambda settings: services.limits.configure(settings.limits),
-        lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
-        lambda settings: services.governors.configure(settings.governor),
         services.feedback_intake.configure,
-        lambda settings: services.upkeep.configure(settings.store),
     ):
         reloader.on_change(apply)

@@ -25,7 +25,8 @@ from edged.align.feedback.pair import (
     VersionSaved,
     VersionTested,
 )
-from edged.store import Store, adapters, feedback, quarantine, samples, utc_now, utc_text
+from edged.store import Store, adapters, feedback, quarantine, utc_now, utc_text
+from edged.store.rows import insert_row
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Journal:
                 for _, record in carried:
                     self._write_record(db, record, now)
                 for created_at, sample in waiting:
-                    samples.insert_sample(db, created_at, asdict(sample))
+                    insert_row(db, "iteration_samples", {"created_at": created_at, **asdict(sample)})
             except BaseException:
                 self._keep(carried)
                 raise
@@ -123,25 +124,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
     created_at = utc_text(now)
     match record:
         case PairScored():
-            adapters.insert_metric(
-                db,
-                adapters.PairScore(
-                    created_at,
-                    record.adapter,
-                    record.version,
-                    record.pair_id,
-                    record.split,
-                    record.chosen_logp,
-                    record.rejected_logp,
-                    record.ref_chosen_logp,
-                    record.ref_rejected_logp,
-                    record.reward_margin,
-                    record.loss,
-                    record.kl_nats,
-                    record.chosen_tokens,
-                    record.rejected_tokens,
-                ),
-            )
+            adapters.insert_metric(db, created_at, asdict(record))
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
         case PairRetired():
             # One that was learnt without a step of its own was learnt by what the version knew.
@@ -151,22 +134,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             if record.state == "quarantined":
                 quarantine.insert_quarantined(db, record.pair_id, created_at, record.adapter, record.reason)
         case VersionPublished():
-            adapters.insert_version(
-                db,
-                adapters.Version(
-                    record.adapter,
-                    record.version,
-                    created_at,
-                    record.parent,
-                    record.reason,
-                    record.pairs,
-                    record.loss,
-                    record.grad_norm,
-                    record.step_s,
-                    record.restored,
-                    record.step_scale,
-                ),
-            )
+            adapters.insert_version(db, created_at, asdict(record))
             if record.taken_back and record.restored is not None:
                 if record.reason.startswith("guard: held-out"):
                     # Learned again, they would cost the same again: somebody is to look at them.
@@ -180,7 +148,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
         case VersionSaved():
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():
-            adapters.insert_skipped_step(db, created_at, record.adapter, record.version, record.pair_ids, record.reason)
+            insert_row(db, "skipped_steps", {"created_at": created_at, **asdict(record)})
         case IterationSample():
             raise TypeError("iteration samples are written in company: give them to Journal.append")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 
 from edged.engine.request import Event, FinishEvent
 
@@ -32,17 +33,13 @@ class EventRouter:
 
     def deliver(self, events: list[Event]) -> None:
         """Hand over one iteration's events; to be called on any thread, returns at once."""
-        try:
+        # Where the loop is closed the daemon is at its end, and so is everybody who could have listened.
+        with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._dispatch, events)
-        except RuntimeError:
-            # The loop is closed: the daemon is at its end, and so is everybody who could have listened.
-            return
 
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
-            queue = self._queues.get(event.request_id)
-            if queue is None:
-                continue
-            queue.put_nowait(event)
-            if isinstance(event, FinishEvent):
-                del self._queues[event.request_id]
+            if queue := self._queues.get(event.request_id):
+                queue.put_nowait(event)
+                if isinstance(event, FinishEvent):
+                    del self._queues[event.request_id]

@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, get_args
 
 from edged.align.feedback.pair import PairRetired, PairScored, Record, VersionPublished
 from edged.engine.stats.iterations import Iteration
-from edged.scheduler.task import Kind
 
 log = logging.getLogger("edged.api")
 
@@ -48,24 +48,15 @@ class Reader:
     ) -> None:
         """`sees` tells whether it may hear of an adapter; `drop` cuts its connection; `owner` is whose stream it is."""
         self.wants, self.sees, self.owner, self._drop = wants, sees, owner, drop
-        self._waiting: asyncio.Queue[Event | None] = asyncio.Queue(_WAITING)
+        self.waiting: asyncio.Queue[Event | None] = asyncio.Queue(_WAITING)
+        """Events to be sent; None ends the stream."""
 
-    async def next(self) -> Event | None:
-        """The next event; None when the stream is to end."""
-        return await self._waiting.get()
-
-    def offer(self, event: Event) -> None:
-        """Have an event sent, if it is for this reader."""
-        if event.name in self.wants and (event.adapter is None or self.sees(event.adapter)):
-            self._put(event)
-
-    def end(self) -> None:
-        """End the stream behind what waits."""
-        self._put(None)
-
-    def _put(self, event: Event | None) -> None:
+    def offer(self, event: Event | None) -> None:
+        """Have an event sent, if it is for this reader; None ends the stream behind what waits."""
+        if event and (event.name not in self.wants or (event.adapter is not None and not self.sees(event.adapter))):
+            return
         try:
-            self._waiting.put_nowait(event)
+            self.waiting.put_nowait(event)
         except asyncio.QueueFull:
             self._drop()
 
@@ -83,22 +74,14 @@ class Feed:
         self._loop, self._iterations, self._status = loop, iterations, status
         self._life = int(time.time() * 1e3)
         """Tells this daemon's iterations from those of the one before it, whose numbers began at 1 as well."""
-        self._readers: set[Reader] = set()
+        self.readers: set[Reader] = set()
+        """Open streams."""
         self._told = 0
         """The last iteration that the readers have."""
         self._poller: asyncio.Task[None] | None = None
 
-    @property
-    def readers(self) -> int:
-        """Open streams."""
-        return len(self._readers)
-
-    def readers_of(self, owner: str) -> int:
-        """Open streams of one owner."""
-        return sum(reader.owner == owner for reader in self._readers)
-
     async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
-        """Tell a reader the status at once, and everything from now on; `leave` ends it, also where this is cancelled.
+        """Tell a reader the status at once, and everything from now on, until it is taken out of `readers`.
 
         It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
         latest `backlog` ones; never with more than MOST_BACKLOG.
@@ -106,7 +89,7 @@ class Feed:
         self._catch_up()
         if self._poller is None:
             self._poller = self._loop.create_task(self._poll(), name="edged-feed")
-        self._readers.add(reader)
+        self.readers.add(reader)
         reader.offer(Event("status", await asyncio.to_thread(self._status)))
         resumed = self._number_of(resume_id)
         since = max(self._told - backlog if resumed is None else resumed, self._told - MOST_BACKLOG)
@@ -114,35 +97,23 @@ class Feed:
         if missed:
             reader.offer(self._iterations_event(missed))
 
-    def leave(self, reader: Reader) -> None:
-        """The reader is gone."""
-        self._readers.discard(reader)
-
     def close(self) -> None:
         """End all streams."""
-        for reader in self._readers:
-            reader.end()
+        for reader in self.readers:
+            reader.offer(None)
 
     def tell(self, records: Sequence[Record]) -> None:
         """Pass on what the learning loop leaves behind; returns at once."""
-        if self._readers:
-            now_s = time.time()
-            self._tell([event for record in records if (event := _learning_event(record, now_s)) is not None])
+        self._tell(_learning_events(records) if self.readers else [])
 
     def tell_outcomes(self, records: Sequence[Record]) -> None:
         """Pass on what became of pairs, once that is on disk; returns at once."""
         pairs: dict[str, list[dict[str, Any]]] = {}
-        for record in records if self._readers else ():
+        for record in records if self.readers else ():
             if isinstance(record, PairRetired):
                 told = {"pair_id": record.pair_id, "state": record.state, "reason": record.reason}
                 pairs.setdefault(record.adapter, []).append(told)
-        now_s = time.time()
-        self._tell(
-            [
-                Event("outcomes", {"adapter": adapter, "pairs": found, "at_s": now_s}, adapter)
-                for adapter, found in pairs.items()
-            ]
-        )
+        self._tell([_event("outcomes", adapter, pairs=found) for adapter, found in pairs.items()])
 
     def _tell(self, events: Sequence[Event]) -> None:
         if events:
@@ -152,7 +123,7 @@ class Feed:
     async def _poll(self) -> None:
         try:
             polls = 0
-            while self._readers:
+            while self.readers:
                 await asyncio.sleep(POLL_S)
                 polls += 1
                 self._catch_up()
@@ -166,16 +137,13 @@ class Feed:
 
     def _catch_up(self) -> None:
         """Tell all readers what the engine has done since it was told last."""
-        records = self._iterations(self._told)
-        if records:
+        if records := self._iterations(self._told):
             self._told = records[-1].number
-        if records and self._readers:
-            self._publish([self._iterations_event(records)])
+            self._publish([self._iterations_event(records)] if self.readers else [])
 
     def _publish(self, events: Sequence[Event]) -> None:
-        for reader in list(self._readers):
-            for event in events:
-                reader.offer(event)
+        for reader, event in product(list(self.readers), events):
+            reader.offer(event)
 
     def _iterations_event(self, records: Sequence[Iteration]) -> Event:
         unix_s = time.time() - time.monotonic()
@@ -191,46 +159,33 @@ class Feed:
 
 def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
     """A record as the stream shows it; `unix_s` is the Unix time at which the monotonic clock began."""
+    parts = {f"{part}_ms": getattr(record, f"{part}_s") * 1e3 for part in ("decision", "prefill", "decode", "finetune")}
+    predicted_ms = (record.predicted_forward_s + record.predicted_units_s) * 1e3
+    values = {**record.report(), **parts, "predicted_ms": predicted_ms}
     return {
         "number": record.number,
         "at_s": round(unix_s + record.started_s, 4),
-        **{
-            name: None if seconds is None else round(seconds * 1e3, 3)
-            for name, seconds in (
-                ("latency_ms", record.elapsed_s),
-                ("decision_ms", record.decision_s),
-                ("budget_ms", record.budget_s),
-                ("predicted_ms", record.predicted_forward_s + record.predicted_units_s),
-                ("prefill_ms", record.prefill_s),
-                ("decode_ms", record.decode_s),
-                ("finetune_ms", record.finetune_s),
-            )
-        },
-        "prefill_tokens": record.tokens(Kind.PREFILL),
-        "decode_tokens": record.tokens(Kind.DECODE),
-        "finetune_tokens": record.tokens(Kind.FINETUNE),
-        "finetune_units": len(record.units),
+        **{name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()},
         "preempted": len(record.preempted),
         "free_pages": record.free_pages,
     }
 
 
-def _learning_event(record: Record, now_s: float) -> Event | None:
-    match record:
-        case VersionPublished():
-            data = {"adapter": record.adapter, "version": record.version, "reason": record.reason, "at_s": now_s}
-            return Event("version", data, record.adapter)
-        case PairScored(split="prequential"):
-            difference = record.chosen_logp - record.rejected_logp
-            data = {
-                "adapter": record.adapter,
-                "pair_id": record.pair_id,
-                "version": record.version,
-                "win": difference > 0.0,
-                "delta_nats": difference,
-                "reward_margin": record.reward_margin,
-                "at_s": now_s,
-            }
-            return Event("pair", data, record.adapter)
-        case _:
-            return None
+def _learning_events(records: Sequence[Record]) -> list[Event]:
+    """New versions, and the first scores of pairs."""
+    events = []
+    for record in records:
+        match record:
+            case VersionPublished():
+                events.append(_event("version", record.adapter, version=record.version, reason=record.reason))
+            case PairScored(split="prequential"):
+                difference = record.chosen_logp - record.rejected_logp
+                scores = {"win": difference > 0.0, "delta_nats": difference, "reward_margin": record.reward_margin}
+                pair = {"pair_id": record.pair_id, "version": record.version}
+                events.append(_event("pair", record.adapter, **pair, **scores))
+    return events
+
+
+def _event(name: EventName, adapter: str, **data: Any) -> Event:
+    """Something that has just happened to an adapter."""
+    return Event(name, {"adapter": adapter, **data, "at_s": time.time()}, adapter)

@@ -40,15 +40,15 @@ async def events(request: web.Request) -> web.StreamResponse:
         # The client left, or read so slowly that it was cut off.
         pass
     finally:
-        feed.leave(reader)
+        feed.readers.discard(reader)
     return response
 
 
 def _demand_room(feed: Feed, caller: Caller) -> None:
     """Raises ApiError (429) when all streams are taken, or the caller's share of them."""
-    if feed.readers_of(caller.tenant) >= _MOST_OF_ONE:
+    if sum(reader.owner == caller.tenant for reader in feed.readers) >= _MOST_OF_ONE:
         full = f"{caller.label} reads {_MOST_OF_ONE} streams of events already: close one"
-    elif feed.readers >= _MOST_READERS:
+    elif len(feed.readers) >= _MOST_READERS:
         full = f"{_MOST_READERS} clients read events already"
     else:
         return
@@ -65,7 +65,7 @@ async def close_streams(app: web.Application) -> None:
 async def _next(reader: Reader, caller: Caller) -> bytes:
     """The next bytes to send to a caller; empty when the stream ends."""
     try:
-        event = await asyncio.wait_for(reader.next(), _HEARTBEAT_S)
+        event = await asyncio.wait_for(reader.waiting.get(), _HEARTBEAT_S)
     except TimeoutError:
         return _HEARTBEAT
     if event is None:

@@ -15,8 +15,8 @@ from prometheus_client.exposition import choose_encoder
 
 import edged
 from edged.align.metrics import recent_adapters
-from edged.api.services import LIFECYCLE, Lifecycle, Services
-from edged.api.status import engine_status, look_at_store
+from edged.api.services import LIFECYCLE, Lifecycle
+from edged.api.status import report
 from edged.observe import readings
 from edged.observe.catalogue import Samples
 from edged.observe.observer import DRAIN_EVERY_S, Observer
@@ -36,53 +36,50 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def observing(app: web.Application) -> AsyncIterator[None]:
     """While the application runs, no record is overwritten before the histograms have it."""
-    task = asyncio.create_task(_drain(app[LIFECYCLE], app[OBSERVER]))
+
+    async def drain() -> None:
+        while True:
+            await asyncio.sleep(DRAIN_EVERY_S)
+            if (services := app[LIFECYCLE].services) is not None:
+                await asyncio.to_thread(app[OBSERVER].drain, services.engine)
+
+    task = asyncio.create_task(drain())
     yield
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def _drain(lifecycle: Lifecycle, observer: Observer) -> None:
-    while True:
-        await asyncio.sleep(DRAIN_EVERY_S)
-        if lifecycle.services is not None:
-            await asyncio.to_thread(observer.drain, lifecycle.services.engine)
-
-
 def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     """All samples of this moment. It reads files and the database: not for the event loop."""
-    samples = Samples()
-    samples.put("edged_ready", lifecycle.problem() is None)
+    values: readings.Readings = {"edged_ready": lifecycle.problem() is None}
     services = lifecycle.services
     if services is None:
-        return samples
-    status, settings = engine_status(services), services.settings
-    model, policy = status["model"], status["scheduler"]["policy"]
-    build = (edged.__version__, services.model, model["dtype"], model["device"], policy)
-    samples.put("edged_build_info", 1, *build)
-    samples.put("edged_start_time_seconds", services.started_at_s)
-    samples.put("edged_queue_limit_requests", settings.serving.max_queue)
-    observer.put(services.engine, samples)
-    readings.put_status(status, samples)
-    readings.put_device(services.monitor.read(), samples)
-    readings.put_governors(services.governors.report(), samples)
-    quarantined, problem = look_at_store(services.store)
-    samples.put("edged_quarantined_pairs", quarantined)
-    unread = _put_adapters(services, status["finetune"]["pairs_queued"], samples)
-    readings.put_degraded(status["degraded"], problem or unread, samples)
-    # Last, for it tells of errors of the reading before.
-    readings.put_store(services.store.path, services.store.errors, samples)
-    return samples
-
-
-def _put_adapters(services: Services, pairs_pending: int, samples: Samples) -> str:
-    """Returns why there are none of single adapters, or ""."""
-    versions, most = services.engine.adapters(), services.settings.metrics.adapters
+        return Samples(values)
+    status, store, versions = report(lifecycle, services), services.store, services.engine.adapters()
+    quarantined = status["quarantine"]["pairs"]
+    store_told = bool(store.suspect or store.problem) or quarantined is None
+    values |= readings.engine_readings(status) | observer.readings(services.engine)
+    values |= readings.device_readings(status["device"]) | readings.governor_readings(status["governors"])
+    pairs_pending, most, unread = status["finetune"]["pairs_queued"], services.settings.metrics.adapters, False
     try:
-        shown = services.store.read(lambda db: recent_adapters(db, versions.keys(), pairs_pending, most))
+        shown = store.read(lambda db: recent_adapters(db, versions.keys(), pairs_pending, most))
+        values |= readings.adapter_readings(versions, shown)
     except StoreError as error:
         log.error("no metrics of adapters: %s", error)
-        return str(error)
-    readings.put_adapters(versions, shown, samples)
-    return ""
+        unread = True
+    model, policy = status["model"], status["scheduler"]["policy"]
+    build = (edged.__version__, services.model, model["dtype"], model["device"], policy)
+    return Samples(
+        values
+        | {
+            "edged_build_info": {build: 1},
+            "edged_start_time_seconds": services.started_at_s,
+            "edged_queue_limit_requests": services.settings.serving.max_queue,
+            "edged_quarantined_pairs": quarantined,
+            "edged_degraded": len(status["degraded"]) + (unread and not store_told),
+            "edged_adapters": {**values["edged_adapters"], "known": len(versions)},
+            # Behind the reading before, whose errors it counts.
+            **readings.store_readings(status["store"], store.errors),
+        }
+    )

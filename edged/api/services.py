@@ -19,6 +19,7 @@ from edged.api.limits import UserLimits
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.reload import ReloadResult, adopted
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.maintenance import Maintenance
@@ -52,6 +53,8 @@ class Services:
     """Unix time."""
     reload: Callable[[], Awaitable[ReloadResult]]
     """Reads the settings again; raises ConfigError."""
+    live: Live[Settings]
+    """The settings in force, for parts that read them when they decide."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)

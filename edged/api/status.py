@@ -12,7 +12,7 @@ from edged.api.access import Caller, caller_of
 from edged.api.openai_format import Json
 from edged.api.responses import Health, Ready
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
-from edged.store import Store, StoreError
+from edged.store import StoreError
 from edged.store.quarantine import count_quarantined
 
 
@@ -24,13 +24,20 @@ async def status(request: web.Request) -> Json:
 
 def report(lifecycle: Lifecycle, services: Services) -> Json:
     """The status, JSON-ready. It reads the database: not for the event loop."""
-    engine = engine_status(services)
-    quarantined, problem = look_at_store(services.store)
+    engine, store, problem = services.engine.status(), services.store, ""
+    quarantined: int | None = None
+    try:
+        quarantined = store.read(count_quarantined)
+    except StoreError as error:
+        problem = str(error)
+    problem = store.suspect or store.problem or problem
     return {
         "version": edged.__version__,
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **engine,
+        "queue": queue(services),
+        "outcomes": {**engine["outcomes"], "refused": refused(services)},
         "degraded": engine["degraded"] + ([problem] if problem else []),
         "quarantine": {"pairs": quarantined},
         "forgetting": dict(services.forgetting_stages),
@@ -41,14 +48,8 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
     }
 
 
-def engine_status(services: Services) -> Json:
-    """The engine's status, of all requests: also of those that wait to be let in, or never were."""
-    status = services.engine.status()
-    return {**status, "queue": queue(services), "outcomes": {**status["outcomes"], "refused": refused(services)}}
-
-
 def queue(services: Services) -> dict[str, int]:
-    """Requests by stage, and pairs that wait to be learned."""
+    """Requests by stage, also those that wait to be let in, and pairs that wait to be learned."""
     counts = services.engine.queue()
     return {**counts, "waiting": counts["waiting"] + services.admission.waiting}
 
@@ -56,14 +57,6 @@ def queue(services: Services) -> dict[str, int]:
 def refused(services: Services) -> int:
     """Requests since start that found the queue full."""
     return services.engine.stats.outcomes["refused"] + services.admission.refused
-
-
-def look_at_store(store: Store) -> tuple[int | None, str]:
-    """(pairs that wait for a decision, None where they cannot be read; what is wrong with the database, or "")."""
-    try:
-        return store.read(count_quarantined), store.suspect or store.problem
-    except StoreError as error:
-        return None, store.suspect or store.problem or str(error)
 
 
 def visible(body: Json, caller: Caller) -> Json:

@@ -14,7 +14,8 @@ from edged.api.responses import Vacuumed
 from edged.api.services import Services, services_of
 from edged.api.single_flight import SingleFlight
 from edged.settings.toml import to_toml, without_secrets
-from edged.store.backup import BackupError, staged, stream, total_bytes
+from edged.store.backup import BackupError, staged, stream
+from edged.store.data_dir import folder_bytes
 
 TURN = web.AppKey("backup", SingleFlight)
 
@@ -87,7 +88,7 @@ class _Parts:
 
         def make() -> Iterator[Any]:
             with staged(store.path.parent, config, settle, all_versions) as folder:
-                yield total_bytes(folder)
+                yield folder_bytes(folder)
                 yield from stream(folder, store.path.parent)
 
         return make()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 
 from aiohttp import web
@@ -16,7 +16,6 @@ from edged.api.services import services_of
 from edged.observe.trace import Event, Tracer
 
 MOST_SECONDS = 600
-_DEFAULT_SECONDS = 10.0
 _ITERATIONS_A_PIECE = 16
 """Made at once, so that the engine's thread is never kept waiting for long."""
 
@@ -45,11 +44,8 @@ def _written(head: str, pieces: Iterator[list[Event]]) -> Iterator[bytes]:
 
 
 def _seconds(request: web.Request) -> float:
-    text = request.query.get("seconds", str(_DEFAULT_SECONDS))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 < seconds <= MOST_SECONDS:
-        raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS}', "seconds")
-    return seconds
+    text = request.query.get("seconds", "10")
+    with suppress(ValueError):
+        if 0.0 < float(text) <= MOST_SECONDS:
+            return float(text)
+    raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS}', "seconds")

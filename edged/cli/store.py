@@ -158,8 +158,8 @@ def _chunks(
         except NotRunning as error:
             also = f"{error}; and its "
     from edged.settings.toml import to_toml, without_secrets
-    from edged.store.backup import BackupError, staged, stream, total_bytes
-    from edged.store.data_dir import DATABASE_FILE, data_folder
+    from edged.store.backup import BackupError, staged, stream
+    from edged.store.data_dir import DATABASE_FILE, data_folder, folder_bytes
     from edged.store.lock import FolderLock
 
     settings = settings_of(config)
@@ -170,7 +170,7 @@ def _chunks(
         lock = FolderLock(folder)
     try:
         with staged(folder, to_toml(without_secrets(settings)), lambda: None, all_versions) as stage:
-            yield total_bytes(stage), stream(stage, folder)
+            yield folder_bytes(stage), stream(stage, folder)
     finally:
         lock.release()
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 
 from edged.governors.limits import EngineLimits, Use
-from edged.settings.load import GovernorSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings
 from edged.telemetry.reading import Reading
 
 STEPS = ("none", "caches", "pruning", "fine-tuning", "admission")
@@ -33,11 +34,10 @@ _LEAST_RESERVE, _MOST_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
 class MemoryGovernor:
     """The steps, from caches to admission and back."""
 
-    def __init__(self, settings: GovernorSettings) -> None:
+    def __init__(self, settings: Live[Settings]) -> None:
         self._settings = settings
         self.step = 0
         """Index in STEPS."""
-        self.limits = EngineLimits()
         self.reason = ""
         self._pages: int | None = None
         self._sequences: int | None = None
@@ -46,15 +46,15 @@ class MemoryGovernor:
         self._calm_since_s: float | None = None
         self._calm_s = _CALM_S
 
-    def configure(self, settings: GovernorSettings) -> None:
-        """Go by other settings from the next reading on."""
-        self._settings = settings
+    @property
+    def holds(self) -> list[str]:
+        """What is held back now."""
+        return list(STEPS[1 : self.step + 1])
 
     def reserve_bytes(self, total_bytes: int) -> int:
         """Memory that is to be free for others."""
-        if self._settings.memory_reserve_mb:
-            return self._settings.memory_reserve_mb << 20
-        return int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
+        configured = self._settings.now.governor.memory_reserve_mb << 20
+        return configured or int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
 
     def update(self, reading: Reading, use: Use, now: float) -> EngineLimits:
         """The limits after a reading."""
@@ -66,7 +66,8 @@ class MemoryGovernor:
         if spare < 0 or pressed:
             self._calm_since_s = None
             patience_s = _ACUTE_PATIENCE_S if 2 * reading.memory_available_bytes < reserve else _PATIENCE_S
-            caches_do = self.step == CACHES and not pressed and _cached_bytes(use) >= -spare
+            cached_bytes = max(0, use.resident_pages - use.live_pages) * use.page_bytes
+            caches_do = self.step == CACHES and not pressed and cached_bytes >= -spare
             if not self.step or (now - self._changed_s >= patience_s and not caches_do):
                 self._harder(use, now)
         elif spare < (2 * margin if self.step == CACHES else 3 * margin // 4):
@@ -77,21 +78,20 @@ class MemoryGovernor:
         elif now - max(self._calm_since_s, self._changed_s) >= self._calm_s:
             self._ease(use, now)
         self._pages = self._budget(spare, margin, pressed, use)
-        self.limits = EngineLimits(
+        return EngineLimits(
             pages=self._pages,
             prune=self.step >= PRUNING and use.prunes,
             finetune_share=0.0 if self.step >= FINETUNING else 1.0,
             release=self.step >= FINETUNING,
             sequences=self._sequences,
         )
-        return self.limits
 
     def _pressed(self, reading: Reading, little: bool) -> bool:
         """Whether tasks wait for memory: those of the own group, or of the box where it has `little` left.
 
         With plenty left, those who wait do so at a bound of their own: what is given up would not reach them.
         """
-        least = self._settings.pressure_percent
+        least = self._settings.now.governor.pressure_percent
         own, box = reading.cgroup_pressure_some_percent, reading.memory_pressure_some_percent
         return (own is not None and own >= least) or (little and box is not None and box >= least)
 
@@ -140,11 +140,6 @@ def _steps(use: Use) -> tuple[int, ...]:
     if not use.gives_back:
         return (FINETUNING, ADMISSION)
     return (CACHES, PRUNING, FINETUNING, ADMISSION) if use.prunes else (CACHES, FINETUNING, ADMISSION)
-
-
-def _cached_bytes(use: Use) -> int:
-    """What caches take, and so can give."""
-    return max(0, use.resident_pages - use.live_pages) * use.page_bytes
 
 
 def _reason(reading: Reading, reserve: int, pressed: bool) -> str:

@@ -6,8 +6,10 @@ what the box is for, and the hardware slows it down by itself where it must.
 
 from __future__ import annotations
 
-from edged.governors.hysteresis import Hysteresis
-from edged.settings.load import GovernorSettings, minutes_of
+from collections.abc import Sequence
+
+from edged.settings.live import Live
+from edged.settings.load import GovernorSettings, Settings, minutes_of
 from edged.telemetry.reading import Reading
 
 LEVELS = (1.0, 0.5, 0.25, 0.0)
@@ -24,12 +26,38 @@ _BUSY_PERCENT, _SLOWED = 80.0, 0.85
 _SLOW_LEVEL = 0.5
 
 
+class Hysteresis:
+    """One of a few levels, which follows what is wanted: at once where that is less, slowly where it is more."""
+
+    def __init__(self, levels: Sequence[float], hold_s: float) -> None:
+        """`levels` from the highest, where it starts, to the lowest; `hold_s` before each level up."""
+        self._levels, self._hold_s = tuple(levels), hold_s
+        self._better_since_s: float | None = None
+        self.level = self._levels[0]
+
+    def follow(self, worst: float, easy: float, now: float) -> float:
+        """The level after a reading: at most `worst`; higher only once every reading for `hold_s` had a higher `easy`.
+
+        `easy` is what is wanted with a margin, so at most `worst`: a reading between the two changes nothing.
+        """
+        if worst < self.level:
+            self.level = max(level for level in self._levels if level <= worst)
+            self._better_since_s = None
+        elif easy <= self.level:
+            self._better_since_s = None
+        elif self._better_since_s is None:
+            self._better_since_s = now
+        elif now - self._better_since_s >= self._hold_s:
+            self.level = min(level for level in self._levels if level > self.level)
+            self._better_since_s = now
+        return self.level
+
+
 class PowerGovernor:
     """Heat, throttled clocks, power mode, battery and quiet hours; the strictest of them counts."""
 
-    def __init__(self, settings: GovernorSettings) -> None:
+    def __init__(self, settings: Live[Settings]) -> None:
         self._settings = settings
-        self._quiet = minutes_of(settings.quiet_hours)
         self._heat, self._clocks, self._mode = (Hysteresis(LEVELS, _HOLD_S) for _ in range(3))
         self._highest_clock_hz = 0.0
         self.share = 1.0
@@ -39,37 +67,30 @@ class PowerGovernor:
         self.throttled: tuple[str, ...] = ()
         """Why the device is slowed down just now."""
 
-    def configure(self, settings: GovernorSettings) -> None:
-        """Go by other settings from the next reading on."""
-        self._settings, self._quiet = settings, minutes_of(settings.quiet_hours)
-
     def update(self, reading: Reading, now: float, minute: int) -> float:
         """The share after a reading, at `minute` of the local day."""
-        self.throttled = throttling(reading)
+        settings, self.throttled = self._settings.now.governor, throttling(reading)
+        quiet, slowed = minutes_of(settings.quiet_hours), _SLOW_LEVEL if self.throttled else 1.0
+        on_battery = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}[settings.on_battery]
         held = [
-            self._by_heat(reading, now),
-            self._by_clocks(now),
+            self._by_heat(reading, now, settings),
+            (self._clocks.follow(slowed, slowed, now), f"clocks held down: {', '.join(self.throttled) or 'until now'}"),
             self._by_mode(reading, now),
-            self._by_battery(reading),
-            (0.0, "quiet hours") if self._quiet and within(self._quiet, minute) else (1.0, ""),
+            (on_battery if reading.on_battery else 1.0, "on battery"),
+            (0.0 if quiet and within(quiet, minute) else 1.0, "quiet hours"),
         ]
         self.share = min(share for share, _ in held)
         self.reasons = [reason for share, reason in held if share < 1.0]
         return self.share
 
-    def _by_heat(self, reading: Reading, now: float) -> tuple[float, str]:
+    def _by_heat(self, reading: Reading, now: float, settings: GovernorSettings) -> tuple[float, str]:
         """Falls over the margin below the limit."""
-        limit_c = self._settings.temperature_limit_c or reading.temperature_limit_c
+        limit_c = settings.temperature_limit_c or reading.temperature_limit_c
         if reading.temperature_c is None or not limit_c:
             return self._heat.follow(1.0, 1.0, now), "temperature is not known any more"
-        near = (limit_c - reading.temperature_c) / self._settings.temperature_margin_c
+        near = (limit_c - reading.temperature_c) / settings.temperature_margin_c
         share = self._heat.follow(_level(_DISTANCES, near), _level(_DISTANCES, near - _RELIEF), now)
         return share, f"{reading.temperature_c:.0f} °C of at most {limit_c:.0f} °C"
-
-    def _by_clocks(self, now: float) -> tuple[float, str]:
-        """Half while the clocks are held down."""
-        wanted = _SLOW_LEVEL if self.throttled else 1.0
-        return self._clocks.follow(wanted, wanted, now), f"clocks held down: {', '.join(self.throttled) or 'until now'}"
 
     def _by_mode(self, reading: Reading, now: float) -> tuple[float, str]:
         """Falls with the clock that the power mode allows, against the highest that was seen, or with the power cap."""
@@ -83,10 +104,6 @@ class PowerGovernor:
         share = self._mode.follow(wanted, wanted, now)
         mode = f"power mode {reading.power_mode}" if reading.power_mode else "power mode"
         return share, f"{mode}: {min(shares):.0%} of full speed"
-
-    def _by_battery(self, reading: Reading) -> tuple[float, str]:
-        levels = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}
-        return (levels[self._settings.on_battery] if reading.on_battery else 1.0), "on battery"
 
 
 def throttling(reading: Reading) -> tuple[str, ...]:

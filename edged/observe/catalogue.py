@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+
+Buckets = tuple[list[tuple[str, float]], float]
+"""A histogram's state: how many values were at most each bound, the last of which is +Inf, and the values' sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,62 +109,48 @@ CATALOGUE = (
     _gauge("edged_database_bytes", "The database with its write-ahead log"),
     _counter("edged_store_errors_total", "Reads and writes of the database that failed"),
     _counter("edged_records_lost_total", "Records that were overwritten before these metrics saw them", "record"),
-)  # fmt: skip
+)
 
-_BY_NAME = {metric.name: metric for metric in CATALOGUE}
-_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-
-
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """A histogram's state: values per bucket up to each of `bounds` and beyond (not cumulative), and their sum."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+_FAMILIES: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+    "info": InfoMetricFamily,
+}
 
 
 class Samples(Collector):
-    """Values of one moment, by metric; what has no value is left out."""
+    """Values of one moment, by metric and label, several labels as a tuple; None, for what is not known, is left out.
 
-    def __init__(self) -> None:
-        self._values: dict[str, dict[tuple[str, ...], float | Buckets]] = {}
+    A histogram's are `Buckets`.
+    """
 
-    def put(self, name: str, value: float | Buckets | None, *labels: str) -> None:
-        """Set a sample; `labels` in the catalogue's order. None, for what is not known, sets nothing."""
-        if len(labels) != len(_BY_NAME[name].labels):
-            raise ValueError(f"{name} has the labels {_BY_NAME[name].labels}, not {labels}")
-        if value is not None:
-            self._values.setdefault(name, {})[labels] = value
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError for a metric that the catalogue does not have."""
+        self._values = values
+        if unknown := values.keys() - {metric.name for metric in CATALOGUE}:
+            raise ValueError(f"the catalogue has no {sorted(unknown)}")
 
     def collect(self) -> Iterator[Family]:
         """Families in the catalogue's order, for prometheus_client's encoders."""
         for metric in CATALOGUE:
-            if values := self._values.get(metric.name):
-                yield _family(metric, values)
+            value = self._values.get(metric.name)
+            family = _FAMILIES[metric.kind](
+                metric.name.removesuffix("_info"), metric.help, labels=() if metric.kind == "info" else metric.labels
+            )
+            for labels, each in (value if isinstance(value, Mapping) else {(): value}).items():
+                if each is not None:
+                    _add(metric, family, (labels,) if isinstance(labels, str) else labels, each)
+            if family.samples:
+                yield family
 
 
-def _family(metric: Metric, values: dict[tuple[str, ...], float | Buckets]) -> Family:
-    if metric.kind == "histogram":
-        histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for labels, value in values.items():
-            assert isinstance(value, Buckets)
-            histogram.add_metric(labels, _cumulative(value), value.total)
-        return histogram
+def _add(metric: Metric, family: Any, labels: tuple[str, ...], value: Any) -> None:
+    if len(labels) != len(metric.labels):
+        raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
     if metric.kind == "info":
-        info = InfoMetricFamily(metric.name.removesuffix("_info"), metric.help)
-        for labels in values:
-            info.add_metric((), dict(zip(metric.labels, labels, strict=True)))
-        return info
-    family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
-    for labels, value in values.items():
+        family.add_metric((), dict(zip(metric.labels, labels, strict=True)))
+    elif metric.kind == "histogram":
+        family.add_metric(labels, *value)
+    else:
         family.add_metric(labels, value)
-    return family
-
-
-def _cumulative(value: Buckets) -> Sequence[tuple[str, float]]:
-    seen, buckets = 0, []
-    for bound, count in zip((*map(repr, value.bounds), "+Inf"), value.counts, strict=True):
-        seen += count
-        buckets.append((bound, float(seen)))
-    return buckets

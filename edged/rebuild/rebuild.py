@@ -16,7 +16,7 @@ from sqlite_utils import Database
 from transformers import AutoTokenizer
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
-from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
 from edged.engine.lora.linear import NoSuchLinears, target_linears
@@ -26,7 +26,7 @@ from edged.rebuild.scores import Score, greedy_agreement, score
 from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_trl, train
 from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now, utc_text
-from edged.store.adapters import Version, insert_version, set_version_saved
+from edged.store.adapters import insert_version, set_version_saved
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE
 from edged.store.feedback import get_pairs, pair_ids_of
@@ -144,8 +144,8 @@ class Rebuild:
                 self._files.check(self.adapter, number)
             except (AdapterError, OSError) as error:
                 raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error
-            made = Version(self.adapter, number, utc_text(utc_now()), self.online_version, REASON, len(self.learned))
-            store.write(lambda db: insert_version(db, made)).result()
+            made = VersionPublished(self.adapter, number, self.online_version, REASON, len(self.learned))
+            store.write(lambda db: insert_version(db, utc_text(utc_now()), asdict(made))).result()
             store.write(lambda db: set_version_saved(db, self.adapter, number, str(path), removed)).result()
             return number
         finally:

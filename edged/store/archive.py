@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from edged.store.timestamps import utc_now
 
@@ -15,16 +16,22 @@ CHUNK_BYTES = 1 << 20
 END = bytes(2 * tarfile.BLOCKSIZE)
 
 
-def header(name: str, size: int) -> bytes:
-    """What stands before a file of `size` bytes."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode, info.mtime = size, 0o600, int(utc_now().timestamp())
-    return info.tobuf(tarfile.PAX_FORMAT)
+class Content:
+    """A file's bytes, read once in chunks; then `facts` has their number and checksum. Reading raises OSError."""
 
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._size, self._digest = file, 0, hashlib.sha256()
 
-def padding(size: int) -> bytes:
-    """What stands behind it."""
-    return bytes(-size % tarfile.BLOCKSIZE)
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in chunks(self._file):
+            self._size += len(chunk)
+            self._digest.update(chunk)
+            yield chunk
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As a backup's manifest has them."""
+        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
 
 def chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -32,11 +39,17 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
     return iter(partial(file.read, CHUNK_BYTES), b"")
 
 
+def member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
+    """A file of `size` bytes with what stands before and behind it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = size, 0o600, int(utc_now().timestamp())
+    yield info.tobuf(tarfile.PAX_FORMAT)
+    yield from content
+    yield bytes(-size % tarfile.BLOCKSIZE)
+
+
 def archive(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
     """Open files one after the other, each under its own name without a folder. Raises OSError."""
     for file in files:
-        size = os.fstat(file.fileno()).st_size
-        yield header(Path(file.name).name, size)
-        yield from chunks(file)
-        yield padding(size)
+        yield from member(Path(file.name).name, os.fstat(file.fileno()).st_size, chunks(file))
     yield END

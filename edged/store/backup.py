@@ -9,19 +9,18 @@ hard links are copies. The manifest is the tar's last member: a file that breaks
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import edged
-from edged.store.archive import END, chunks, header, padding
+from edged.store.archive import END, Content, member
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sha256_of, sync
 from edged.store.timestamps import utc_now, utc_text
 
@@ -93,13 +92,10 @@ def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
     for adapter in sorted(source.glob("*/*")):
         for version in sorted(adapter.glob("v[0-9]*"), reverse=True):
             copy = target / version.relative_to(source)
-            try:
+            # One that goes while it is copied is not whole: there are newer ones.
+            with suppress(OSError, shutil.Error):
                 shutil.copytree(version, copy, copy_function=_link)
-                whole = is_whole(copy)
-            except (OSError, shutil.Error):
-                # It went while it was copied: there are newer ones.
-                whole = False
-            if not whole:
+            if not is_whole(copy):
                 shutil.rmtree(copy, ignore_errors=True)
             elif not all_versions:
                 break
@@ -138,32 +134,14 @@ def is_whole(version: Path) -> bool:
 def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
     """The tar of a staged folder, in chunks; the manifest is made on the way. Raises OSError."""
     files: dict[str, dict[str, Any]] = {}
-    for path in _files(folder):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        size, digest = path.stat().st_size, hashlib.sha256()
-        yield header(name, size)
         with path.open("rb") as file:
-            for chunk in chunks(file):
-                digest.update(chunk)
-                yield chunk
-        yield padding(size)
-        files[name] = {"bytes": size, "sha256": digest.hexdigest()}
-    text = json.dumps(_manifest(folder, data_dir, files), indent=1).encode()
-    yield header(MANIFEST, len(text)) + text + padding(len(text)) + END
-
-
-def total_bytes(folder: Path) -> int:
-    """What `stream` comes to, but for headers and manifest."""
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _manifest(folder: Path, data_dir: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+            content = Content(file)
+            yield from member(name, path.stat().st_size, content)
+        files[name] = content.facts
     versions = sorted(path.relative_to(folder / ADAPTERS_FOLDER).parts for path in folder.glob("adapters/*/*/v*"))
-    return {
+    manifest = {
         "format": FORMAT,
         "edged": edged.__version__,
         "created_at": utc_text(utc_now()),
@@ -171,6 +149,9 @@ def _manifest(folder: Path, data_dir: Path, files: dict[str, dict[str, Any]]) ->
         "adapters": [{"base": base, "adapter": name, "version": int(v[1:])} for base, name, v in versions],
         "files": files,
     }
+    text = json.dumps(manifest, indent=1).encode()
+    yield from member(MANIFEST, len(text), [text])
+    yield END
 
 
 def write_file(chunks: Iterable[bytes], path: Path) -> int:
@@ -183,11 +164,10 @@ def write_file(chunks: Iterable[bytes], path: Path) -> int:
         draft.unlink(missing_ok=True)
         # Somebody else's file, or a link to one, is not written to.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            packed: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if path.suffix == ".gz" else file
-            for chunk in chunks:
-                packed.write(chunk)
-            if packed is not file:
-                packed.close()
+            zipped = path.suffix == ".gz"
+            packing: Any = gzip.GzipFile(fileobj=file, mode="wb", filename="") if zipped else nullcontext(file)
+            with packing as packed:
+                packed.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

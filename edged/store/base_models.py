@@ -16,6 +16,7 @@ from sqlite_utils import Database
 from edged.store.backup import VERSION_MANIFEST
 from edged.store.data_dir import ADAPTERS_FOLDER
 from edged.store.quarantine import HELD
+from edged.store.rows import first_value
 
 SHELVES = {
     "adapter_versions": "shelved_versions",
@@ -60,8 +61,7 @@ def base_name(data_dir: Path, fingerprint: str) -> str:
 
 def served_base(db: Database) -> str | None:
     """Fingerprint of the base that the learning tables speak of; None before the first."""
-    row = db.execute("SELECT fingerprint FROM served_base").fetchone()
-    return row[0] if row else None
+    return first_value(db, "SELECT fingerprint FROM served_base")
 
 
 def serve_base(db: Database, fingerprint: str, learn: bool = False) -> bool:
@@ -100,7 +100,7 @@ def _shelve(db: Database, base: str) -> None:
 
 def _unshelve(db: Database, base: str) -> None:
     known = "SELECT base FROM shelved_versions UNION SELECT base FROM shelved_progress"
-    if not db.execute(f"SELECT ? IN ({known})", [base]).fetchone()[0]:
+    if not first_value(db, f"SELECT ? IN ({known})", [base]):
         db.execute(f"UPDATE pairs SET state = 'skipped', {_ASIDE} WHERE id NOT IN ({HELD})")
     for table, shelf in SHELVES.items():
         columns = _columns(db, table)

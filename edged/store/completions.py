@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlite_utils import Database
 
-from edged.store.rows import columns_of, field_values, insert_row, json_tuple
+from edged.store.rows import field_values, insert_row, record_of
 
 Message = Mapping[str, Any]
 UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
@@ -89,31 +89,26 @@ def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_id
 
 def insert_completion(db: Database, completion: Completion) -> None:
     """Add a completion with its choices."""
-    row = field_values(completion)
-    del row["choices"]
-    row |= {"messages": json_text(completion.messages), "prompt": plain_text(completion.prompt)}
-    row |= {"prompt_key": completion.prompt_key, "prompt_ids": json_text(completion.prompt_ids)}
+    row = field_values(completion) | {"prompt_key": completion.prompt_key}
     row |= {"prompt_tokens": len(completion.prompt_ids), "choice_count": len(completion.choices)}
+    del row["choices"]
     insert_row(db, "completions", row)
     for choice in completion.choices:
-        texts = {"text": plain_text(choice.text), "token_ids": json_text(choice.token_ids)}
-        insert_row(db, "choices", {"completion_id": completion.id, **field_values(choice), **texts})
+        insert_row(db, "choices", {"completion_id": completion.id, **field_values(choice)})
 
 
 def get_completion(db: Database, completion_id: str) -> Completion | None:
     """The completion of that id with its choices in order; None when there is none (any more)."""
-    return next(iter(_completions(db, db.query("SELECT * FROM completions WHERE id = ?", [completion_id]))), None)
+    row = next(db.query("SELECT * FROM completions WHERE id = ?", [completion_id]), None)
+    return _completion(db, row) if row else None
 
 
 def last_answers(db: Database) -> dict[str, str]:
     """When each adapter answered last, as far as the latest LOOKED_AT completions tell."""
-    rows = db.execute(
-        """SELECT adapter, max(created_at)
-           FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
-           WHERE adapter IS NOT NULL GROUP BY adapter""",
-        [LOOKED_AT],
-    )
-    return dict(rows.fetchall())
+    sql = """SELECT adapter, max(created_at)
+             FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
+             WHERE adapter IS NOT NULL GROUP BY adapter"""
+    return dict(db.execute(sql, [LOOKED_AT]).fetchall())
 
 
 def users_of_completion(db: Database, completion_id: str) -> set[str]:
@@ -126,38 +121,14 @@ def completions_of_prompt(
     db: Database, key: str, learner: str, limit: int, rated_only: bool = False
 ) -> list[Completion]:
     """The newest `limit` completions of an equal prompt that teach `learner` (and have a signal), newest first."""
-    rows = db.query(
-        """SELECT * FROM completions WHERE prompt_key = :key AND adapter = :learner
-               AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
-           ORDER BY rowid DESC LIMIT :limit""",
-        {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit},
-    )
-    return _completions(db, rows)
+    sql = """SELECT * FROM completions WHERE prompt_key = :key AND adapter = :learner
+                 AND (NOT :rated_only OR EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id))
+             ORDER BY rowid DESC LIMIT :limit"""
+    values = {"key": key, "learner": learner, "rated_only": rated_only, "limit": limit}
+    return [_completion(db, row) for row in db.query(sql, values)]
 
 
-def _completions(db: Database, rows: Iterable[dict[str, Any]]) -> list[Completion]:
-    """Rows of `completions` with their choices."""
-    found = list(rows)
-    choices: dict[str, list[Choice]] = {row["id"]: [] for row in found}
-    for row in db.query(
-        "SELECT * FROM choices WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY completion_id, choice",
-        [json.dumps(list(choices))],
-    ):
-        choice = Choice(**{**columns_of(Choice, row), "token_ids": json_tuple(row["token_ids"])})
-        choices[row["completion_id"]].append(choice)
-    return [_completion(row, choices[row["id"]]) for row in found]
-
-
-def _completion(row: dict[str, Any], choices: list[Choice]) -> Completion:
-    json_columns = {"messages": json_tuple(row["messages"]), "prompt_ids": json_tuple(row["prompt_ids"])}
-    return Completion(**{**columns_of(Completion, row), **json_columns, "choices": tuple(choices)})
-
-
-def json_text(value: Any) -> str | None:
-    """`value` as the JSON text of a column; None stays NULL."""
-    return None if value is None else plain_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
-
-
-def plain_text(text: str | None) -> str | None:
-    """`text` as UTF-8 can say it: JSON may carry half a surrogate pair, which becomes "?"."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+def _completion(db: Database, row: dict[str, Any]) -> Completion:
+    """A row of `completions` with its choices."""
+    choices = db.query("SELECT * FROM choices WHERE completion_id = ? ORDER BY choice", [row["id"]])
+    return record_of(Completion, row, choices=tuple(record_of(Choice, choice) for choice in choices))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -39,15 +38,18 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_bytes(path: Path) -> int:
+    """The size of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none."""
-    size = 0
     # Versions come and go meanwhile: `os.walk` passes over folders that are gone, `Path.rglob` raises.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += os.stat(os.path.join(parent, name)).st_size
-    return size
+    return sum(file_bytes(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
 
 
 def erase_folder(folder: Path) -> None:

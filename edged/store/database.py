@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import sync
+from edged.store.data_dir import file_bytes, sync
 from edged.store.lock import FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, migrate
+from edged.store.rows import first_value
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Store:
         self.failed = ""
         """Why nothing is written any more, though the store is open: the disk did not keep what it was told to."""
         self._mark = self.path.with_name(f"{self.path.name}.suspect")
+        self.log_path = self.path.with_name(f"{self.path.name}-wal")
+        """SQLite's write-ahead log."""
         try:
             # What people said is in here and under it: others of this box have no business there.
             self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -125,7 +128,7 @@ class Store:
                 return fn(db)
         except sqlite3.Error as error:
             explained = self._explained(error)
-            if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error):
+            if "malformed" in str(error):
                 self._failed(str(explained))
             raise explained from error
         except json.JSONDecodeError as error:
@@ -178,12 +181,11 @@ class Store:
         """The writer's connection to a migrated file."""
         created = not self.path.exists()
         # A clean end leaves no log behind: this file saw a power cut, or something like it.
-        log_file = self.path.with_name(self.path.name + "-wal")
-        torn = not created and log_file.exists() and log_file.stat().st_size > 0
+        torn = not created and file_bytes(self.log_path) > 0
         try:
             db = self._connect()
-            if torn:
-                self._check(db)
+            if torn and (found := first_value(db, "PRAGMA quick_check(1)")) != "ok":
+                raise StoreError(f'database "{self.path}" is damaged ({" ".join(found.split())}){_RESTORE}')
             with db.ensure_autocommit_on():
                 # Of a file without tables; others keep what they have until they are rewritten.
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -206,12 +208,6 @@ class Store:
             sync(self.path.parent)
         return db
 
-    def _check(self, db: Database) -> None:
-        """Read the whole file once. Raises StoreError where its structure is damaged."""
-        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise StoreError(f'database "{self.path}" is damaged ({" ".join(found.split())}){_RESTORE}')
-
     def _connect(self) -> Database:
         # Plugins belong to the sqlite-utils command; the daemon runs no code that it did not ship with.
         connection = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False)
@@ -232,7 +228,8 @@ class Store:
         """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
         while True:
             group = [self._writes.get()]
-            while _may_follow(group[-1]) and len(group) < GROUP_WRITES and not self._writes.empty():
+            # Nothing may follow the store's end, or a write that runs alone.
+            while (last := group[-1]) and not last.alone and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
             if together := [write for write in writes if not write.alone]:
@@ -249,7 +246,7 @@ class Store:
             with self._writer.ensure_autocommit_on():
                 result = write.fn(self._writer)
         except BaseException as error:
-            write.future.set_exception(self._explained(error) if isinstance(error, sqlite3.Error) else error)
+            write.future.set_exception(self._explained(error))
         else:
             write.future.set_result(result)
 
@@ -279,12 +276,12 @@ class Store:
         except BaseException as error:
             with contextlib.suppress(sqlite3.Error):
                 self._writer.rollback()
-            self._failed(str(self._explained(error)) if isinstance(error, sqlite3.Error) else str(error))
+            self._failed(str(self._explained(error)))
             results, failures = [], [(write, error) for write in writes]
         for write, result in results:
             write.future.set_result(result)
         for write, failure in failures:
-            write.future.set_exception(self._explained(failure) if isinstance(failure, sqlite3.Error) else failure)
+            write.future.set_exception(self._explained(failure))
 
     def _failed(self, problem: str) -> None:
         """Log a problem once, however many writes it meets."""
@@ -292,8 +289,10 @@ class Store:
             log.error("%s", problem)
             self.problem = problem
 
-    def _explained(self, error: sqlite3.Error) -> StoreError:
-        """SQLite's error with the file's name and, where there is one, the way out; it is counted."""
+    def _explained(self, error: BaseException) -> BaseException:
+        """An error as callers get it: SQLite's are counted, and name the file and, where there is one, the way out."""
+        if not isinstance(error, sqlite3.Error):
+            return error
         self.errors += 1
         text = str(error)
         if getattr(error, "sqlite_errorcode", None) in _NOT_SYNCED:
@@ -321,14 +320,9 @@ class Store:
             sync(self._mark.parent)
 
 
-def _may_follow(write: _Write | None) -> bool:
-    """Whether another write may share the group that this one ends: not the store's end, nor one that runs alone."""
-    return write is not None and not write.alone
-
-
 def frees_pages(db: Database) -> bool:
     """Whether the file can give free pages back slice by slice (auto_vacuum = INCREMENTAL)."""
-    return bool(db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2)
+    return bool(first_value(db, "PRAGMA auto_vacuum") == 2)
 
 
 def vacuum(db: Database) -> None:

@@ -16,6 +16,7 @@ from sqlite_utils import Database
 
 from edged.store.adapters import forget_adapter
 from edged.store.maintenance import checkpoint
+from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
 _LEAST_CHARS = 24
@@ -55,7 +56,7 @@ def begin_forgetting(db: Database, name: str, now: str) -> Erased:
 
 def unfinished(db: Database) -> list[tuple[str, str]]:
     """(user, when it began) of what a crash interrupted."""
-    return [(name, at) for name, at in db.execute("SELECT adapter, started_at FROM forgetting").fetchall()]
+    return db.execute("SELECT adapter, started_at FROM forgetting").fetchall()
 
 
 def end_forgetting(db: Database, name: str) -> None:
@@ -88,20 +89,23 @@ def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[
     of other people that hold one of the texts; new_rows: rows that came after `since`.
     """
     report: dict[str, Any] = {"columns": 0, "texts": len(texts), "found": [], "said_by_others": 0, "new_rows": 0}
+    # As they are, and as JSON writes them.
+    forms = [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
+    needles = {f"t{number}": form for number, form in enumerate(forms)}
+    values = {"name": name, "since": since, **needles}
     for table in db.tables:
         if table.name == "forgetting":
             continue
-        others, new = _OTHERS.get(table.name, "0"), _NEW.get(table.name, "0")
-        values: dict[str, Any] = {"name": name, "since": since, **_needles(texts)}
+        new = _NEW.get(table.name, "0")
         for column in [column.name for column in table.columns if column.type.upper() == "TEXT"]:
             report["columns"] += 1
-            for what, match in (("name", _NAME.format(c=f'"{column}"')), ("text", _any_text(column, texts))):
+            named = f""""{column}" = :name OR instr("{column}", '/' || :name || '/')"""
+            said = " OR ".join(f'instr("{column}", :{needle})' for needle in needles) or "0"
+            for what, match, others in (("name", named, "0"), ("text", said, _OTHERS.get(table.name, "0"))):
                 hits = f'SELECT count(*) FROM "{table.name}" WHERE ({match})'
-                found = _count(db, f"{hits} AND NOT ({others} AND :what = 'text') AND NOT ({new})", values, what)
-                report["new_rows"] += _count(db, f"{hits} AND ({new})", values, what)
-                if what == "text":
-                    report["said_by_others"] += _count(db, f"{hits} AND ({others}) AND NOT ({new})", values, what)
-                if found:
+                report["new_rows"] += first_value(db, f"{hits} AND ({new})", values)
+                report["said_by_others"] += first_value(db, f"{hits} AND ({others}) AND NOT ({new})", values)
+                if found := first_value(db, f"{hits} AND NOT ({others}) AND NOT ({new})", values):
                     report["found"].append({"table": table.name, "column": column, "rows": found, "what": what})
     return report
 
@@ -111,32 +115,13 @@ def search_files(folder: Path, name: str) -> list[str]:
 
     A file that cannot be read is another user's trouble, unless it lies under the name: that path is told anyway.
     """
-    found = [str(path) for path in folder.rglob("*") if path.name == name] if folder.is_dir() else []
+    found = [str(path) for path in folder.rglob("*") if path.name == name]
     wanted = f'"adapter": {json.dumps(name)}'
-    for path in folder.rglob("*.json") if folder.is_dir() else ():
+    for path in folder.rglob("*.json"):
         with suppress(OSError):
             if wanted in path.read_text(errors="replace"):
                 found.append(str(path))
     return found
-
-
-_NAME = "{c} = :name OR instr({c}, '/' || :name || '/')"
-
-
-def _any_text(column: str, texts: tuple[str, ...]) -> str:
-    parts = [f'instr("{column}", :t{i})' for i in range(2 * len(texts))]
-    return " OR ".join(parts) or "0"
-
-
-def _needles(texts: tuple[str, ...]) -> dict[str, str]:
-    """The texts as they are, and as JSON writes them."""
-    both = [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
-    return {f"t{i}": form for i, form in enumerate(both)}
-
-
-def _count(db: Database, sql: str, values: dict[str, Any], what: str) -> int:
-    (count,) = db.execute(sql, {**values, "what": what}).fetchone()
-    return int(count)
 
 
 def _texts_of(db: Database, name: str) -> tuple[str, ...]:
@@ -155,10 +140,7 @@ def _texts_of(db: Database, name: str) -> tuple[str, ...]:
     )
     texts: dict[str, None] = {}
     for source in sources:
-        rows = db.execute(
-            f"SELECT text FROM ({source}) WHERE length(text) >= {_LEAST_CHARS} ORDER BY length(text) DESC "
-            f"LIMIT {_MOST_TEXTS // len(sources)}",
-            {"name": name},
-        )
-        texts.update((str(text), None) for (text,) in rows.fetchall())
+        longest = f"""SELECT text FROM ({source}) WHERE length(text) >= {_LEAST_CHARS}
+                      ORDER BY length(text) DESC LIMIT {_MOST_TEXTS // len(sources)}"""
+        texts.update((str(text), None) for text in first_column(db, longest, {"name": name}))
     return tuple(texts)

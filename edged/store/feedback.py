@@ -9,9 +9,9 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.completions import Message, json_text, plain_text
+from edged.store.completions import Message
 from edged.store.quarantine import TRUSTED
-from edged.store.rows import columns_of, field_values, insert_row, json_tuple
+from edged.store.rows import column_value, field_values, first_column, first_value, insert_row, record_of, update_rows
 
 _COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
 
@@ -83,8 +83,7 @@ class PairRow:
 
 def insert_signal(db: Database, signal: Signal) -> None:
     """Add a signal."""
-    texts = {"text": plain_text(signal.text), "pair_ids": json_text(signal.pair_ids)}
-    insert_row(db, "signals", {**field_values(signal), **texts})
+    insert_row(db, "signals", field_values(signal))
 
 
 def renew_signal(db: Database, signal: Signal) -> None:
@@ -92,7 +91,7 @@ def renew_signal(db: Database, signal: Signal) -> None:
     db.execute(
         "UPDATE signals SET rowid = (SELECT max(rowid) + 1 FROM signals), created_at = ?, text = ?, seconds = ? "
         "WHERE id = ?",
-        [signal.created_at, plain_text(signal.text), signal.seconds, signal.id],
+        [signal.created_at, column_value(signal.text), signal.seconds, signal.id],
     )
 
 
@@ -102,13 +101,13 @@ def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
         "SELECT * FROM signals WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY rowid",
         [json.dumps(list(completion_ids))],
     )
-    return [Signal(**{**row, "pair_ids": tuple(json.loads(row["pair_ids"]))}) for row in rows]
+    return [record_of(Signal, row) for row in rows]
 
 
 def get_signal(db: Database, signal_id: str) -> Signal | None:
     """The signal of that id; None where there is none."""
-    rows = list(db.query("SELECT * FROM signals WHERE id = ?", [signal_id]))
-    return Signal(**{**rows[0], "pair_ids": tuple(json.loads(rows[0]["pair_ids"]))}) if rows else None
+    row = next(db.query("SELECT * FROM signals WHERE id = ?", [signal_id]), None)
+    return record_of(Signal, row) if row else None
 
 
 def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -117,47 +116,36 @@ def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
     Keys: id, adapter, state, note, trained_version, seconds (from the pair to that version, None where a step was not
     needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one).
     """
-    rows = db.query(
-        """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
-                   THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
-               CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
-                   WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
-           FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
-           WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id""",
-        [json.dumps(list(pair_ids))],
-    )
-    return list(rows)
+    sql = """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
+                     THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
+                 CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
+                     WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
+             FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
+             WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id"""
+    return list(db.query(sql, [json.dumps(list(pair_ids))]))
 
 
 def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reason: str = "") -> None:
     """Record which pairs a signal has led to, or why to none."""
-    db.execute(
-        "UPDATE signals SET pair_ids = ?, reason = ? WHERE id = ?", [json_text(list(pair_ids)), reason, signal_id]
-    )
+    update_rows(db, "signals", {"pair_ids": tuple(pair_ids), "reason": reason}, id=signal_id)
 
 
 def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id."""
-    row = field_values(pair)
-    for name in _OTHERWISE:
-        del row[name]
+    row = {name: value for name, value in field_values(pair).items() if name not in _OTHERWISE}
     for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-        row |= {name: plain_text(side.text), f"{name}_ids": json_text(side.token_ids)}
+        row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
-    row |= {"messages": json_text(pair.messages), "prompt": plain_text(pair.prompt), "prompt_key": key}
-    row |= {"prompt_ids": json_text(pair.prompt_ids)}
-    row["direct"] = int(pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter))
-    return insert_row(db, "pairs", row)
+    direct = pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter)
+    return insert_row(db, "pairs", {**row, "prompt_key": key, "direct": direct})
 
 
 def teaches(db: Database, account: str | None, adapter: str) -> bool:
     """Whether it is the user's own account, or the one that taught the adapter first, such as an application's."""
     if account is None or account == adapter:
         return account == adapter
-    first = db.execute(
-        "SELECT account FROM pairs WHERE adapter = ? AND account IS NOT NULL ORDER BY id LIMIT 1", [adapter]
-    ).fetchone()
-    return first is None or first[0] == account
+    first = "SELECT account FROM pairs WHERE adapter = ? AND account IS NOT NULL ORDER BY id LIMIT 1"
+    return first_value(db, first, [adapter]) in (None, account)
 
 
 def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> list[PairRow]:
@@ -188,32 +176,25 @@ def pair_ids_of(
     shown: Callable[[str], bool] = lambda learner: True,
 ) -> list[int]:
     """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
-    rows = db.execute(
-        """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
-           ORDER BY id""",
-        {"adapter": adapter, "since": since},
-    )
-    return [pair_id for pair_id, learner in rows.fetchall() if shown(learner)]
+    sql = """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
+             ORDER BY id"""
+    rows = db.execute(sql, {"adapter": adapter, "since": since}).fetchall()
+    return [pair_id for pair_id, learner in rows if shown(learner)]
 
 
 def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:
     """Ids of the explicit pair of these very texts that was not trained on yet, and of its signal; None for none."""
-    row = db.execute(
-        """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
-               AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1""",
-        [key, adapter, plain_text(chosen), plain_text(rejected)],
-    ).fetchone()
-    return (row[0], row[1]) if row else None
+    sql = """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
+                 AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1"""
+    return db.execute(sql, [key, adapter, column_value(chosen), column_value(rejected)]).fetchone()
 
 
 def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
     """Whether a pair prefers the one stored answer to the other."""
-    row = db.execute(
-        """SELECT 1 FROM pairs WHERE chosen_completion_id = ? AND chosen_choice = ?
-               AND rejected_completion_id = ? AND rejected_choice = ?""",
-        [chosen.completion_id, chosen.choice, rejected.completion_id, rejected.choice],
-    ).fetchone()
-    return row is not None
+    found = """SELECT 1 FROM pairs WHERE chosen_completion_id = ? AND chosen_choice = ?
+                   AND rejected_completion_id = ? AND rejected_choice = ?"""
+    sides = [chosen.completion_id, chosen.choice, rejected.completion_id, rejected.choice]
+    return first_value(db, found, sides) is not None
 
 
 def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
@@ -221,16 +202,13 @@ def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
 
     Their states by id, oldest first. Call `requeue_lost` for every adapter before.
     """
-    rows = db.query(
-        """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
-               SELECT id FROM (
-                   SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
-                   FROM pairs WHERE state IN ('trained', 'learnt'))
-               WHERE age <= :replay)
-           ORDER BY id""",
-        {"replay": replay},
-    )
-    return {row["id"]: row["state"] for row in rows}
+    sql = """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+                 SELECT id FROM (
+                     SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
+                     FROM pairs WHERE state IN ('trained', 'learnt'))
+                 WHERE age <= :replay)
+             ORDER BY id"""
+    return dict(db.execute(sql, {"replay": replay}).fetchall())
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:
@@ -245,15 +223,13 @@ def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, ver
 
 def set_pair_note(db: Database, pair_id: int, note: str) -> None:
     """Record what a person should know about a pair, such as that it was cut."""
-    db.execute("UPDATE pairs SET note = ? WHERE id = ?", [note, pair_id])
+    update_rows(db, "pairs", {"note": note}, id=pair_id)
 
 
 def set_reference(db: Database, pair_id: int, chosen_logp: float, rejected_logp: float, ref_model: str) -> None:
     """Keep the reference model's summed log-probabilities (nats) with the pair."""
-    db.execute(
-        "UPDATE pairs SET ref_chosen_logp = ?, ref_rejected_logp = ?, ref_model = ? WHERE id = ?",
-        [chosen_logp, rejected_logp, ref_model, pair_id],
-    )
+    values = {"ref_chosen_logp": chosen_logp, "ref_rejected_logp": rejected_logp, "ref_model": ref_model}
+    update_rows(db, "pairs", values, id=pair_id)
 
 
 def requeue_newer(db: Database, adapter: str, version: int) -> int:
@@ -304,28 +280,21 @@ def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
 
 def foreign_since(db: Database, adapter: str, version: int) -> list[int]:
     """Ids of the pairs that are not the user's own direct signals, and that versions after `version` learned."""
-    rows = db.execute(
-        f"""SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
-               AND id NOT IN ({TRUSTED}) AND state IN ('queued', 'trained', 'learnt') ORDER BY id""",
-        [adapter, version],
-    )
-    return [pair_id for (pair_id,) in rows.fetchall()]
+    foreign = f"""SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
+                      AND id NOT IN ({TRUSTED}) AND state IN ('queued', 'trained', 'learnt') ORDER BY id"""
+    return first_column(db, foreign, [adapter, version])
 
 
 def taken_back(db: Database, adapter: str) -> list[int]:
     """Ids of the pairs that wait since a version that had learned them was taken back, oldest first."""
-    rows = db.execute(
-        "SELECT id FROM pairs WHERE adapter = ? AND state = 'queued' AND note LIKE ? ORDER BY id",
-        [adapter, f"{TAKEN_BACK}%"],
-    )
-    return [pair_id for (pair_id,) in rows.fetchall()]
+    waiting = "SELECT id FROM pairs WHERE adapter = ? AND state = 'queued' AND note LIKE ? ORDER BY id"
+    return first_column(db, waiting, [adapter, f"{TAKEN_BACK}%"])
 
 
 def _pair(row: dict[str, Any]) -> PairRow:
-    chosen, rejected = (
-        Side(row[name], json_tuple(row[f"{name}_ids"]), row[f"{name}_completion_id"], row[f"{name}_choice"])
-        for name in ("chosen", "rejected")
-    )
-    json_columns = {name: json_tuple(row[name]) for name in ("messages", "prompt_ids")}
+    def side(name: str) -> Side:
+        place = {"completion_id": row[f"{name}_completion_id"], "choice": row[f"{name}_choice"]}
+        return record_of(Side, {"text": row[name], "token_ids": row[f"{name}_ids"], **place})
+
     flags = {name: bool(row[name]) for name in ("trusted", "direct")}
-    return PairRow(**{**columns_of(PairRow, row), **json_columns, **flags, "chosen": chosen, "rejected": rejected})
+    return record_of(PairRow, row, chosen=side("chosen"), rejected=side("rejected"), **flags)

@@ -11,19 +11,22 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
-from edged.settings.load import StoreSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings, StoreSettings
 from edged.store.completions import UNUSED
+from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
 from edged.store.feedback import REPLAY_PAIRS
+from edged.store.rows import first_column, first_value
 from edged.store.timestamps import utc_now, utc_text
 
 log = logging.getLogger(__name__)
@@ -52,20 +55,15 @@ _TABLES = (
 class Maintenance:
     """Keeps one store in order, on a thread of its own between `start` and `stop`."""
 
-    def __init__(self, store: Store, settings: StoreSettings) -> None:
+    def __init__(self, store: Store, settings: Live[Settings]) -> None:
         self._store, self._settings = store, settings
         self._stopping = threading.Event()
         self._sweeping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
-        self._deleted: dict[str, int] = {}
-        self._rows: dict[str, int | None] = dict.fromkeys(_TABLES)
-        """By table, when they were last counted, which takes long in a large one: None before the first time."""
-        self._facts = self._store.read(_facts_of)
+        self._deleted: Counter[str] = Counter()
+        # Counting takes long in a large table: there are no numbers yet.
+        self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
         self._full_told = False
-
-    def configure(self, settings: StoreSettings) -> None:
-        """Keep to other settings from the next sweep on."""
-        self._settings = settings
 
     def start(self) -> None:
         """Begin: rows are counted at once, the first sweep comes a while later."""
@@ -80,18 +78,23 @@ class Maintenance:
     def sweep(self) -> dict[str, int]:
         """Delete what may go and give its pages back; rows deleted by table. Blocks. Raises StoreError."""
         with self._sweeping:
-            deleted: dict[str, int] = {}
-            values = self._store.read(lambda db: parameters(db, self._settings, utc_now()))
-            for rule in BY_AGE_AND_NUMBER:
-                self._apply(rule, values, deleted)
-            for rule in BY_SIZE:
-                self._apply(rule, values, deleted, only_while_large=True)
+            deleted: Counter[str] = Counter()
+            values = self._store.read(lambda db: parameters(db, self._settings.now.store, utc_now()))
+            for rule in RULES:
+                for count in self._apply(rule, values):
+                    deleted[rule.table] += count
             self._give_back()
-            for table, count in deleted.items():
-                self._deleted[table] = self._deleted.get(table, 0) + count
+            self._deleted.update(deleted)
             self._look()
-            self._tell_full()
-            return deleted
+            full, told = self._too_large(), self._full_told
+            self._full_told = full
+            if full and not told:
+                log.warning(
+                    "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and "
+                    "the newest completions: raise that, or set store.keep_feedback_days",
+                    self._settings.now.store.max_database_mb,
+                )
+            return dict(deleted)
 
     def vacuum(self) -> tuple[int, int]:
         """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
@@ -119,11 +122,10 @@ class Maintenance:
             self._look()
         return {
             "path": str(self._store.path),
-            "database_bytes": _size(self._store.path),
-            "log_bytes": self._log_bytes(),
-            "max_bytes": self._settings.max_database_mb << 20,
+            "database_bytes": file_bytes(self._store.path),
+            "log_bytes": file_bytes(self._store.log_path),
+            "max_bytes": self._settings.now.store.max_database_mb << 20,
             **self._facts,
-            "rows": dict(self._rows),
             "deleted": dict(self._deleted),
         }
 
@@ -151,32 +153,29 @@ class Maintenance:
             log.error("the database was not kept in order this time: %s", error)
 
     def _shorten_log(self) -> None:
-        if self._log_bytes() > LONG_LOG_BYTES:
+        if file_bytes(self._store.log_path) > LONG_LOG_BYTES:
             self.empty_log()
 
-    def _apply(
-        self, rule: Rule, values: dict[str, Any], deleted: dict[str, int], only_while_large: bool = False
-    ) -> None:
-        """Delete a rule's rows slice by slice, the oldest first."""
+    def _apply(self, rule: Rule, values: dict[str, Any]) -> Iterator[int]:
+        """Delete a rule's rows slice by slice, the oldest first; how many of each slice."""
         after = -1
-        while not self._stopping.is_set() and not (only_while_large and not self._too_large()):
+        while not self._stopping.is_set() and (not rule.only_while_large or self._too_large()):
             rowids = self._store.read(partial(find, rule=rule, values=values, after=after))
             if not rowids:
                 return
             after = rowids[-1]
-            gone = self._store.write(partial(delete, rule=rule, values=values, rowids=rowids))
-            deleted[rule.table] = deleted.get(rule.table, 0) + gone.result()
+            yield self._store.write(partial(delete, rule=rule, values=values, rowids=rowids)).result()
             self._stopping.wait(PAUSE_S)
 
     def _too_large(self) -> bool:
-        most = self._settings.max_database_mb << 20
+        most = self._settings.now.store.max_database_mb << 20
         return bool(most) and self._store.read(used_bytes) > most
 
     def _give_back(self) -> None:
         """Take free pages off the file, slice by slice, where it was made for that."""
 
         def excess(db: Database) -> int:
-            pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+            pages, free = _pages(db)
             return int(free - FREE_SHARE * pages) if frees_pages(db) else 0
 
         def give_back(db: Database) -> None:
@@ -188,37 +187,22 @@ class Maintenance:
 
     def _look(self) -> None:
         """Count the rows, unless it is to stop meanwhile, and take the rest of the facts."""
-        rows: dict[str, int | None] = {}
+        rows = {}
         for table in _TABLES:
             if self._stopping.is_set():
                 return
-            rows[table] = self._store.read(partial(_count, table=table))
-        self._rows, self._facts = rows, self._store.read(_facts_of)
-
-    def _tell_full(self) -> None:
-        """Once, when nothing is left that may go by itself."""
-        full = self._too_large()
-        if full and not self._full_told:
-            log.warning(
-                "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and the "
-                "newest completions: raise that, or set store.keep_feedback_days",
-                self._settings.max_database_mb,
-            )
-        self._full_told = full
-
-    def _log_bytes(self) -> int:
-        return _size(self._store.path.with_name(self._store.path.name + "-wal"))
+            rows[table] = self._store.read(partial(first_value, sql=f"SELECT count(*) FROM {table}"))
+        self._facts = {**self._store.read(_facts_of), "rows": rows}
 
 
 def checkpoint(db: Database) -> bool:
     """Empty the write-ahead log, outside of transactions; False when somebody read all of LOG_WAIT_MS."""
-    patience = db.execute("PRAGMA busy_timeout").fetchone()[0]
+    patience = first_value(db, "PRAGMA busy_timeout")
     db.execute(f"PRAGMA busy_timeout = {LOG_WAIT_MS}").fetchall()
     try:
-        busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not first_value(db, "PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         db.execute(f"PRAGMA busy_timeout = {patience}").fetchall()
-    return not busy
 
 
 def _optimize(db: Database) -> None:
@@ -226,26 +210,14 @@ def _optimize(db: Database) -> None:
     db.execute("PRAGMA optimize").fetchall()
 
 
-def _count(db: Database, table: str) -> int:
-    return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
 def _facts_of(db: Database) -> dict[str, Any]:
     """What is known without reading tables."""
-    oldest = db.execute("SELECT created_at FROM completions ORDER BY rowid LIMIT 1").fetchone()
     return {
         "used_bytes": used_bytes(db),
         "gives_pages_back": frees_pages(db),
-        "oldest_completion": oldest[0] if oldest else None,
+        "oldest_completion": first_value(db, "SELECT created_at FROM completions ORDER BY rowid LIMIT 1"),
         "looked_at": utc_text(utc_now()),
     }
-
-
-def _size(path: Path) -> int:
-    try:
-        return int(path.stat().st_size)
-    except FileNotFoundError:
-        return 0
 
 
 SLICE_ROWS = 64
@@ -263,9 +235,11 @@ class Rule:
 
     table: str
     gone: str
+    only_while_large: bool = False
+    """They go, the oldest first, while the file is larger than it may be."""
 
 
-BY_AGE_AND_NUMBER = (
+RULES = (
     Rule(
         "completions",
         f"(rowid <= :completions_over OR (rowid <= :completions_old AND created_at < :cutoff)) AND {UNUSED}",
@@ -295,12 +269,9 @@ BY_AGE_AND_NUMBER = (
            AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = signals.completion_id)
            AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = signals.completion_id)""",
     ),
+    Rule("completions", f"rowid <= :completions_old AND {UNUSED}", only_while_large=True),
+    Rule("iteration_samples", "id <= :samples_old", only_while_large=True),
 )
-BY_SIZE = (
-    Rule("completions", f"rowid <= :completions_old AND {UNUSED}"),
-    Rule("iteration_samples", "id <= :samples_old"),
-)
-"""What goes, the oldest first, while the file is larger than it may be."""
 
 
 def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str, Any]:
@@ -324,8 +295,8 @@ def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str
 
 def _before_newest(db: Database, table: str, count: int) -> int:
     """The rowid up to which a table's rows are older than its newest `count`; -1 where there are no more."""
-    row = db.execute(f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT 1 OFFSET ?", [count]).fetchone()
-    return row[0] if row else -1
+    rowid = first_value(db, f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT 1 OFFSET ?", [count])
+    return -1 if rowid is None else rowid
 
 
 def _cutoff(now: datetime, days: float) -> str:
@@ -338,11 +309,8 @@ def _cutoff(now: datetime, days: float) -> str:
 
 def find(db: Database, rule: Rule, values: dict[str, Any], after: int) -> list[int]:
     """Rowids beyond `after` of the next rows that may go, at most SLICE_ROWS. Takes long: not for the writer thread."""
-    rows = db.execute(
-        f"SELECT rowid FROM {rule.table} WHERE rowid > :after AND ({rule.gone}) ORDER BY rowid LIMIT {SLICE_ROWS}",
-        {**values, "after": after},
-    )
-    return [rowid for (rowid,) in rows.fetchall()]
+    sql = f"SELECT rowid FROM {rule.table} WHERE rowid > :after AND ({rule.gone}) ORDER BY rowid LIMIT {SLICE_ROWS}"
+    return first_column(db, sql, {**values, "after": after})
 
 
 def delete(db: Database, rule: Rule, values: dict[str, Any], rowids: list[int]) -> int:
@@ -355,5 +323,10 @@ def delete(db: Database, rule: Rule, values: dict[str, Any], rowids: list[int]) 
 
 def used_bytes(db: Database) -> int:
     """Bytes of the file's pages that hold something."""
-    pages, free, size = (db.execute(f"PRAGMA {x}").fetchone()[0] for x in ("page_count", "freelist_count", "page_size"))
-    return int((pages - free) * size)
+    pages, free = _pages(db)
+    return int((pages - free) * first_value(db, "PRAGMA page_size"))
+
+
+def _pages(db: Database) -> tuple[int, int]:
+    """(pages of the file, those of them that are free)."""
+    return first_value(db, "PRAGMA page_count"), first_value(db, "PRAGMA freelist_count")

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from sqlite_utils import Database
 
+from edged.store.rows import first_column, first_value, update_rows
+
 Decision = Literal["released", "dropped"]
 HELD = "SELECT pair_id FROM quarantine WHERE decision IS NULL OR decision = 'dropped'"
 """Ids of the pairs that nothing may be learned from."""
@@ -36,38 +38,31 @@ def quarantined(db: Database, adapter: str | None = None, limit: int = 500) -> l
     Keys: pair_id, adapter, reason, quarantined_at, created_at, source, weight, chosen, rejected, prompt (the text, or
     the last message's content; null for bare tokens), loss and reward_margin (null where it was not scored).
     """
-    rows = db.query(
-        """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
-                  coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
-                  m.loss, m.reward_margin
-           FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
-           LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'
-           WHERE q.decision IS NULL AND (:adapter IS NULL OR q.adapter = :adapter)
-           ORDER BY q.created_at DESC, q.pair_id DESC LIMIT :limit""",
-        {"adapter": adapter, "limit": limit},
-    )
-    return list(rows)
+    sql = """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
+                    coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
+                    m.loss, m.reward_margin
+             FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
+             LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'
+             WHERE q.decision IS NULL AND (:adapter IS NULL OR q.adapter = :adapter)
+             ORDER BY q.created_at DESC, q.pair_id DESC LIMIT :limit"""
+    return list(db.query(sql, {"adapter": adapter, "limit": limit}))
 
 
 def count_quarantined(db: Database, adapter: str | None = None) -> int:
     """Pairs that wait for a decision (of one adapter)."""
-    (count,) = db.execute(
-        "SELECT count(*) FROM quarantine WHERE decision IS NULL AND (:adapter IS NULL OR adapter = :adapter)",
-        {"adapter": adapter},
-    ).fetchone()
-    return int(count)
+    waiting = "SELECT count(*) FROM quarantine WHERE decision IS NULL AND (:adapter IS NULL OR adapter = :adapter)"
+    return int(first_value(db, waiting, {"adapter": adapter}))
 
 
 def waiting_ids(db: Database, adapter: str) -> list[int]:
     """Ids of an adapter's pairs that wait for a decision, in their order."""
     sql = "SELECT pair_id FROM quarantine WHERE adapter = ? AND decision IS NULL ORDER BY pair_id"
-    return [pair_id for (pair_id,) in db.execute(sql, [adapter])]
+    return first_column(db, sql, [adapter])
 
 
 def owner_of(db: Database, pair_id: int) -> tuple[str, str | None] | None:
     """(adapter, decision or None) of a pair that is or was in quarantine; None for others."""
-    row = db.execute("SELECT adapter, decision FROM quarantine WHERE pair_id = ?", [pair_id]).fetchone()
-    return (row[0], row[1]) if row else None
+    return db.execute("SELECT adapter, decision FROM quarantine WHERE pair_id = ?", [pair_id]).fetchone()
 
 
 def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
@@ -77,21 +72,16 @@ def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
         [decision, now, pair_id],
     ).rowcount
     if waited:
-        db.execute(
-            "UPDATE pairs SET state = ?, note = ? WHERE id = ?",
-            ["queued" if decision == "released" else "skipped", f"{decision} from quarantine", pair_id],
-        )
+        state = "queued" if decision == "released" else "skipped"
+        update_rows(db, "pairs", {"state": state, "note": f"{decision} from quarantine"}, id=pair_id)
     return bool(waited)
 
 
 def burst_since(db: Database, adapter: str) -> str | None:
     """When the latest burst of an adapter that waits for a decision began to be quarantined; None for none."""
-    (moment,) = db.execute(
-        """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL AND reason LIKE 'burst: %'
-               AND reason NOT LIKE 'burst: it came %'""",
-        [adapter],
-    ).fetchone()
-    return moment
+    begun = """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL
+                   AND reason LIKE 'burst: %' AND reason NOT LIKE 'burst: it came %'"""
+    return first_value(db, begun, [adapter])
 
 
 def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float], Sequence[bool]]:
@@ -103,10 +93,7 @@ def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float],
            ORDER BY id DESC LIMIT {LATEST}""",
         [adapter],
     ).fetchall()
-    norms = db.execute(
-        f"""SELECT grad_norm FROM adapter_versions WHERE adapter = ? AND grad_norm > 0
-           ORDER BY version DESC LIMIT {LATEST}""",
-        [adapter],
-    ).fetchall()
+    norms = f"""SELECT grad_norm FROM adapter_versions WHERE adapter = ? AND grad_norm > 0
+                    ORDER BY version DESC LIMIT {LATEST}"""
     losses, contrary = [loss for loss, _ in reversed(rows)], [bool(wrong) for _, wrong in reversed(rows)]
-    return losses, [norm for (norm,) in reversed(norms)], contrary
+    return losses, first_column(db, norms, [adapter])[::-1], contrary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,14 +17,8 @@ from typing import IO, Any
 
 from sqlite_utils import Database
 
-from edged.store.archive import chunks
-from edged.store.backup import (
-    CONFIG_FILE,
-    FORMAT,
-    MANIFEST,
-    PROFILES_FOLDER,
-    BackupError,
-)
+from edged.store.archive import Content
+from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
 from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
@@ -34,7 +27,7 @@ from edged.store.timestamps import utc_now
 _PART = "[A-Za-z0-9][A-Za-z0-9._@-]*"
 _MEMBER = re.compile(
     f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{_PART}"
-    f"|{ADAPTERS_FOLDER}/{_PART}/{_PART}/v[0-9]+/{_PART}"
+    f"|{ADAPTERS_FOLDER}/{_PART}/{_PART}/v[0-9]+/{_PART}|{re.escape(MANIFEST)}"
 )
 _MOST_MANIFEST_BYTES = 64 << 20
 _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error)
@@ -101,12 +94,11 @@ def _unpack(file: Path, folder: Path, keep_all: bool) -> Contents:
         with tarfile.open(file, "r|*") as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isreg() else None
-                if content is None or manifest is not None:
+                misplaced = manifest is not None or member.name in found or not _MEMBER.fullmatch(member.name)
+                if content is None or misplaced:
                     raise BackupError(f'{file}: "{member.name}" has no place in a backup of edged')
                 if member.name == MANIFEST:
                     manifest = _read_manifest(file, content)
-                elif not _MEMBER.fullmatch(member.name) or member.name in found:
-                    raise BackupError(f'{file}: "{member.name}" has no place in a backup of edged')
                 else:
                     target = folder / member.name if keep_all or member.name == DATABASE_FILE else None
                     found[member.name] = _take(content, target)
@@ -137,15 +129,12 @@ def _read_manifest(file: Path, content: IO[bytes]) -> dict[str, Any]:
 
 def _take(content: IO[bytes], target: Path | None) -> dict[str, Any]:
     """Read a member to its end, into `target` where there is one; its size and hash."""
-    size, digest = 0, hashlib.sha256()
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
+    read = Content(content)
     with open(os.devnull if target is None else target, "wb" if target is None else "xb") as out:
-        for chunk in chunks(content):
-            size += len(chunk)
-            digest.update(chunk)
-            out.write(chunk)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        out.writelines(read)
+    return read.facts
 
 
 def _check_database(file: Path, path: Path) -> dict[str, int]:
@@ -170,11 +159,8 @@ def _check_database(file: Path, path: Path) -> dict[str, int]:
 def _relocate(draft: Path, data_dir: Path) -> None:
     """Have the database say which versions are there, and where they will be."""
     with closing(sqlite3.connect(draft / DATABASE_FILE)) as connection, connection:
-        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
         bases = {"adapter_versions": "(SELECT fingerprint FROM served_base)", "shelved_versions": "base"}
         for table, base in bases.items():
-            if table not in tables or "served_base" not in tables:
-                continue
             rows = connection.execute(f"SELECT rowid, {base}, adapter, version FROM {table}").fetchall()
             for rowid, fingerprint, adapter, version in rows:
                 place = Path(ADAPTERS_FOLDER, fingerprint or "", adapter, f"v{version:06d}")

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
+T = TypeVar("T")
+Values = Sequence[Any] | Mapping[str, Any]
 
-def insert_row(db: Database, table: str, row: Mapping[str, Any], verb: str = "INSERT") -> int:
-    """Add a row whose columns are the keys; returns its rowid."""
+JSON_COLUMNS = frozenset({"messages", "prompt_ids", "token_ids", "pair_ids"})
+"""Fields whose columns hold an array as JSON."""
+
+
+def insert_row(db: Database, table: str, row: Mapping[str, Any], verb: str = "INSERT", condition: str = "1") -> int:
+    """Add a row whose columns are the keys, where the SQL `condition` holds, which may name them; returns its rowid."""
     columns, values = ", ".join(row), ", ".join(f":{name}" for name in row)
-    return int(db.execute(f"{verb} INTO {table} ({columns}) VALUES ({values})", dict(row)).lastrowid or 0)
+    stored = {name: column_value(value) for name, value in row.items()}
+    sql = f"{verb} INTO {table} ({columns}) SELECT {values} WHERE {condition}"
+    return int(db.execute(sql, stored).lastrowid or 0)
+
+
+def update_rows(db: Database, table: str, values: Mapping[str, Any], **where: Any) -> None:
+    """Set columns of the rows whose other columns are as in `where`."""
+    changes, condition = ", ".join(f"{name} = :{name}" for name in values), " AND ".join(f"{n} = :{n}" for n in where)
+    stored = {name: column_value(value) for name, value in values.items()}
+    db.execute(f"UPDATE {table} SET {changes} WHERE {condition}", {**stored, **where})
+
+
+def first_value(db: Database, sql: str, values: Values = ()) -> Any:
+    """The first column of the first row that a query finds; None where it finds none."""
+    row = db.execute(sql, values).fetchone()
+    return row[0] if row else None
+
+
+def first_column(db: Database, sql: str, values: Values = ()) -> list[Any]:
+    """The first column of all rows that a query finds."""
+    return [row[0] for row in db.execute(sql, values).fetchall()]
 
 
 def field_values(record: Any) -> dict[str, Any]:
@@ -21,11 +47,19 @@ def field_values(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def columns_of(kind: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that are fields of the dataclass `kind`."""
-    return {field.name: row[field.name] for field in fields(kind) if field.name in row}
+def record_of(kind: type[T], row: Mapping[str, Any], **others: Any) -> T:
+    """The dataclass `kind` of a row's columns, with the arrays of JSON as tuples, and of `others`."""
+    values = {field.name: row[field.name] for field in fields(kind) if field.name in row}  # type: ignore[arg-type]
+    for name in JSON_COLUMNS & values.keys():
+        values[name] = None if values[name] is None else tuple(json.loads(values[name]))
+    return kind(**{**values, **others})
 
 
-def json_tuple(text: str | None) -> tuple[Any, ...] | None:
-    """The array in a column of JSON; None for NULL."""
-    return None if text is None else tuple(json.loads(text))
+def column_value(value: Any) -> Any:
+    """`value` as a column holds it: arrays as JSON, and text as UTF-8 can say it.
+
+    JSON may carry half a surrogate pair, which becomes "?".
+    """
+    if isinstance(value, (tuple, list)):
+        value = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from sqlite_utils import Database
 
+from edged.settings.live import Live
+from edged.settings.load import Settings
 from edged.store.completions import UNUSED
+from edged.store.rows import first_value
 
 _RECOUNT_S = 10.0
 """A user who is over the limit is counted again at most that often: it reads all of the user's rows."""
@@ -30,15 +34,15 @@ class StorageFull(ValueError):
 class UserQuota:
     """What is kept of whom, counted once and kept up from there. To be used inside `Store.write` alone."""
 
-    def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`most_bytes` of one user are kept; 0: as much as there is."""
-        self._most, self._clock = most_bytes, clock
+    def __init__(self, settings: Live[Settings], clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
         self._known: dict[str, tuple[int, float]] = {}
         """Bytes by user, and when they were counted."""
 
-    def configure(self, most_bytes: int) -> None:
-        """Keep another amount of one user from now on."""
-        self._most = most_bytes
+    @property
+    def _most(self) -> int:
+        """Bytes of one user that are kept; 0: as much as there is."""
+        return self._settings.now.limits.stored_mb * 2**20
 
     def demand_room(self, db: Database, user: str) -> None:
         """Raises StorageFull when no more may be kept of a user."""
@@ -57,27 +61,25 @@ class UserQuota:
             self._known[user] = (kept + size_bytes, counted_s)
         if self._over(db, user):
             trim_completions(db, user, self._known[user][0] - int(self._most * _TRIM_TO))
-            self._known[user] = (stored_bytes(db, user), self._clock())
+            self._count(db, user)
 
     def learned(self, db: Database, user: str, pair_ids: Sequence[int]) -> None:
         """Count pairs that were written of a user."""
         if self._most and pair_ids:
             query = f"SELECT sum({_PAIR}) FROM pairs WHERE id IN (SELECT value FROM json_each(?))"
-            self.added(db, user, int(db.execute(query, [json.dumps(list(pair_ids))]).fetchone()[0] or 0))
+            self.added(db, user, first_value(db, query, [json.dumps(list(pair_ids))]) or 0)
 
     def _over(self, db: Database, user: str) -> bool:
-        kept, counted_s = self._counted(db, user)
+        kept, counted_s = self._known.get(user, (self._most, -math.inf))
         if kept >= self._most and self._clock() - counted_s >= _RECOUNT_S:
-            del self._known[user]
-            kept, _ = self._counted(db, user)
+            kept = self._count(db, user)
         return kept >= self._most
 
-    def _counted(self, db: Database, user: str) -> tuple[int, float]:
-        if user not in self._known:
-            if len(self._known) >= _MOST_USERS:
-                self._known.clear()
-            self._known[user] = (stored_bytes(db, user), self._clock())
-        return self._known[user]
+    def _count(self, db: Database, user: str) -> int:
+        if user not in self._known and len(self._known) >= _MOST_USERS:
+            self._known.clear()
+        self._known[user] = (stored_bytes(db, user), self._clock())
+        return self._known[user][0]
 
 
 def stored_bytes(db: Database, user: str) -> int:
@@ -88,7 +90,7 @@ def stored_bytes(db: Database, user: str) -> int:
         f"SELECT {_PAIR} FROM pairs WHERE adapter = :user",
     )
     query = f"SELECT coalesce(sum(size), 0) FROM ({' UNION ALL '.join(parts)})"
-    return int(db.execute(query, {"user": user}).fetchone()[0])
+    return int(first_value(db, query, {"user": user}))
 
 
 def trim_completions(db: Database, user: str, excess_bytes: int) -> int:

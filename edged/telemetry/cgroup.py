@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """The tightest bound on memory among a control group and those that it lies in."""
 
-    total_bytes: int
     available_bytes: int
     """What is left below the bound; reclaimable page cache counts as left, as it does in MemAvailable."""
+    total_bytes: int
 
 
 class ControlGroup:
@@ -25,10 +25,7 @@ class ControlGroup:
     @classmethod
     def own(cls, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> ControlGroup | None:
         """This process's; None without version 2, or in its root group, which has no bounds."""
-        try:
-            lines = (proc / "self/cgroup").read_text().splitlines()
-        except OSError:
-            return None
+        lines = _text(proc / "self/cgroup").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/")
         folder = root / path.lstrip("/")
         return cls(folder, root) if path != "/" and (folder / "memory.current").is_file() else None
@@ -37,14 +34,11 @@ class ControlGroup:
         """The tightest of `memory.max` and `memory.high`; None where nothing is bounded."""
         bounds = []
         for folder in self._folders:
-            most = min(
-                (m for name in ("memory.max", "memory.high") if (m := _number(folder / name)) is not None), default=None
-            )
             used = _number(folder / "memory.current")
-            if most is None or used is None:
-                continue
-            bounds.append(Bound(most, max(0, most - max(0, used - _reclaimable(folder)))))
-        return min(bounds, key=lambda bound: bound.available_bytes, default=None)
+            for most in (_number(folder / "memory.max"), _number(folder / "memory.high")):
+                if most is not None and used is not None:
+                    bounds.append(Bound(max(0, most - max(0, used - _reclaimable(folder))), most))
+        return min(bounds, default=None)
 
     def pressure(self) -> float | None:
         """`some avg10` of `memory.pressure` in percent."""
@@ -53,28 +47,26 @@ class ControlGroup:
 
 def pressure_percent(path: Path, kind: str) -> float | None:
     """`avg10` of the line `kind` ("some", "full") of a file of pressure stall information; None without such a file."""
+    # A kernel without CONFIG_PSI, or one booted without psi=1, has no such file or refuses to read it.
+    found = re.search(rf"^{kind} avg10=([\d.]+)", _text(path), re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def _text(path: Path) -> str:
+    """What a file holds; "" where it cannot be read."""
     try:
-        lines = path.read_text().splitlines()
-        line = next(line for line in lines if line.startswith(kind))
-        return float(line.split("avg10=")[1].split()[0])
-    except (OSError, StopIteration, IndexError, ValueError):
-        # A kernel without CONFIG_PSI, or one booted without psi=1, has no such file or refuses to read it.
-        return None
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None for "max" or no file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that nobody used lately, in bytes."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "inactive_file")
+    found = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0

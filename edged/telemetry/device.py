@@ -13,15 +13,12 @@ from edged.telemetry.cgroup import ControlGroup
 from edged.telemetry.host import Host
 from edged.telemetry.jetson import Jetson, is_jetson
 from edged.telemetry.nvml import Nvml
-from edged.telemetry.reading import Reading, merged
-from edged.telemetry.source import Source, SourceAbsent
+from edged.telemetry.reading import Reading, Source, SourceAbsent, merged
 
 log = logging.getLogger("edged.telemetry")
 EVERY_S = 1.0
 TRY_AGAIN_S = 60.0
 """How long a source that was absent is left alone."""
-
-Subscriber = Callable[[Reading], None]
 
 
 class DeviceMonitor:
@@ -33,10 +30,12 @@ class DeviceMonitor:
         The first reading is there when this returns; more come after `start`.
         """
         self._name, self._every_s = name, every_s
-        self._sources = list(own_sources(name) if sources is None else sources)
+        if sources is None:
+            sources = (Host(cgroup=ControlGroup.own()), Jetson() if is_jetson() else Nvml(name, os.environ))
+        self._sources = sources
         self._absent: dict[str, tuple[str, float]] = {}
         """Why each source is absent, and when it is tried again."""
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: list[Callable[[Reading], None]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="edged-telemetry", daemon=True)
         self.latest = self._sample()
@@ -53,7 +52,7 @@ class DeviceMonitor:
         for source in self._sources:
             source.close()
 
-    def subscribe(self, hear: Subscriber) -> None:
+    def subscribe(self, hear: Callable[[Reading], None]) -> None:
         """`hear` is called with every reading, on the sampler's thread; it must not block."""
         self._subscribers.append(hear)
 
@@ -80,13 +79,13 @@ class DeviceMonitor:
 
     def _sample(self) -> Reading:
         now = time.monotonic()
-        return merged(now, [part for source in self._sources if (part := self._ask(source, now)) is not None])
+        return merged(now, [self._ask(source, now) for source in self._sources])
 
-    def _ask(self, source: Source, now: float) -> dict[str, Any] | None:
-        """What a source reads; None while it is absent, of which the log hears once for each reason."""
+    def _ask(self, source: Source, now: float) -> dict[str, Any]:
+        """What a source reads; nothing while it is absent, of which the log hears once for each reason."""
         known, again_s = self._absent.get(source.name, ("", 0.0))
         if now < again_s:
-            return None
+            return {}
         try:
             part = source.read()
         except SourceAbsent as error:
@@ -94,13 +93,7 @@ class DeviceMonitor:
                 log.info("%s is not read: %s", source.name, error)
             self._absent[source.name] = (str(error), now + TRY_AGAIN_S)
             source.close()
-            return None
+            return {}
         if self._absent.pop(source.name, None):
             log.info("%s is read again", source.name)
         return part
-
-
-def own_sources(name: str) -> list[Source]:
-    """This box's: psutil, and jtop on a Jetson or NVML elsewhere."""
-    box = Host(cgroup=ControlGroup.own())
-    return [box, Jetson() if is_jetson() else Nvml(name, os.environ)]

@@ -14,9 +14,9 @@ class EnergyMeter:
     """
 
     def __init__(self) -> None:
-        self.serving_j = self.finetune_j = self.idle_j = 0.0
-        self.output_tokens = self.pairs = 0
-        """Served and learnt in the same time."""
+        self._joules = {"serving_j": 0.0, "finetune_j": 0.0, "idle_j": 0.0}
+        self._output_tokens = self._pairs = 0
+        """Served and learned in the same time."""
         self._last: tuple[float, float, float, float, int, int] | None = None
 
     def add(
@@ -33,20 +33,16 @@ class EnergyMeter:
         serving, finetune = serving_s - last[2], finetune_s - last[3]
         # An iteration is counted when it ends, so a span may be told of more seconds than it has.
         scale = min(1.0, span_s / (serving + finetune)) if serving + finetune > 0.0 else 0.0
-        self.serving_j += mean_w * serving * scale
-        self.finetune_j += mean_w * finetune * scale
-        self.idle_j += mean_w * (span_s - (serving + finetune) * scale)
-        self.output_tokens += output_tokens - last[4]
-        self.pairs += pairs - last[5]
+        self._joules["serving_j"] += mean_w * serving * scale
+        self._joules["finetune_j"] += mean_w * finetune * scale
+        self._joules["idle_j"] += mean_w * (span_s - (serving + finetune) * scale)
+        self._output_tokens += output_tokens - last[4]
+        self._pairs += pairs - last[5]
 
     def report(self) -> dict[str, float | None] | None:
         """Joules, by kind and for each token and pair; None where no power was ever read."""
-        if not self.serving_j + self.finetune_j + self.idle_j:
+        if not any(self._joules.values()):
             return None
-        return {
-            "serving_j": self.serving_j,
-            "finetune_j": self.finetune_j,
-            "idle_j": self.idle_j,
-            "joules_per_output_token": self.serving_j / self.output_tokens if self.output_tokens else None,
-            "joules_per_pair": self.finetune_j / self.pairs if self.pairs else None,
-        }
+        per_token = self._joules["serving_j"] / self._output_tokens if self._output_tokens else None
+        per_pair = self._joules["finetune_j"] / self._pairs if self._pairs else None
+        return {**self._joules, "joules_per_output_token": per_token, "joules_per_pair": per_pair}

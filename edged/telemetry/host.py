@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 
 from edged.telemetry.cgroup import ControlGroup, pressure_percent
+from edged.telemetry.reading import Heat, plausible
 
-_PLAUSIBLE_LIMIT_C = (40.0, 130.0)
-"""Sensors without a limit report anything from 0 to 65261."""
 _OTHERS = ("nvme", "drivetemp", "iwlwifi", "ath", "mt79")
 """Sensors of parts whose heat fine-tuning does not make."""
+_PRESSURE = Path("/proc/pressure/memory")
 _TRIPS = ("passive", "hot", "critical")
 """Trip points of a thermal zone, by what they say of where it slows down."""
 
@@ -23,11 +23,9 @@ class Host:
 
     name = "psutil"
 
-    def __init__(
-        self, proc: Path = Path("/proc"), sys: Path = Path("/sys"), cgroup: ControlGroup | None = None
-    ) -> None:
+    def __init__(self, sys: Path = Path("/sys"), cgroup: ControlGroup | None = None) -> None:
         """`cgroup` is this process's own, where it has bounds."""
-        self._proc, self._sys, self._cgroup = proc, sys, cgroup
+        self._sys, self._cgroup = sys, cgroup
         self._process = psutil.Process()
         # The first reading of either is meaningless: it has nothing to compare with.
         psutil.cpu_percent(None)
@@ -40,49 +38,34 @@ class Host:
         bound = self._cgroup.bound() if self._cgroup is not None else None
         if bound is not None:
             total, available = min(total, bound.total_bytes), min(available, bound.available_bytes)
-        temperature_c, limit_c = self._heat()
         return {
             "cpu_percent": psutil.cpu_percent(None),
             "cpu_count": os.cpu_count() or 1,
             "memory_total_bytes": total,
             "memory_available_bytes": available,
-            "memory_pressure_some_percent": pressure_percent(self._proc / "pressure/memory", "some"),
-            "memory_pressure_full_percent": pressure_percent(self._proc / "pressure/memory", "full"),
+            "memory_pressure_some_percent": pressure_percent(_PRESSURE, "some"),
+            "memory_pressure_full_percent": pressure_percent(_PRESSURE, "full"),
             "cgroup_pressure_some_percent": self._cgroup.pressure() if self._cgroup is not None else None,
             "swap_total_bytes": swap.total,
             "swap_used_bytes": swap.used,
             "process_cpu_percent": self._process.cpu_percent(None),
             "process_rss_bytes": self._process.memory_info().rss,
-            "temperature_c": temperature_c,
-            "temperature_limit_c": limit_c,
+            "heats": [*_hwmon(), *_thermal_zones(self._sys / "class/thermal")],
             "on_battery": _on_battery(),
         }
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _heat(self) -> tuple[float | None, float | None]:
-        """(temperature, limit) of the sensor nearest to its limit, else of the hottest; (None, None) without any."""
-        heats = [*_hwmon(), *_thermal_zones(self._sys / "class/thermal")]
-        limited = [(temperature_c, limit_c) for temperature_c, limit_c in heats if limit_c is not None]
-        if limited:
-            return min(limited, key=lambda heat: heat[1] - heat[0])
-        return max(heats, key=lambda heat: heat[0], default=(None, None))
 
-
-def _plausible(limit_c: float | None) -> float | None:
-    least, most = _PLAUSIBLE_LIMIT_C
-    return limit_c if limit_c is not None and least <= limit_c <= most else None
-
-
-def _hwmon() -> list[tuple[float, float | None]]:
+def _hwmon() -> list[Heat]:
     """(temperature, limit) of the sensors that psutil knows."""
     try:
         groups = psutil.sensors_temperatures()
     except (AttributeError, OSError):
         return []
     return [
-        (sensor.current, _plausible(sensor.high) or _plausible(sensor.critical))
+        (sensor.current, plausible(sensor.high) or plausible(sensor.critical))
         for name, sensors in groups.items()
         if not name.startswith(_OTHERS)
         for sensor in sensors
@@ -90,7 +73,7 @@ def _hwmon() -> list[tuple[float, float | None]]:
     ]
 
 
-def _thermal_zones(folder: Path) -> list[tuple[float, float | None]]:
+def _thermal_zones(folder: Path) -> list[Heat]:
     """(temperature, first trip point) of the thermal zones: a Jetson's, where hwmon knows no limits."""
     heats = []
     for zone in sorted(folder.glob("thermal_zone*")):
@@ -104,7 +87,7 @@ def _thermal_zones(folder: Path) -> list[tuple[float, float | None]]:
         except (OSError, ValueError):
             # A zone whose part is switched off cannot be read.
             continue
-        limit_c = next((limit for name in _TRIPS if (limit := _plausible(trips.get(name))) is not None), None)
+        limit_c = next((limit for name in _TRIPS if (limit := plausible(trips.get(name))) is not None), None)
         if temperature_c > 0.0:
             heats.append((temperature_c, limit_c))
     return heats

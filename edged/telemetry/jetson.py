@@ -8,11 +8,10 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from edged.telemetry.source import SourceAbsent
+from edged.telemetry.reading import SourceAbsent, plausible
 
 _OFFLINE_C = -256.0
 """What jtop shows of a sensor that is switched off."""
-_HIGHEST_LIMIT_C, _LOWEST_LIMIT_C = 130.0, 40.0
 
 
 class Jetson:
@@ -80,7 +79,6 @@ def values_of(jetson: Any) -> dict[str, Any]:
     gpu: dict[str, Any] = next(iter(jetson.gpu.values()), {})
     clocks = gpu.get("freq", {})
     unit_hz = 1e6 if clocks.get("governor") == "nvml" else 1e3
-    temperature_c, limit_c = _heat(jetson.temperature)
     power = jetson.power or {}
     total_w = power.get("tot", {}).get("power")
     rails = {name: rail["power"] / 1e3 for name, rail in power.get("rail", {}).items() if rail.get("online", True)}
@@ -91,28 +89,14 @@ def values_of(jetson: Any) -> dict[str, Any]:
         "gpu_percent": gpu.get("status", {}).get("load"),
         "gpu_clock_hz": clocks["cur"] * unit_hz if clocks.get("cur") else None,
         "gpu_clock_max_hz": clocks["max"] * unit_hz if clocks.get("max") else None,
-        "temperature_c": temperature_c,
-        "temperature_limit_c": limit_c,
+        # Of sensors that are on; disks' are not this device's.
+        "heats": [
+            (sensor["temp"], plausible(sensor.get("max")) or plausible(sensor.get("crit")))
+            for name, sensor in jetson.temperature.items()
+            if sensor.get("online", sensor["temp"] != _OFFLINE_C) and not name.lower().startswith("nvme")
+        ],
         "power_w": None if total_w is None else total_w / 1e3,
         "power_rails_w": rails,
         "power_mode": None if jetson.nvpmodel is None else str(jetson.nvpmodel),
         "fan_percent": float(max(speeds)) if speeds else None,
     }
-
-
-def _heat(sensors: dict[str, dict[str, Any]]) -> tuple[float | None, float | None]:
-    """(temperature, limit) of the sensor nearest to its limit, else of the hottest; disks' are not this device's."""
-    heats = [
-        (sensor["temp"], _limit_c(sensor))
-        for name, sensor in sensors.items()
-        if sensor.get("online", sensor["temp"] != _OFFLINE_C) and not name.lower().startswith("nvme")
-    ]
-    limited = [(temperature_c, limit_c) for temperature_c, limit_c in heats if limit_c is not None]
-    if limited:
-        return min(limited, key=lambda heat: heat[1] - heat[0])
-    return max(heats, key=lambda heat: heat[0], default=(None, None))
-
-
-def _limit_c(sensor: dict[str, Any]) -> float | None:
-    limits = (sensor.get("max"), sensor.get("crit"))
-    return next((limit for limit in limits if limit and _LOWEST_LIMIT_C <= limit <= _HIGHEST_LIMIT_C), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from edged.telemetry.source import SourceAbsent
+from edged.telemetry.reading import SourceAbsent
 
 _THROTTLES = {
     0x04: "power cap",
@@ -57,27 +57,23 @@ class Nvml:
     def _values(self, gpu: Any) -> dict[str, Any]:
         # The temperature is the one thing that all GPUs tell: where it fails the driver is gone.
         temperature_c = float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
-        load, memory = _asked(pynvml.nvmlDeviceGetUtilizationRates, gpu), _asked(pynvml.nvmlDeviceGetMemoryInfo, gpu)
-        clock = _asked(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-        most = _asked(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
-        power = _scaled(_asked(pynvml.nvmlDeviceGetPowerUsage, gpu), 1e-3)
-        limit = _asked(pynvml.nvmlDeviceGetTemperatureThreshold, gpu, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-        reasons = _asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
-        fan = _asked(pynvml.nvmlDeviceGetFanSpeed, gpu)
+        limit_c = _asked(
+            float, pynvml.nvmlDeviceGetTemperatureThreshold, gpu, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        )
+        power_w = _asked(_watts, pynvml.nvmlDeviceGetPowerUsage, gpu)
         return {
-            "temperature_c": temperature_c,
-            "temperature_limit_c": None if limit is None else float(limit),
-            "gpu_percent": None if load is None else float(load.gpu),
-            "gpu_memory_used_bytes": None if memory is None else int(memory.used),
-            "gpu_memory_total_bytes": None if memory is None else int(memory.total),
-            "gpu_clock_hz": _scaled(clock, 1e6),
-            "gpu_clock_max_hz": _scaled(most, 1e6),
-            "throttle_reasons": None if reasons is None else throttles(reasons),
-            "power_w": power,
-            "power_rails_w": {} if power is None else {"GPU": power},
-            "power_limit_w": _scaled(_asked(pynvml.nvmlDeviceGetPowerManagementLimit, gpu), 1e-3),
-            "power_limit_default_w": _scaled(_asked(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, gpu), 1e-3),
-            "fan_percent": None if fan is None else float(fan),
+            "heats": [(temperature_c, limit_c)],
+            "gpu_percent": _asked(lambda rates: float(rates.gpu), pynvml.nvmlDeviceGetUtilizationRates, gpu),
+            "gpu_memory_used_bytes": _asked(lambda memory: int(memory.used), pynvml.nvmlDeviceGetMemoryInfo, gpu),
+            "gpu_memory_total_bytes": _asked(lambda memory: int(memory.total), pynvml.nvmlDeviceGetMemoryInfo, gpu),
+            "gpu_clock_hz": _asked(_hertz, pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+            "gpu_clock_max_hz": _asked(_hertz, pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM),
+            "throttle_reasons": _asked(throttles, pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu),
+            "power_w": power_w,
+            "power_rails_w": {} if power_w is None else {"GPU": power_w},
+            "power_limit_w": _asked(_watts, pynvml.nvmlDeviceGetPowerManagementLimit, gpu),
+            "power_limit_default_w": _asked(_watts, pynvml.nvmlDeviceGetPowerManagementDefaultLimit, gpu),
+            "fan_percent": _asked(float, pynvml.nvmlDeviceGetFanSpeed, gpu),
         }
 
 
@@ -86,13 +82,17 @@ def throttles(reasons: int) -> tuple[str, ...]:
     return tuple(name for bit, name in _THROTTLES.items() if reasons & bit)
 
 
-def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer; None where this GPU has none."""
+def _watts(milliwatts: int) -> float:
+    return milliwatts * 1e-3
+
+
+def _hertz(megahertz: int) -> float:
+    return megahertz * 1e6
+
+
+def _asked(read: Callable[[Any], Any], question: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer as `read` has it; None where this GPU has none."""
     try:
-        return question(*arguments)
+        return read(question(*arguments))
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission):
         return None
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+Heat = tuple[float, float | None]
+"""A sensor's temperature, and where its part is slowed down; None where it does not say so."""
+_PLAUSIBLE_LIMIT_C = (40.0, 130.0)
+"""Sensors without a limit report anything from 0 to 65261."""
+
+
+class SourceAbsent(RuntimeError):
+    """The source cannot be read on this box, or not now; the message says why and what to do."""
+
+
+class Source(Protocol):
+    """Reads some fields of a `Reading`; one thread uses it."""
+
+    name: str
+
+    def read(self) -> dict[str, Any]:
+        """Values by the `Reading`'s names, None where unknown. Raises SourceAbsent; then `close` is called.
+
+        All temperatures that it knows are `heats`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open; `read` opens it anew."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +78,28 @@ class Reading:
 
     def report(self) -> dict[str, Any]:
         """As the status shows it."""
-        values = asdict(self)
-        del values["at_s"]
-        return values
+        return {name: value for name, value in asdict(self).items() if name != "at_s"}
 
 
 def merged(at_s: float, parts: list[dict[str, Any]]) -> Reading:
     """One reading from what each source knows; a later source is the better one, but for the temperature.
 
-    Of temperatures the one that is nearest to its limit counts, else the hottest.
+    Of temperatures the one that is nearest to its limit counts, else the hottest. Raises TypeError for what no reading
+    has.
     """
-    values: dict[str, Any] = {"at_s": at_s}
-    for part in parts:
-        values.update((name, value) for name, value in part.items() if value is not None)
-    heat = min(
-        ((part["temperature_c"], part.get("temperature_limit_c")) for part in parts if _knows_heat(part)),
-        key=_distance,
-        default=(None, None),
-    )
-    values["temperature_c"], values["temperature_limit_c"] = heat
-    known = {item.name for item in fields(Reading)}
-    if unknown := values.keys() - known:
-        raise ValueError(f"a source reads {sorted(unknown)}, which no reading has")
-    return Reading(**values)
+    values = {name: value for part in parts for name, value in part.items() if value is not None and name != "heats"}
+    heats = [heat for part in parts for heat in part.get("heats", ())]
+    values["temperature_c"], values["temperature_limit_c"] = min(heats, key=_distance, default=(None, None))
+    return Reading(at_s, **values)
 
 
-def _knows_heat(part: dict[str, Any]) -> bool:
-    return part.get("temperature_c") is not None
+def plausible(limit_c: float | None) -> float | None:
+    """A sensor's limit; None for none."""
+    least, most = _PLAUSIBLE_LIMIT_C
+    return limit_c if limit_c is not None and least <= limit_c <= most else None
 
 
-def _distance(heat: tuple[float, float | None]) -> tuple[bool, float]:
-    """Sorts (temperature, limit) by what is most worrying."""
+def _distance(heat: Heat) -> tuple[bool, float]:
+    """Sorts by what is most worrying."""
     temperature_c, limit_c = heat
     return (True, -temperature_c) if limit_c is None else (False, limit_c - temperature_c)

@@ -7,18 +7,21 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx2
 import pytest
 from sqlite_utils import Database
 
+from edged.align.feedback.pair import PairScored, StepSkipped, VersionPublished
 from edged.align.feedback.signals import record_pair
 from edged.api.erasure import finish_forgetting
 from edged.store import Store, utc_now, utc_text
-from edged.store.adapters import PairScore, Version, insert_metric, insert_skipped_step, insert_version
+from edged.store.adapters import insert_metric, insert_version
 from edged.store.erasure import begin_forgetting, search, search_files
 from edged.store.quarantine import insert_quarantined
+from edged.store.rows import insert_row
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import adapter, until
 from tests.models import save_tiny
@@ -115,9 +118,11 @@ def test_what_the_user_left_anew_meanwhile_is_no_leftover(tmp_path: Path) -> Non
         report = record_pair(db, "ann", "a new answer", "another", utc_now(), prompt="Well?")
         now, pair_id = utc_text(utc_now()), report.pair_ids[0]
         insert_quarantined(db, pair_id, now, "ann", "outlying")
-        insert_version(db, Version("ann", 1, now, 0, "trained"))
-        insert_skipped_step(db, now, "ann", 1, (pair_id,), "its loss is not finite")
-        insert_metric(db, PairScore(now, "ann", 1, pair_id, "prequential", -1.0, -2.0, -1.0, -2.0, 0.0, 0.7, None))
+        insert_version(db, now, asdict(VersionPublished("ann", 1, 0, "trained")))
+        skipped = StepSkipped("ann", 1, (pair_id,), "its loss is not finite")
+        insert_row(db, "skipped_steps", {"created_at": now, **asdict(skipped)})
+        score = PairScored(pair_id, "ann", 1, "prequential", -1.0, -2.0, -1.0, -2.0, 0.0, 0.7)
+        insert_metric(db, now, asdict(score))
 
     store.write(anew).result()
     report = store.read(lambda db: search(db, "ann", erased.texts, since))

@@ -255,9 +255,9 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
         async with asyncio.timeout(10):
             _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
             writer.write(b"GET /v1/events HTTP/1.1\r\nHost: edged\r\n\r\n")
-            while feed.readers == 0:  # noqa: ASYNC110
+            while not feed.readers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert feed.readers == 1
+            assert len(feed.readers) == 1
             writer.close()
             while feed.readers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -306,9 +306,9 @@ async def told_to(sees: str) -> list[str]:
     await asyncio.sleep(0)
     feed.close()
     heard = []
-    while event := await reader.next():
+    while event := await reader.waiting.get():
         heard.append(f"{event.adapter} {event.name}")
-    feed.leave(reader)
+    feed.readers.discard(reader)
     return heard
 
 
@@ -342,7 +342,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
     reader = Reader({"status"}, lambda adapter: True, lambda: None, "")
     await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
-    feed.leave(reader)
+    feed.readers.discard(reader)
     await poller
     asked_then = asked
     await asyncio.sleep(2 * feeds.POLL_S)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from edged.align.feedback.pair import VersionPublished
 from edged.align.feedback.signals import record_pair
 from edged.api.access import Caller
 from edged.api.adapters import forget
@@ -21,7 +23,7 @@ from edged.api.feedback_intake import FeedbackIntake
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
-from edged.store.adapters import Version, insert_version
+from edged.store.adapters import insert_version
 from edged.store.base_models import serve_base
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
@@ -63,7 +65,7 @@ class Engine:
 
         def work() -> None:
             assert self.may_forget.wait(10)
-            self._store.write(lambda db: insert_version(db, Version(name, 1, "t", 0, "trained")))
+            self._store.write(lambda db: insert_version(db, "t", asdict(VersionPublished(name, 1, 0, "trained"))))
             done.set_result(None)
 
         threading.Thread(target=work).start()

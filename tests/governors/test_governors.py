@@ -10,8 +10,8 @@ import pytest
 
 from edged.governors.governors import Governors
 from edged.governors.limits import EngineLimits, Use
-from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
+from tests.governors.settings import live
 
 MIB = 1 << 20
 USE = Use(MIB, 1000, 800, 100, 4, 16, True, True, 1.3, 0.0, 0.0, 0, 0)
@@ -25,7 +25,8 @@ class Engine:
         self.use, self.limits = USE, []  # type: ignore[var-annotated]
 
     def governors(self, minute: int = 720, **settings: Any) -> Governors:
-        return Governors(GovernorSettings(**settings), lambda: self.use, self.limits.append, lambda: minute)
+        self.settings = live(**settings)
+        return Governors(self.settings, lambda: self.use, self.limits.append, lambda: minute)
 
 
 def test_limits_are_told_when_they_change_and_each_step_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,12 +100,12 @@ def test_governors_that_are_switched_off_forget_what_they_held() -> None:
     for second in range(20):
         governors.hear(replace(short, at_s=float(second)))
     assert governors.report()["memory"]["step"] == 4
-    governors.configure(GovernorSettings(enabled=False))
+    engine.settings.now = live(enabled=False).now
     governors.hear(replace(ROOMY, at_s=20.0))
     report = governors.report()
     assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
     assert engine.limits[-1] == EngineLimits()
-    governors.configure(GovernorSettings())
+    engine.settings.now = live().now
     governors.hear(replace(ROOMY, at_s=21.0))
     assert governors.report()["memory"]["step"] == 0
     assert engine.limits[-1] == EngineLimits()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from edged.governors.limits import EngineLimits, Use
 from edged.governors.memory import STEPS, MemoryGovernor
-from edged.settings.load import GovernorSettings
 from edged.telemetry.reading import Reading
+from tests.governors.settings import live
 
 MIB = 1 << 20
 PAGES, PAGE = 1000, MIB
@@ -36,7 +36,7 @@ class World:
     steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.governor = MemoryGovernor(GovernorSettings(memory_reserve_mb=self.reserve_mb))
+        self.governor = MemoryGovernor(live(memory_reserve_mb=self.reserve_mb))
         self.limits = EngineLimits()
 
     @property
@@ -148,7 +148,7 @@ def test_pressure_counts_though_the_reserve_is_there_but_not_with_plenty() -> No
 
 
 def test_the_own_control_groups_pressure_counts_always() -> None:
-    governor = MemoryGovernor(GovernorSettings())
+    governor = MemoryGovernor(live())
     use = Use(PAGE, PAGES, PAGES, 0, 4, 16, True, True, 1.0, 0.0, 0.0, 0, 0)
     reading = Reading(0.0, memory_total_bytes=4096 * MIB, memory_available_bytes=3000 * MIB)
     governor.update(reading, use, 0.0)
@@ -194,5 +194,5 @@ def test_whatever_neighbours_do_it_goes_step_by_step_and_comes_to_rest(
 
 
 def test_a_small_box_keeps_a_small_reserve() -> None:
-    governor = MemoryGovernor(GovernorSettings())
+    governor = MemoryGovernor(live())
     assert [governor.reserve_bytes(total << 30) >> 20 for total in (1, 8, 64)] == [256, 409, 2048]

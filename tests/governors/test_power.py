@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from edged.governors.hysteresis import Hysteresis
-from edged.governors.power import LEVELS, PowerGovernor, throttling, within
+from edged.governors.power import LEVELS, Hysteresis, PowerGovernor, throttling, within
 from edged.settings.load import GovernorSettings, minutes_of
 from edged.telemetry.reading import Reading
+from tests.governors.settings import live
 
 
 def shares(governor: PowerGovernor, seconds: int, start: float = 0.0, minute: int = 720, **values: Any) -> list[float]:
@@ -21,14 +21,14 @@ def shares(governor: PowerGovernor, seconds: int, start: float = 0.0, minute: in
 
 
 def test_fine_tuning_falls_as_the_limit_nears_and_pauses_before_it() -> None:
-    governor = PowerGovernor(GovernorSettings())
+    governor = PowerGovernor(live())
     fell = [shares(governor, 1, n, temperature_c=n, temperature_limit_c=100.0)[0] for n in range(85, 100)]
     assert fell == [1.0] * 6 + [0.5] * 4 + [0.25] * 3 + [0.0] * 2
     assert governor.reasons == ["99 °C of at most 100 °C"]
 
 
 def test_it_comes_back_level_by_level_and_not_while_it_hovers() -> None:
-    governor = PowerGovernor(GovernorSettings())
+    governor = PowerGovernor(live())
     shares(governor, 1, 0, temperature_c=98.5, temperature_limit_c=100.0)
     assert set(shares(governor, 300, 1, temperature_c=96.5, temperature_limit_c=100.0)) == {0.0}
     risen = shares(governor, 120, 301, temperature_c=60.0, temperature_limit_c=100.0)
@@ -38,12 +38,12 @@ def test_it_comes_back_level_by_level_and_not_while_it_hovers() -> None:
 
 
 def test_the_setting_is_the_limit_where_it_is_given() -> None:
-    governor = PowerGovernor(GovernorSettings(temperature_limit_c=70.0))
+    governor = PowerGovernor(live(temperature_limit_c=70.0))
     assert shares(governor, 1, temperature_c=69.0, temperature_limit_c=100.0) == [0.0]
 
 
 def test_throttled_clocks_halve_it_at_once() -> None:
-    governor = PowerGovernor(GovernorSettings())
+    governor = PowerGovernor(live())
     assert shares(governor, 1, throttle_reasons=("thermal",)) == [0.5]
     assert governor.throttled == ("thermal",)
     assert shares(governor, 20, 1.0, throttle_reasons=())[-1] == 0.5
@@ -57,7 +57,7 @@ def test_a_busy_gpu_below_its_clock_is_throttled_and_an_idle_one_is_not() -> Non
 
 
 def test_a_lower_power_mode_counts_against_the_best_that_was_seen() -> None:
-    governor = PowerGovernor(GovernorSettings())
+    governor = PowerGovernor(live())
     assert shares(governor, 1, gpu_clock_max_hz=13e8, power_mode="MAXN") == [1.0]
     assert shares(governor, 1, 1.0, gpu_clock_max_hz=8e8, power_mode="MODE_30W") == [0.5]
     assert governor.reasons == ["power mode MODE_30W: 62% of full speed"]
@@ -65,19 +65,19 @@ def test_a_lower_power_mode_counts_against_the_best_that_was_seen() -> None:
 
 
 def test_a_power_cap_below_the_default_is_a_lower_mode() -> None:
-    governor = PowerGovernor(GovernorSettings())
+    governor = PowerGovernor(live())
     assert shares(governor, 1, power_limit_w=100.0, power_limit_default_w=200.0) == [0.25]
 
 
 @pytest.mark.parametrize(("rule", "share"), [("pause", 0.0), ("slow", 0.5), ("ignore", 1.0)])
 def test_on_battery_it_does_as_it_is_told(rule: str, share: float) -> None:
-    governor = PowerGovernor(GovernorSettings(on_battery=rule))  # type: ignore[arg-type]
+    governor = PowerGovernor(live(on_battery=rule))
     assert shares(governor, 1, on_battery=True) == [share]
     assert shares(governor, 1, 1.0, on_battery=False) == [1.0]
 
 
 def test_quiet_hours_may_go_past_midnight() -> None:
-    governor = PowerGovernor(GovernorSettings(quiet_hours="22:00-06:00"))
+    governor = PowerGovernor(live(quiet_hours="22:00-06:00"))
     at = {hour: shares(governor, 1, hour, minute=60 * hour)[0] for hour in (5, 6, 12, 21, 22, 23, 0)}
     assert at == {5: 0.0, 6: 1.0, 12: 1.0, 21: 1.0, 22: 0.0, 23: 0.0, 0: 0.0}
 

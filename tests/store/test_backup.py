@@ -11,12 +11,14 @@ import sqlite3
 import tarfile
 import threading
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from edged.align.feedback.pair import VersionPublished
 from edged.store import Store
-from edged.store.adapters import Version, forget_files, insert_version, set_version_saved
+from edged.store.adapters import forget_files, insert_version, set_version_saved
 from edged.store.backup import BackupError, staged, stream, write_file
 from edged.store.base_models import serve_base
 from edged.store.completions import insert_completion
@@ -47,8 +49,8 @@ def add_version(store, number, adapter="ada", saved=True):
         (folder / "adapter_model.safetensors").write_bytes(f"weights {number} of {adapter}".encode() * 100)
         sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
         (folder / "edged.json").write_text(json.dumps({"sha256": sums}))
-    made = Version(adapter, number, MOMENT, number - 1, "trained")
-    store.write(lambda db: insert_version(db, made)).result()
+    made = asdict(VersionPublished(adapter, number, number - 1, "trained"))
+    store.write(lambda db: insert_version(db, MOMENT, made)).result()
     if saved:
         store.write(lambda db: set_version_saved(db, adapter, number, str(folder), [])).result()
     return folder

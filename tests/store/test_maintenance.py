@@ -6,19 +6,22 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from edged.align.feedback.pair import VersionPublished
 from edged.align.feedback.signals import Feedback, record_pair, record_signal
-from edged.settings.load import StoreSettings
+from edged.settings.live import Live
+from edged.settings.load import Settings, StoreSettings
 from edged.store import Store, database, maintenance
-from edged.store.adapters import Version, insert_version, set_version_saved
+from edged.store.adapters import insert_version, set_version_saved
 from edged.store.completions import insert_completion
 from edged.store.erasure import empty_log
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
 from edged.store.maintenance import Maintenance
-from edged.store.samples import insert_sample
+from edged.store.rows import insert_row
 from edged.store.timestamps import utc_text
 from tests.store.rows import completion
 
@@ -52,8 +55,12 @@ def ids(store, table="completions", key="id"):
     return [row[0] for row in store.read(lambda db: db.execute(f"SELECT {key} FROM {table} ORDER BY rowid").fetchall())]
 
 
+def maintenance_of(store, **settings):
+    return Maintenance(store, Live(Settings(store=StoreSettings(**settings))))
+
+
 def sweep(store, **settings):
-    return Maintenance(store, StoreSettings(**settings)).sweep()
+    return maintenance_of(store, **settings).sweep()
 
 
 def numbered(count, letter="c"):
@@ -86,7 +93,7 @@ def test_iteration_samples_are_bounded_by_number_and_age(store):
     def many(db):
         for moment, count in ((OLD, 30), (NOW, 100)):
             for _ in range(count):
-                insert_sample(db, utc_text(moment), SAMPLE)
+                insert_row(db, "iteration_samples", {"created_at": utc_text(moment), **SAMPLE})
 
     store.write(many).result()
     assert sweep(store, keep_days=90) == {"iteration_samples": 30}
@@ -149,8 +156,8 @@ def test_held_out_scores_and_versions_of_the_past_go_and_the_latest_stay(store):
     pairs = teach(store, 1, state="held_out")
     for version in (1, 2, 3):
         score(store, pairs, "held_out", version)
-        made = Version("ada", version, utc_text(OLD), version - 1, "trained")
-        store.write(lambda db, made=made: insert_version(db, made)).result()
+        made = asdict(VersionPublished("ada", version, version - 1, "trained"))
+        store.write(lambda db, made=made: insert_version(db, utc_text(OLD), made)).result()
     score(store, pairs, "prequential", 1)
     store.write(lambda db: set_version_saved(db, "ada", 2, "/x", [])).result()
     assert sweep(store, keep_days=90) == {"alignment_metrics": 2, "adapter_versions": 1}
@@ -162,9 +169,9 @@ def test_a_file_over_its_size_loses_its_oldest_completions_and_gives_the_pages_b
     monkeypatch.setattr(maintenance, "SLICE_ROWS", 4)
     add(store, *numbered(60), when=NOW, text="x" * 20_000)
     store.write(lambda db: record_signal(db, Feedback("ada", "c0", "up", 0), NOW)).result()
-    Maintenance(store, StoreSettings()).empty_log()
+    maintenance_of(store).empty_log()
     before = store.path.stat().st_size
-    keeper = Maintenance(store, StoreSettings(max_database_mb=2))
+    keeper = maintenance_of(store, max_database_mb=2)
     assert 35 <= keeper.sweep()["completions"] < 50
     assert ids(store)[0] == "c0"
     assert ids(store)[-1] == "c59"
@@ -178,7 +185,7 @@ def test_a_file_over_its_size_loses_its_oldest_completions_and_gives_the_pages_b
 def test_what_is_left_over_the_size_is_feedback_and_is_told_once(store, caplog):
     for i in range(30):
         store.write(lambda db, i=i: record_pair(db, "ada", "x" * 100_000, f"y{i}", NOW, prompt="q")).result()
-    keeper = Maintenance(store, StoreSettings(max_database_mb=1))
+    keeper = maintenance_of(store, max_database_mb=1)
     assert keeper.sweep() == keeper.sweep() == {}
     assert caplog.text.count("store.keep_feedback_days") == 1
     assert len(store.read(pair_ids_of)) == 30
@@ -238,7 +245,7 @@ def test_the_log_is_emptied_although_somebody_always_reads(store):
     threads = [threading.Thread(target=read, args=[me]) for me in (0, 1)]
     for thread in threads:
         thread.start()
-    keeper, sizes = Maintenance(store, StoreSettings()), []
+    keeper, sizes = maintenance_of(store), []
     for i in range(5):
         for part in range(10):
             add(store, f"r{i}-{part}", text="x" * 20_000)
@@ -257,13 +264,13 @@ def test_a_reader_who_stays_makes_the_log_wait_and_not_the_writes(store, monkeyp
     def read(db):
         db.execute("SELECT count(*) FROM completions").fetchone()
         add(store, "b")
-        emptied = Maintenance(store, StoreSettings()).empty_log()
+        emptied = maintenance_of(store).empty_log()
         add(store, "c")
         return emptied
 
     assert store.read(read) is False
     assert ids(store) == ["a", "b", "c"]
-    assert Maintenance(store, StoreSettings()).empty_log()
+    assert maintenance_of(store).empty_log()
 
 
 def test_erasing_waits_no_longer_for_a_reader(store):
@@ -290,11 +297,11 @@ def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_s
         return Store(path)
 
     small = made_earlier("small")
-    assert Maintenance(small, StoreSettings()).report()["gives_pages_back"]
+    assert maintenance_of(small).report()["gives_pages_back"]
     small.close()
     monkeypatch.setattr(database, "REWRITE_BYTES", 100)
     large = made_earlier("large")
-    keeper = Maintenance(large, StoreSettings())
+    keeper = maintenance_of(large)
     assert not keeper.report()["gives_pages_back"]
     assert keeper.vacuum()[1] > 0
     assert keeper.report()["gives_pages_back"]
@@ -303,7 +310,7 @@ def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_s
 
 def test_a_start_does_not_wait_until_all_rows_are_counted(store):
     add(store, *numbered(3))
-    keeper = Maintenance(store, StoreSettings())
+    keeper = maintenance_of(store)
     early = keeper.report()
     assert set(early["rows"].values()) == {None}
     assert early["used_bytes"] > 0
@@ -320,7 +327,7 @@ def test_the_thread_sweeps_and_stops(store, monkeypatch):
     for name in ("CHECK_LOG_EVERY_S", "FIRST_SWEEP_S"):
         monkeypatch.setattr(maintenance, name, 0.01)
     add(store, *numbered(20), when=NOW)
-    keeper = Maintenance(store, StoreSettings(keep_completions=7))
+    keeper = maintenance_of(store, keep_completions=7)
     keeper.start()
     while len(ids(store)) > 7:
         time.sleep(0.01)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from edged.align.feedback.pair import VersionPublished
 from edged.store import Store, StoreError
-from edged.store.adapters import Version, forget_adapter, insert_version
+from edged.store.adapters import forget_adapter, insert_version
 from edged.store.completions import (
     Choice,
     completions_of_prompt,
@@ -111,7 +113,8 @@ def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):
         refer(store, f"c-{user}", user)
         sides = Side("x", (1,), f"c-{user}", 0), Side("y", (2,), f"c-{user}", 1)
         store.write(lambda db, s=sides, u=user: insert_pair(db, pair(*s, f"fb-c-{u}", u), "key")).result()
-        store.write(lambda db, u=user: insert_version(db, Version(u, 1, MOMENT, 0, "trained"))).result()
+        made = asdict(VersionPublished(user, 1, 0, "trained"))
+        store.write(lambda db, made=made: insert_version(db, MOMENT, made)).result()
     deleted, _ = store.write(lambda db: forget_adapter(db, "zoe")).result()
     assert {table: count for table, count in deleted.items() if count} == {
         "adapter_versions": 1,
@@ -138,7 +141,8 @@ def test_forgetting_takes_what_the_user_said_through_another_adapter_and_leaves_
     # An answer of one's and an answer of the other's, rated by bob.
     sides = Side("x", (1,), "own", 0), Side("y", (2,), "anns", 1)
     store.write(lambda db: insert_pair(db, pair(*sides, "fb-own", "bob"), "k")).result()
-    store.write(lambda db: insert_version(db, Version("bob", 1, MOMENT, 0, "trained"))).result()
+    made = asdict(VersionPublished("bob", 1, 0, "trained"))
+    store.write(lambda db: insert_version(db, MOMENT, made)).result()
     deleted, _ = store.write(lambda db: forget_adapter(db, "ann")).result()
     assert (deleted["completions"], deleted["signals"], deleted["pairs"], deleted["adapter_versions"]) == (1, 1, 2, 0)
     assert ids(store) == ["own"]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.signals import Feedback, record_pair, record_signal
+from edged.settings.live import Live
+from edged.settings.load import LimitSettings, Settings
 from edged.store import Store, utc_now, utc_text
 from edged.store.adapters import forget_adapter
 from edged.store.completions import Choice, Completion, insert_completion
@@ -20,6 +22,11 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(tmp_path / "edged.db")
     yield store
     store.close()
+
+
+def keeping(most_bytes: int) -> Live[Settings]:
+    """Settings by which so little of a user is kept."""
+    return Live(Settings.model_construct(limits=LimitSettings.model_construct(stored_mb=most_bytes / 2**20)))
 
 
 def answer(store: Store, footprint: UserQuota, name: str, user: str = "ann", size: int = 1000) -> None:
@@ -58,7 +65,7 @@ def names(store: Store) -> list[str]:
 
 
 def test_the_oldest_answers_make_room_and_other_users_keep_theirs(store: Store) -> None:
-    footprint = UserQuota(10_000)
+    footprint = UserQuota(keeping(10_000))
     answer(store, footprint, "other", user="bob", size=5000)
     for i in range(30):
         answer(store, footprint, f"a{i}")
@@ -71,7 +78,7 @@ def test_the_oldest_answers_make_room_and_other_users_keep_theirs(store: Store) 
 
 def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None:
     now = [0.0]
-    footprint = UserQuota(5000, lambda: now[0])
+    footprint = UserQuota(keeping(5000), lambda: now[0])
     for i in range(6):
         answer(store, footprint, f"a{i}")
         if f"a{i}" in names(store):
@@ -87,7 +94,7 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
 
 
 def test_pairs_count_as_they_come(store: Store) -> None:
-    footprint = UserQuota(5000, lambda: 0.0)
+    footprint = UserQuota(keeping(5000), lambda: 0.0)
 
     for number in range(10):
         teach(store, footprint, "good " * 100, f"q{number}")
@@ -96,7 +103,7 @@ def test_pairs_count_as_they_come(store: Store) -> None:
 
 
 def test_without_a_limit_nothing_goes(store: Store) -> None:
-    footprint = UserQuota(0)
+    footprint = UserQuota(keeping(0))
     for i in range(20):
         answer(store, footprint, f"a{i}", size=10_000)
     assert len(names(store)) == 20

@@ -16,8 +16,7 @@ from edged.telemetry.cgroup import ControlGroup, pressure_percent
 from edged.telemetry.device import DeviceMonitor
 from edged.telemetry.host import Host
 from edged.telemetry.nvml import Nvml, throttles
-from edged.telemetry.reading import Reading, merged
-from edged.telemetry.source import SourceAbsent
+from edged.telemetry.reading import Reading, SourceAbsent, merged
 
 STATUS_FIELDS = {
     "name",
@@ -116,15 +115,13 @@ def test_only_throttling_that_nobody_asked_for_counts() -> None:
 
 
 def test_the_sensor_nearest_to_its_limit_counts() -> None:
-    cool = {"temperature_c": 60.0, "temperature_limit_c": 65.0}
-    hot = {"temperature_c": 80.0, "temperature_limit_c": 100.0}
-    unlimited = {"temperature_c": 90.0, "temperature_limit_c": None}
-    assert merged(0.0, [hot, cool, unlimited]).temperature_c == 60.0
-    assert merged(0.0, [unlimited, {"temperature_c": 20.0}]).temperature_c == 90.0
+    cool, hot, unlimited = (60.0, 65.0), (80.0, 100.0), (90.0, None)
+    assert merged(0.0, [{"heats": [hot]}, {"heats": [cool, unlimited]}]).temperature_c == 60.0
+    assert merged(0.0, [{"heats": [unlimited]}, {"heats": [(20.0, None)]}, {}]).temperature_c == 90.0
 
 
 def test_a_source_that_reads_what_no_reading_has_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"\['watts'\]"):
+    with pytest.raises(TypeError, match="'watts'"):
         merged(0.0, [{"watts": 3.0}])
 
 
@@ -140,8 +137,8 @@ def test_a_thermal_zones_limit_is_where_it_slows_down(tmp_path: Path, monkeypatc
     monkeypatch.setattr(psutil, "sensors_temperatures", dict, raising=False)
     zone(tmp_path / "class/thermal/thermal_zone0", 71.0, critical=104.5, passive=99.0)
     zone(tmp_path / "class/thermal/thermal_zone1", 80.0, critical=104.5, hot=102.0)
-    values = Host(sys=tmp_path).read()
-    assert (values["temperature_c"], values["temperature_limit_c"]) == (80.0, 102.0)
+    reading = merged(0.0, [Host(sys=tmp_path).read()])
+    assert (reading.temperature_c, reading.temperature_limit_c) == (80.0, 102.0)
 
 
 def group(folder: Path, **files: str) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from edged.governors.power import throttling
 from edged.telemetry.jetson import Jetson, is_jetson
-from edged.telemetry.reading import merged
-from edged.telemetry.source import SourceAbsent
+from edged.telemetry.reading import SourceAbsent, merged
 
 HERE = Path(__file__).parent
 
