@@ -27,9 +27,9 @@ from edged.engine.kv.store import KvStore
 from edged.engine.lora import triton as triton_lora
 from edged.engine.lora.segments import LoraTiles
 from edged.engine.model.served_model import ServedModel
+from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import (
     SampledRows,
-    SamplingRow,
     choose,
     choose_greedy,
     is_plain,
