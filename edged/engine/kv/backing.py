@@ -12,7 +12,6 @@ import math
 import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from edged.runtime.process import in_huge_pages
@@ -46,11 +45,10 @@ class HostMemory(Backing):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         size = math.prod(shape) * dtype.itemsize
-        self._map = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if in_huge_pages():
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        rows = np.frombuffer(self._map, np.uint8, size)
-        super().__init__(torch.from_numpy(rows.reshape(*shape[:-1], shape[-1] * dtype.itemsize)).view(dtype))
+        super().__init__(torch.frombuffer(self._map, dtype=dtype).view(shape))
 
     def give_back(self, ranges: Ranges) -> None:
         """See `Backing`: whole pages of the system's."""
