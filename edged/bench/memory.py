@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from edged.engine.lora.linear import NoSuchLinears
 from edged.engine.model.loading import ModelRefused, pick_dtype
 from edged.engine.model.memory_model import BaseShape, needs
 from edged.engine.model.quantization import CannotQuantize, form_of_checkpoint, form_of_setting, method_of
@@ -32,8 +31,8 @@ def plan_memory(
     try:
         config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
         shape = BaseShape.of_config(config, settings.align.target_modules)
-    except NoSuchLinears as error:
-        raise ModelRefused(str(error)) from None
+    except ModelRefused:
+        raise
     except Exception as error:
         raise ModelRefused(f'model "{model}" has no configuration that can be read: {error}') from error
     dtype = pick_dtype(settings.model.dtype, torch.device(device))

@@ -19,8 +19,7 @@ from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPub
 from edged.align.trainer import Trainer
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora.slots import SlotTable
-from edged.engine.model.memory_model import open_steps
-from edged.engine.model.memory_plan import free_bytes, kept_graph_bytes, unused_bytes
+from edged.engine.model.memory_model import free_bytes, kept_graph_bytes, open_steps, unused_bytes
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
 from edged.engine.stats.counters import Counters

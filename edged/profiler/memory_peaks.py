@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edged.engine.build import EngineParts
-from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes
-from edged.engine.model.memory_plan import shape_of
+from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes, shape_of
 from edged.profiler.measure import Prober, Shape, StepShape
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 from edged.scheduler.cost.profile import MemoryPeak

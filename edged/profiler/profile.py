@@ -14,7 +14,7 @@ import edged
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.model.loading import pick_device
-from edged.engine.model.memory_plan import free_bytes, total_bytes
+from edged.engine.model.memory_model import free_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
 from edged.profiler.measure import Progress, measure
 from edged.profiler.memory_peaks import measure_peaks

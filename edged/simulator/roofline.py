@@ -15,8 +15,15 @@ import torch
 from transformers import AutoConfig
 
 from edged.engine.model.loading import ModelRefused, pick_dtype
-from edged.engine.model.memory_model import BaseShape, Needs, adapter_weights, graph_bytes, needs
-from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
+from edged.engine.model.memory_model import (
+    CACHE_SHARES,
+    BaseShape,
+    Needs,
+    adapter_weights,
+    graph_bytes,
+    needs,
+    refuse_longer_context,
+)
 from edged.engine.model.quantization import WeightForm, form_of_setting
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.task import Unit
@@ -223,7 +230,7 @@ class Room:
 
 
 def room_for(device: Memory, model: ModelSizes, settings: Settings) -> Room:
-    """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
+    """The engine's own arithmetic (`edged.engine.model.memory_model`) for memory that is not here.
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
     """

@@ -19,9 +19,9 @@ from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
-from edged.engine.lora.linear import LoraSlots, NoSuchLinears, target_linears
+from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import ModelRefused as ModelRefused
-from edged.engine.model.loading import load_pretrained
+from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.memory_model import DecoderSizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
@@ -79,16 +79,9 @@ class ServedModel:
         model = load_pretrained(str(directory), settings, IMPLEMENTATION)
         return cls(model, model.device, model.dtype)
 
-    def targets(self, align: AlignSettings) -> list[str]:
-        """Names of the linears that LoRA is for. Raises ModelRefused when there are none of the names that are set."""
-        try:
-            return target_linears(self.model, align.target_modules)
-        except NoSuchLinears as error:
-            raise ModelRefused(str(error)) from None
-
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
         """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
-        targets = self.targets(align)
+        targets = target_linears(self.model, align.target_modules)
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         give_gradients(self.model)
         self.head = self.model.get_output_embeddings()

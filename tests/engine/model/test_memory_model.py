@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.random_llama import Shape, write_random_llama
 from edged.cli.main import cli
-from edged.engine.model.memory_model import BaseShape, adapter_weights, adapters_that_fit, needs, step_bytes
-from edged.engine.model.memory_plan import shape_of
+from edged.engine.model.memory_model import BaseShape, adapter_weights, adapters_that_fit, needs, shape_of, step_bytes
 from edged.engine.model.quantization import MADE_BY, form_of_checkpoint, form_of_setting, method_of
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import ModelSettings, Settings, load_settings
