@@ -67,7 +67,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `triton_prefill` reads.
+    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `paged_prefill` reads.
 
     `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
     hidden one of these, hidden ones, where the segment's pages begin in `pages`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 from edged.align.dpo.decoder import Branches
 from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.cpu import NativeDecode
-from edged.engine.attention.cpu_sparse import RaggedDecode, RowsByHead
+from edged.engine.attention.cpu_sparse import RowsByHead, ragged_decode
 from edged.engine.attention.packed_batch import PackedBatch, Prefill
 from edged.engine.kv.store import KvStore
 
@@ -150,11 +151,11 @@ class PagedAttention:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
         # What one layer makes and all use.
-        self._native: NativeDecode | None = None
-        self._ragged_decodes: dict[int | None, RaggedDecode] = {}
-        self._rows_by_head: RowsByHead | None = None
-        self._decode_masks: dict[int | None, torch.Tensor] = {}
-        self._decode_blocks: torch.Tensor | None = None
+        self._native = cache(partial(NativeDecode, kv, batch.decode_tables, batch.decode_context, batch.pruned))
+        self._ragged = cache(partial(ragged_decode, batch.decodes, kv))
+        self._rows_by_head = cache(partial(RowsByHead, batch.decodes, kv))
+        longest = batch.decode_tables.shape[1] * kv.page_size
+        self._decode_mask = cache(partial(_mask, longest, batch.decode_context))
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -173,9 +174,9 @@ class PagedAttention:
             rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
             out.index_copy_(0, batch.decode_rows, self._decode_and_see(call, rows))
         if batch.tiles is not None:
-            from edged.engine.attention import triton_prefill
+            from edged.engine.attention import triton
 
-            triton_prefill.paged_prefill(call, query, batch.tiles, self.kv, out)
+            triton.paged_prefill(call, query, batch.tiles, self.kv, out)
         for chunk in batch.prefills:
             out[chunk.segment.rows] = self._prefill(call, chunk, query, key, value)[0].transpose(0, 1)
         return out
@@ -185,22 +186,18 @@ class PagedAttention:
     ) -> torch.Tensor:
         """`rows` [n, heads, d] -> [n, heads, d], shown to what observes one of the sequences; "native" stores the `new`
         keys and values."""
-        batch = self.batch
+        batch, heads = self.batch, rows.shape[1]
         if self._decode_path == "native":
-            if self._native is None:
-                self._native = NativeDecode(
-                    self.kv, batch.decode_tables, batch.decode_context, rows.shape[1], batch.pruned
-                )
-            out = self._native.attend(call, rows.transpose(0, 1), new)
+            out = self._native(heads).attend(call, rows.transpose(0, 1), new)
         elif self._decode_path == "triton":
-            from edged.engine.attention import triton_decode
+            from edged.engine.attention import triton
 
-            if batch.pruned is not None:
-                out = triton_decode.paged_decode_by_head(call, rows, batch.pruned, self.kv)
-            else:
-                out = triton_decode.paged_decode(call, rows, batch.decode_tables, batch.decode_context, self.kv)
+            out = triton.paged_decode(call, rows, batch.decode_tables, batch.decode_context, self.kv, batch.pruned)
         elif self._decode_path == "ragged":
-            out = self._ragged(call, rows.shape[1]).attend(call, rows)
+            # Rows of pruned sequences lie elsewhere in each layer.
+            pruned = batch.pruned is not None
+            sparse = self._rows_by_head(heads).layer(call.layer) if pruned else self._ragged(heads, call.window)
+            out = sparse.attend(call, rows)
         else:
             out = self._padded(call, rows)
         self._show(call, rows, out)
@@ -216,16 +213,6 @@ class PagedAttention:
                 keys = self.kv.read_keys(layer, blocks[index, :, : heads.most_blocks[layer, index]])
                 segment.watch.see(layer, rows[index], out[index], keys, lengths[index], call.scaling, call.softcap)
 
-    def _ragged(self, call: AttentionCall, heads: int) -> RaggedDecode:
-        """Made once for all layers, but for pruned sequences, whose rows lie elsewhere in each."""
-        if self.batch.pruned is not None:
-            if self._rows_by_head is None:
-                self._rows_by_head = RowsByHead(self.batch.decodes, heads, self.kv)
-            return self._rows_by_head.layer(call.layer)
-        if call.window not in self._ragged_decodes:
-            self._ragged_decodes[call.window] = RaggedDecode.of(self.batch.decodes, heads, self.kv, call.window)
-        return self._ragged_decodes[call.window]
-
     def _padded(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
         """Over gathered rows, padded to the longest; no window is shorter than the contexts of pruned sequences."""
         n, pruned, kv = len(rows), self.batch.pruned, self.kv
@@ -233,16 +220,15 @@ class PagedAttention:
             keys, values = kv.read(call.layer, pruned.blocks(call.layer).flatten(), n)
             mask = _mask(keys.shape[2], pruned.lengths(call.layer, kv.page_size) - 1, None, rows.dtype)[:, :, None]
         else:
-            if self._decode_blocks is None:
-                self._decode_blocks = kv.block_index(self.batch.decode_tables)
             keys, values = kv.read(call.layer, self._decode_blocks, n)
-            if call.window not in self._decode_masks:
-                mask = _mask(keys.shape[2], self.batch.decode_context, call.window, rows.dtype)
-                self._decode_masks[call.window] = mask[:, None, None]
-            mask = self._decode_masks[call.window]
+            mask = self._decode_mask(call.window, rows.dtype)[:, None, None]
         # The heads of a group become query rows of their KV head: no key is copied per head.
         grouped = rows.reshape(n, kv.kv_heads, -1, kv.head_dim)
         return attend(call, grouped, keys, values, mask).reshape(n, -1, kv.head_dim)
+
+    @cached_property
+    def _decode_blocks(self) -> torch.Tensor:
+        return self.kv.block_index(self.batch.decode_tables)
 
     def _prefill(
         self, call: AttentionCall, chunk: Prefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
