@@ -236,7 +236,7 @@ class DecodeGraphs:
             decode_context=positions,
         )
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
-        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.tiled(tiles):
+        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.packed([], tiles):
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 import numpy as np
 
 from edged.cache.prefix_trie import Key
-from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edged.engine.build import EngineParts
-from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes, shape_of
+from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes
 from edged.profiler.measure import Prober, Shape, StepShape
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 from edged.scheduler.cost.profile import MemoryPeak
@@ -20,7 +20,7 @@ def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     Pages, weights and adapters are there before. RuntimeError where memory cannot be read, OSError where its peak
     cannot be reset.
     """
-    prober, shape, settings, dtype = Prober(parts), shape_of(parts.model), parts.settings, parts.model.dtype
+    prober, shape, settings, dtype = Prober(parts), parts.model.shape, parts.settings, parts.model.dtype
     kv_bytes = (parts.runner.pages.pool.pages - 1) * parts.model.page_bytes(settings.cache.page_size)
     forward = _largest_forward(parts)
     peaks = {

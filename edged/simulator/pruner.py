@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv_pages import KvPages
 from edged.engine.pruner import Pruner

@@ -16,7 +16,7 @@ from edged.align.dpo.decoder import Branches
 from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.cpu import NativeDecode
 from edged.engine.attention.cpu_sparse import RowsByHead, ragged_decode
-from edged.engine.attention.packed_batch import PackedBatch, Prefill
+from edged.engine.attention.packed_batch import Masks, PackedBatch, Prefill
 from edged.engine.kv.store import KvStore
 
 IMPLEMENTATION = "edged_paged"
@@ -76,17 +76,12 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def attend(
-    call: AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool = False,
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Grouped-query attention: [n, heads, q, d] over [n, kv_heads, k, d] -> [n, heads, q, d]; no window but the mask's.
 
     `mask` is added to the scores: 0 where a key is seen, -inf elsewhere, broadcastable to [n, heads, q, k]. (A boolean
-    one would be turned into this in every layer.) `causal`, without a mask, is for calls without a soft cap.
+    one would be turned into this in every layer.)
     """
     groups = query.shape[1] // key.shape[1]
     # On CUDA torch has no fused kernel for both a mask and grouped queries.
@@ -94,9 +89,7 @@ def attend(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if call.softcap is None:
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=call.scaling, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=call.scaling, enable_gqa=grouped)
     scores = query @ key.transpose(-1, -2) * call.scaling
     scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is not None:
@@ -105,17 +98,14 @@ def attend(
 
 
 def attend_to_last(
-    call: AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: dict[int | None, torch.Tensor],
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Masks
 ) -> torch.Tensor:
     """As `attend`, causally, where the last query's own key is the last one; `masks` are kept here by window."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
     if queries == keys and window is None and call.softcap is None:
-        return attend(call, query, key, value, None, causal=True)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scaling, enable_gqa=grouped)
     if window not in masks:
         own = torch.arange(keys - queries, keys, device=query.device)
         masks[window] = _mask(keys, own, window, query.dtype)
@@ -211,7 +201,7 @@ class PagedAttention:
         for index, segment in enumerate(self.batch.decodes):
             if segment.watch is not None:
                 keys = self.kv.read_keys(layer, blocks[index, :, : heads.most_blocks[layer, index]])
-                segment.watch.see(layer, rows[index], out[index], keys, lengths[index], call.scaling, call.softcap)
+                segment.watch.see(call, rows[index], out[index], keys, lengths[index])
 
     def _padded(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
         """Over gathered rows, padded to the longest; no window is shorter than the contexts of pruned sequences."""
@@ -239,7 +229,7 @@ class PagedAttention:
             stop = segment.context + len(segment.tokens)
             read = self.kv.read(call.layer, chunk.blocks, 1)
             keys, values = _without(segment.hidden, *(part[:, :, :stop] for part in read))
-        return attend_to_last(call, query[None, :, new], keys, values, chunk.mask)
+        return attend_to_last(call, query[None, :, new], keys, values, chunk.masks)
 
 
 class BranchAttention:

@@ -154,21 +154,13 @@ class LoraSlots:
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
-        """Rows of the packed batch see their own slot."""
+        """Rows of the packed batch see their own slot. For Triton's kernels `tiles` alone tell which, if there are any:
+        captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
         try:
             yield
         finally:
             self.runs.set([], self.device)
-
-    @contextmanager
-    def tiled(self, tiles: LoraTiles | None) -> Iterator[None]:
-        """Rows see the slots of tiles that outlive the forward; None: all see the base."""
-        self.runs.tiles = tiles
-        try:
-            yield
-        finally:
-            self.runs.tiles = None
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:

@@ -167,8 +167,8 @@ def shorten_layers(model: ServedModel) -> str:
     """Let the kernels compute all layers for few rows; why not, or "". To be called after `attach_lora`."""
     if reason := why_not(model.device, model.dtype):
         return reason
-    ids = torch.tensor([[1, 2, 3]], device=model.device) % model.shape.vocab_size
-    positions = torch.tensor([[0, 1, model.shape.max_positions - 1]], device=model.device)
+    ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
+    positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
     scratch = Scratch()
     with torch.inference_mode():
         hidden, calls = model.layer_calls(ids, positions)

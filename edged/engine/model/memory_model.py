@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,8 @@ _LOGIT_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSizes:
-    """A decoder's sizes, as its configuration or its first forward tells them."""
+class BaseShape:
+    """A base model's sizes, as far as memory depends on them; its configuration or its first forward tells them."""
 
     layers: int
     hidden_size: int
@@ -58,16 +58,6 @@ class DecoderSizes:
     kv_heads: int
     head_dim: int
     max_positions: int
-
-    def kv_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseShape(DecoderSizes):
-    """A base model's sizes, as far as memory depends on them."""
-
     linears: Linears
     """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
     targets: Linears
@@ -81,6 +71,10 @@ class BaseShape(DecoderSizes):
     def parameters(self) -> int:
         """All weights, packed ones as what they stand for."""
         return self.plain_weights + sum(map(prod, self.linears))
+
+    def kv_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
@@ -100,7 +94,7 @@ class BaseShape(DecoderSizes):
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             max_positions=int(text.max_position_embeddings),
             linears=linears,
-            targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
+            targets=tuple(sizes_of(named[name]) for name in target_linears(model, target_modules)),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
@@ -110,13 +104,14 @@ def linears_of(model: torch.nn.Module, head: torch.nn.Module) -> Linears:
     """All linears but the head, without the wrappers around them."""
     inside = set(head.modules())
     return tuple(
-        _sizes(module)
+        sizes_of(module)
         for module in model.modules()
         if is_linear(module) and module not in inside and not any(is_linear(child) for child in module.children())
     )
 
 
-def _sizes(linear: Any) -> tuple[int, int]:
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """(in_features, out_features)."""
     return int(linear.in_features), int(linear.out_features)
 
 
@@ -303,10 +298,9 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
 
     On an integrated GPU memory is the box's own: MemAvailable counts what cudaMemGetInfo does not (page cache).
     """
-    available = int(psutil.virtual_memory().available)
     if has_own_memory(device):
         return int(torch.cuda.mem_get_info(device)[0]), CACHE_SHARES["discrete"]
-    return available, CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
+    return int(psutil.virtual_memory().available), CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
 
 
 def unused_bytes(device: torch.device) -> int:
@@ -316,27 +310,11 @@ def unused_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def shape_of(model: ServedModel) -> BaseShape:
-    """The sizes of a loaded model."""
-    linears = linears_of(model.model, model.head)
-    return BaseShape(
-        **{field.name: getattr(model.shape, field.name) for field in fields(DecoderSizes)},
-        linears=linears,
-        targets=tuple(map(_sizes, model.lora.linears.values())),
-        plain_weights=model.shape.parameters - sum(map(prod, linears)),
-    )
-
-
-def kept_graph_bytes(model: ServedModel, settings: Settings) -> int:
-    """About what a step takes that keeps its graph."""
-    return graph_bytes(shape_of(model).linears, settings, model.dtype)
-
-
 def bounded(settings: Settings, model: ServedModel) -> Settings:
     """Settings whose numbers of adapters fit the memory that is free beside the loaded base."""
     align = settings.align
     targets = [model.model.get_submodule(name) for name in target_linears(model.model, align.target_modules)]
-    weights = adapter_weights(tuple(map(_sizes, targets)), align.rank)
+    weights = adapter_weights(tuple(map(sizes_of, targets)), align.rank)
     loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
     if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
         log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
@@ -358,7 +336,7 @@ def page_count(model: ServedModel, settings: Settings) -> int:
     else:
         free, share = free_bytes(model.device)
         loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
-        work = work_of(shape_of(model), settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
+        work = work_of(model.shape, settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
         budget = int((free - sum(work.values())) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:

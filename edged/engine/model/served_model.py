@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from edged.engine.attention.base import AttentionBackend, AttentionCall
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import ModelRefused as ModelRefused
 from edged.engine.model.loading import load_pretrained, target_linears
-from edged.engine.model.memory_model import DecoderSizes
+from edged.engine.model.memory_model import BaseShape, linears_of, sizes_of
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -39,13 +40,12 @@ _PROBE_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape(DecoderSizes):
+class ModelShape(BaseShape):
     """Sizes that the cache, the cost model and the status need."""
 
     architecture: str
-    parameters: int
     weight_bytes: int
-    """Of all parameters, in the form in which they are kept."""
+    """Of all weights, in the form in which they are kept."""
     heads: int
     window: int | None
     """The shortest sliding window of a layer; None when all see all that precedes."""
@@ -83,6 +83,7 @@ class ServedModel:
         """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
         targets = target_linears(self.model, align.target_modules)
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
+        self.shape = replace(self.shape, targets=tuple(map(sizes_of, self.lora.linears.values())))
         give_gradients(self.model)
         self.head = self.model.get_output_embeddings()
         if not targets:
@@ -134,10 +135,9 @@ class ServedModel:
         )
         return out.logits[0]
 
-    def layer_calls(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """The first layer's input [tokens, hidden_size] and every layer's keyword arguments; no layer is computed."""
+    def layer_calls(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """What the first layer is given for tokens `ids` [n] at `positions` [n], as [n, hidden_size], and every layer's
+        keyword arguments; no layer is computed."""
         hiddens: list[torch.Tensor] = []
         calls: list[dict[str, Any]] = []
 
@@ -151,21 +151,13 @@ class ServedModel:
             for layer in self.layers:
                 layer.forward = record
             with torch.no_grad():
-                self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+                self.body(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         finally:
             for layer, own in zip(self.layers, before, strict=True):
                 del layer.forward
                 if own is not None:
                     layer.forward = own
         return hiddens[0][0], calls
-
-    def run_layer(
-        self, layer: int, hidden: torch.Tensor, inputs: dict[str, Any], attention: AttentionBackend
-    ) -> torch.Tensor:
-        """One decoder layer alone: `hidden` [tokens, hidden_size], `inputs` as the model passed them."""
-        with attention_pass(attention):
-            out = self.layers[layer](hidden[None], **inputs)
-        return (out[0] if isinstance(out, tuple) else out)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
@@ -240,9 +232,12 @@ class ServedModel:
         if len(set(seen.values())) != 1:
             raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {seen}")
         heads, kv_heads, head_dim = seen[0]
+        linears = linears_of(self.model, self.head)
         return ModelShape(
             architecture=name,
-            parameters=weight_count(self.model),
+            linears=linears,
+            targets=(),
+            plain_weights=weight_count(self.model) - sum(map(prod, linears)),
             weight_bytes=weight_bytes(self.model),
             layers=len(self.layers),
             heads=heads,
