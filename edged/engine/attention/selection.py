@@ -77,11 +77,7 @@ def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
 
 def trial(kv: KvStore, group: int, paths: Backends) -> str:
     """Compile the kernels of `paths` and compare them with torch's; what went wrong, or ""."""
-    size, device = kv.page_size, kv.keys.device
-    small = KvStore(6, size, 1, kv.kv_heads, kv.head_dim, kv.keys.dtype, device)
-    random = _random(device, kv.keys.dtype)
-    small.keys.copy_(random(*small.keys.shape))
-    small.values.copy_(random(*small.values.shape))
+    size, device, dtype = kv.page_size, kv.keys.device, kv.keys.dtype
     # A single token, one of the kind that leaves rows out, one of a pruned sequence, with pages of their own to write.
     segments = [
         Segment([0], size, np.array([1, 2])),
@@ -90,21 +86,21 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
     counts = np.full((1, kv.kv_heads), 2)
     counts[0, :2] += (1, -1) if kv.kv_heads > 1 else (0,)
     pruned = [Segment([0], 2 * size, np.array([4, 2, 0]), compacted=PrunedLayout(2, counts, size))]
-    query, key, value = (random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, *(kv.kv_heads,) * 2))
-
-    stored = small.keys.clone(), small.values.clone()
 
     def attended(paths: Backends) -> torch.Tensor:
         """What is attended, and what K/V hold afterwards."""
-        small.keys.copy_(stored[0])
-        small.values.copy_(stored[1])
+        random = _random(device, dtype)
+        small = KvStore(6, size, 1, kv.kv_heads, kv.head_dim, dtype, device)
+        small.keys.copy_(random(*small.keys.shape))
+        small.values.copy_(random(*small.values.shape))
+        new = [random(heads, size + 2, kv.head_dim) for heads in (kv.kv_heads * group, kv.kv_heads, kv.kv_heads)]
         passed = []
         for batch in (segments, pruned):
             attention = PagedAttention(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
             tokens = sum(len(segment.tokens) for segment in batch)
-            new = (query[:, :tokens], key[:, :tokens], value[:, :tokens])
+            query, key, value = (part[:, :tokens] for part in new)
             calls = (AttentionCall(0, kv.head_dim**-0.5), AttentionCall(0, kv.head_dim**-0.5, size, 9.0))
-            passed += [attention.attend(call, *new) for call in calls]
+            passed += [attention.attend(call, query, key, value) for call in calls]
         return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])
 
     return _compared(lambda: attended(paths), lambda: attended(Backends()))

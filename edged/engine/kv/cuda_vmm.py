@@ -23,18 +23,11 @@ class CudaMemoryError(RuntimeError):
     """The driver cannot map memory piece by piece here; the message has its reason."""
 
 
-class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp; its flags are eight bytes."""
+    """CUmemAllocationProp; its location is two integers, its flags are eight bytes."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("type", "handle_types")),
-        ("location", _Location),
+        *((name, ctypes.c_int) for name in ("type", "handle_types", "location_type", "location_id")),
         ("win32", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
     )
@@ -43,7 +36,7 @@ class _Properties(ctypes.Structure):
 class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = tuple((name, ctypes.c_int) for name in ("location_type", "location_id", "flags"))
 
 
 class _Addresses:
@@ -67,9 +60,9 @@ class CudaMemory(Backing):
             raise CudaMemoryError(str(error)) from None
         # The context of this thread is torch's from here on.
         torch.cuda.synchronize(device)
-        location = _Location(_ON_DEVICE, device.index or 0)
-        self._properties = _Properties(type=_PINNED, location=location)
-        self._access = _Access(location, _READ_WRITE)
+        index = device.index or 0
+        self._properties = _Properties(type=_PINNED, location_type=_ON_DEVICE, location_id=index)
+        self._access = _Access(_ON_DEVICE, index, _READ_WRITE)
         piece = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(piece), ctypes.byref(self._properties), 0)
         self._piece = piece.value

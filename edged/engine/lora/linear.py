@@ -12,11 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from edged.align.dpo.decoder import LoraRows
+from edged.align.dpo.decoder import LoraLeaves, LoraRows
 from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
-
-LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
 
 
 class LoraLinear(nn.Module):
@@ -144,7 +141,7 @@ class LoraSlots:
         return sum(slots.nbytes for _, _, slots in self._banks)
 
     @torch.no_grad()
-    def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
+    def load(self, slot: int, weights: LoraLeaves, scaling: float) -> None:
         """Put an adapter's weights into `slot`, transposed, with the scaling folded into B."""
         for side, names, slots in self._banks:
             own = torch.stack([weights[name][side] for name in names])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from edged.align.dpo.micro_batch import head_window_size
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
-from edged.engine.model.quantization import WeightForm, is_linear, weight_count
+from edged.engine.model.quantization import WeightForm, weight_count
 from edged.settings.load import Settings
 from edged.tensors.device_copy import has_own_memory
 
@@ -82,10 +82,9 @@ class BaseShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
-        text, head = config.get_text_config(), model.get_output_embeddings()
+        text = config.get_text_config()
         heads = int(text.num_attention_heads)
-        linears = linears_of(model, head)
-        named = dict(model.named_modules())
+        linears = linear_sizes(model, "all-linear")
         return cls(
             layers=int(text.num_hidden_layers),
             hidden_size=int(text.hidden_size),
@@ -94,25 +93,16 @@ class BaseShape:
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             max_positions=int(text.max_position_embeddings),
             linears=linears,
-            targets=tuple(sizes_of(named[name]) for name in target_linears(model, target_modules)),
+            targets=linear_sizes(model, target_modules),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
 
-def linears_of(model: torch.nn.Module, head: torch.nn.Module) -> Linears:
-    """All linears but the head, without the wrappers around them."""
-    inside = set(head.modules())
-    return tuple(
-        sizes_of(module)
-        for module in model.modules()
-        if is_linear(module) and module not in inside and not any(is_linear(child) for child in module.children())
-    )
-
-
-def sizes_of(linear: Any) -> tuple[int, int]:
-    """(in_features, out_features)."""
-    return int(linear.in_features), int(linear.out_features)
+def linear_sizes(model: Any, targets: str | list[str]) -> Linears:
+    """Of the linears that `target_linears` finds in a model that has no wrappers yet."""
+    linears = [model.get_submodule(name) for name in target_linears(model, targets)]
+    return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +303,7 @@ def unused_bytes(device: torch.device) -> int:
 def bounded(settings: Settings, model: ServedModel) -> Settings:
     """Settings whose numbers of adapters fit the memory that is free beside the loaded base."""
     align = settings.align
-    targets = [model.model.get_submodule(name) for name in target_linears(model.model, align.target_modules)]
-    weights = adapter_weights(tuple(map(sizes_of, targets)), align.rank)
+    weights = adapter_weights(linear_sizes(model.model, align.target_modules), align.rank)
     loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
     if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
         log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)

@@ -23,7 +23,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import ModelRefused as ModelRefused
 from edged.engine.model.loading import load_pretrained, target_linears
-from edged.engine.model.memory_model import BaseShape, linears_of, sizes_of
+from edged.engine.model.memory_model import BaseShape, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -82,8 +82,8 @@ class ServedModel:
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
         """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
         targets = target_linears(self.model, align.target_modules)
+        self.shape = replace(self.shape, targets=linear_sizes(self.model, align.target_modules))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
-        self.shape = replace(self.shape, targets=tuple(map(sizes_of, self.lora.linears.values())))
         give_gradients(self.model)
         self.head = self.model.get_output_embeddings()
         if not targets:
@@ -97,8 +97,7 @@ class ServedModel:
         """
         if reason := why_not_packed(self.model, self.device, self.dtype):
             return reason
-        in_16_bits = in_16_bits and native
-        if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
+        if native and in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
             log.info("weights are not read in 16 bits: %s", lacking)
             in_16_bits = False
         pack_linears(self.model, native, in_16_bits)
@@ -232,7 +231,7 @@ class ServedModel:
         if len(set(seen.values())) != 1:
             raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {seen}")
         heads, kv_heads, head_dim = seen[0]
-        linears = linears_of(self.model, self.head)
+        linears = linear_sizes(self.model, "all-linear")
         return ModelShape(
             architecture=name,
             linears=linears,
