@@ -67,7 +67,7 @@ class ServedModel:
             getattr(self.config, "logits_scaling", None) or 1.0
         )
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
-        self.shape, self.trainable_error = self._probe()
+        self._probe()
         self.fingerprint = fingerprint(model)
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
         self.lora = LoraSlots(model, [], 0, 0, dtype)
@@ -163,11 +163,10 @@ class ServedModel:
         out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
-    def _probe(self) -> tuple[ModelShape, str]:
+    def _probe(self) -> None:
         """Run a few tokens in two chunks through pages and compare with the model's own attention.
 
-        Returns the shape and, where the head cannot be recomputed alone, why it cannot be trained.
-        Raises ModelRefused.
+        Sets the shape and, where the head cannot be recomputed alone, why it cannot be trained. Raises ModelRefused.
         """
         name = type(self.model).__name__
         spy = AttentionSpy()
@@ -187,11 +186,11 @@ class ServedModel:
                 raise ModelRefused(f"{name} cannot be served: {error}") from error
             handle.remove()
             self._layers_give_tuples = any(tuples)
-            shape = self._shape_from(spy)
+            self.shape = self._shape_from(spy)
             self.model.set_attn_implementation("eager")
             wanted = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
             self.model.set_attn_implementation(IMPLEMENTATION)
-            kv = KvStore(2, _PROBE_TOKENS, shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device)
+            kv = self.new_kv(2, _PROBE_TOKENS)
             half = _PROBE_TOKENS // 2
             got: list[torch.Tensor] = []
             last: list[torch.Tensor] = []
@@ -212,11 +211,11 @@ class ServedModel:
                     "(its attention is not plainly causal, or its positions are not rotary)"
                 )
             alone = self.logits(torch.cat(last))
-            same = float((alone - wanted).abs().max()) <= tolerance * scale
-        return (
-            shape,
-            "" if same else f"{name}'s head does more than norm, linear and soft cap: it is served, not trained",
-        )
+            self.trainable_error = ""
+            if not float((alone - wanted).abs().max()) <= tolerance * scale:
+                self.trainable_error = (
+                    f"{name}'s head does more than norm, linear and soft cap: it is served, not trained"
+                )
 
     def _shape_from(self, spy: AttentionSpy) -> ModelShape:
         name = type(self.model).__name__
