@@ -54,6 +54,8 @@ class ModelShape(BaseShape):
 class ServedModel:
     """A decoder in eval mode whose attention is `edged.engine.attention.paged` and whose linears hold LoRA slots."""
 
+    shape: ModelShape
+
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.device, self.dtype = model, device, dtype
         self.body = model.base_model
