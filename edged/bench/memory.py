@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from edged.engine.lora.linear import NoSuchLinears
 from edged.engine.model.loading import ModelRefused, pick_dtype
 from edged.engine.model.memory_model import BaseShape, needs
 from edged.engine.model.quantization import (
@@ -47,8 +46,8 @@ class ModelSizes:
         try:
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             shape = BaseShape.of_config(config, settings.align.target_modules)
-        except NoSuchLinears as error:
-            raise ModelRefused(str(error)) from None
+        except ModelRefused:
+            raise
         except Exception as error:
             raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
         dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))

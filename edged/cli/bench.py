@@ -111,7 +111,7 @@ def memory(
     import torch
 
     from edged.bench.memory import plan_memory
-    from edged.engine.model.memory_plan import total_bytes
+    from edged.engine.model.memory_model import total_bytes
 
     memory_bytes = int(device_memory * 2**30) if device_memory else total_bytes(torch.device(device))
     overrides = {"model.quantize": quantize, "model.max_context_tokens": context}

@@ -32,8 +32,7 @@ from edged.engine.kv_pages import KvPages
 from edged.engine.loop import EngineLoop, IterationSampler
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.cpu_layers import shorten_layers
-from edged.engine.model.memory_model import STATE_BYTES, adapter_weights
-from edged.engine.model.memory_plan import bounded, page_count
+from edged.engine.model.memory_model import STATE_BYTES, adapter_weights, bounded, page_count
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
 from edged.engine.oom_recovery import OomRecovery

@@ -27,9 +27,9 @@ from edged.engine.kv.store import KvStore
 from edged.engine.lora import triton as triton_lora
 from edged.engine.lora.segments import LoraTiles
 from edged.engine.model.served_model import ServedModel
+from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import (
     SampledRows,
-    SamplingRow,
     choose,
     choose_greedy,
     is_plain,
@@ -236,7 +236,7 @@ class DecodeGraphs:
             decode_context=positions,
         )
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
-        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.tiled(tiles):
+        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.packed([], tiles):
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 

@@ -19,8 +19,7 @@ from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPub
 from edged.align.trainer import Trainer
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora.slots import SlotTable
-from edged.engine.model.memory_model import open_steps
-from edged.engine.model.memory_plan import free_bytes, kept_graph_bytes, unused_bytes
+from edged.engine.model.memory_model import free_bytes, graph_bytes, open_steps, unused_bytes
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
 from edged.engine.stats.counters import Counters
@@ -70,7 +69,7 @@ class FinetuneJobs:
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._most_open = open_steps(settings.now.align.max_loaded_adapters)
-        self._graph_bytes = kept_graph_bytes(model, settings.now)
+        self._graph_bytes = graph_bytes(model.shape.linears, settings.now, model.dtype)
         self._tasks: dict[int, Task] = {}
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps and tests under way, by task id."""

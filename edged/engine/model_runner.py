@@ -24,7 +24,8 @@ from edged.engine.kv_pages import KvPages
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.layer_access import LayerTap, PagedDecoder, Take
 from edged.engine.model.served_model import ServedModel
-from edged.engine.sampling.sampler import Drawn, SampledRows, SamplingRow, sample
+from edged.engine.sampling.params import SamplingRow
+from edged.engine.sampling.sampler import Drawn, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.runtime.process import give_back_memory
 from edged.scheduler.task import Plan, Unit

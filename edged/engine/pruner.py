@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from edged.cache.pruning_budget import SINK_PAGES, Pressure, PruningRule, head_budgets
-from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages

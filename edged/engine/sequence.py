@@ -9,12 +9,11 @@ from enum import Enum, auto
 import numpy as np
 
 from edged.cache.prefix_trie import Key
-from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
-from edged.engine.sampling.penalties import TokenCounts, is_penalized
-from edged.engine.sampling.sampler import SamplingRow
+from edged.engine.sampling.params import SamplingRow, TokenCounts
 from edged.scheduler.task import Task
 
 NOT_SHARED = -1
@@ -169,7 +168,7 @@ class Sequence:
             sampling=s,
             seed=self.seed,
             step=self.generated,
-            counts=self._counted() if is_penalized(s) else None,
+            counts=self._counted() if s.penalizes else None,
             forbidden=tuple(end_ids.union(s.stop_token_ids)) if early else (),
         )
 

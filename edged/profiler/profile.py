@@ -14,8 +14,7 @@ import edged
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.model.loading import pick_device
-from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes
-from edged.engine.model.memory_plan import free_bytes, shape_of, total_bytes
+from edged.engine.model.memory_model import free_bytes, iteration_bytes, lone_step_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
 from edged.profiler.measure import Prober, Progress, Shape, StepShape, measure
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
@@ -98,7 +97,7 @@ def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     Pages, weights and adapters are there before. Empty where this system does not tell a process's peak; RuntimeError
     where memory cannot be read.
     """
-    prober, shape, settings, dtype = Prober(parts), shape_of(parts.model), parts.settings, parts.model.dtype
+    prober, shape, settings, dtype = Prober(parts), parts.model.shape, parts.settings, parts.model.dtype
     pages = parts.runner.pages.pool.pages - 1
     modelled = iteration_bytes(shape, settings, dtype, pages * parts.model.page_bytes(settings.cache.page_size))
     pieces: dict[str, tuple[int, Callable[[], object]]] = {

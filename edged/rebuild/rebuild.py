@@ -19,8 +19,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, S
 from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
-from edged.engine.lora.linear import NoSuchLinears, target_linears
-from edged.engine.model.loading import load_pretrained
+from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
 from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_trl, train
@@ -88,10 +87,7 @@ class Rebuild:
 
     def _spec(self, name: str) -> LoraSpec:
         align = self._settings.align
-        try:
-            self._targets = target_linears(self._base, align.target_modules)
-        except NoSuchLinears as error:
-            raise RebuildError(str(error)) from None
+        self._targets = target_linears(self._base, align.target_modules)
         linears = {target: self._base.get_submodule(target) for target in self._targets}
         shapes = {target: (linear.in_features, linear.out_features) for target, linear in linears.items()}
         return lora_spec(shapes, name, fingerprint(self._base), align)

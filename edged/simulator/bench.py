@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
-from edged.engine.model.memory_model import Needs, graph_bytes, needs
-from edged.engine.model.memory_plan import CACHE_SHARES, refuse_longer_context
+from edged.engine.model.memory_model import CACHE_SHARES, Needs, graph_bytes, needs, refuse_longer_context
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.cost.profile import DeviceMemory, Profile, ProfileError
 from edged.settings.load import Settings
@@ -50,7 +49,7 @@ class Bench:
 
 
 def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
-    """The engine's own arithmetic (`edged.engine.model.memory_plan`) for memory that is not here.
+    """The engine's own arithmetic (`edged.engine.model.memory_model`) for memory that is not here.
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
     """

@@ -18,8 +18,8 @@ from edged.bench.load_run import ADAPTER
 from edged.bench.recorder import ReplayRecorder
 from edged.cache.page_pool import OutOfPages, PagePool
 from edged.cache.prefix_trie import PrefixTrie, TrieStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.command_queue import CommandQueue
-from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv_pages import KvPages
 from edged.engine.loop import EngineLoop

@@ -18,9 +18,8 @@ from edged.engine.attention.selection import Backends
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.served_model import ServedModel
-from edged.engine.sampling.params import Sampling
-from edged.engine.sampling.penalties import TokenCounts, is_penalized
-from edged.engine.sampling.sampler import SamplingRow, sample
+from edged.engine.sampling.params import Sampling, SamplingRow, TokenCounts
+from edged.engine.sampling.sampler import sample
 from edged.settings.load import AlignSettings
 from tests.models import tiny_model
 
@@ -119,7 +118,7 @@ def row(step: int, **sampling: object) -> SamplingRow:
     options = Sampling(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     counts = TokenCounts((5, 6))
     counts.extend((7, 7))
-    return SamplingRow(options, seed=11, step=step, counts=counts if is_penalized(options) else None)
+    return SamplingRow(options, seed=11, step=step, counts=counts if options.penalizes else None)
 
 
 KINDS = {

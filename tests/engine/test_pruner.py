@@ -13,8 +13,9 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from benchmarks.support.teacher_forcing import ForcedDecoding
 from edged.engine import pruner as pruning
+from edged.engine.attention.attention_stats import AttentionStats
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.selection import Backends
-from edged.engine.kv.attention_stats import AttentionStats
 from edged.engine.kv.store import KvStore
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.sequence import Sequence, SequenceStatus
@@ -219,7 +220,7 @@ def test_a_watch_sees_norms_and_shares_of_attention() -> None:
         ]
         out = torch.cat([w @ values[h, : w.shape[1]] for h, w in enumerate(weights)])
         norms, shares = watch.norms[1].clone(), watch.shares[1].clone()
-        watch.see(1, query, out, keys, lengths, 0.5, None)
+        watch.see(AttentionCall(1, 0.5), query, out, keys, lengths)
         torch.testing.assert_close(watch.norms[1] - norms, out.norm(dim=1).view(2, 3).mean(1))
         for head, weight in enumerate(weights):
             n = weight.shape[1]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from edged.align.adapters.adapter import AdapterFiles
+from edged.engine.model.loading import ModelRefused
 from edged.rebuild.rebuild import Rebuild
 from edged.rebuild.scores import greedy_agreement, score
 from edged.rebuild.training import RebuildError, Recipe
@@ -150,18 +151,18 @@ def test_a_daemon_that_runs_keeps_its_folder(stopped: tuple[Path, Path, int], re
 
 
 @pytest.mark.parametrize(
-    ("user", "change", "message"),
+    ("user", "change", "error", "message"),
     [
-        ("nobody", {}, 'no pair of "nobody" was learned yet'),
-        ("ada", {"align.rank": 8}, "another align.rank"),
-        ("ada", {"align.target_modules": "nothing"}, "matches no linear"),
+        ("nobody", {}, RebuildError, 'no pair of "nobody" was learned yet'),
+        ("ada", {"align.rank": 8}, RebuildError, "another align.rank"),
+        ("ada", {"align.target_modules": "nothing"}, ModelRefused, "matches no linear"),
     ],
 )
 def test_what_cannot_be_rebuilt_says_why(
-    stopped: tuple[Path, Path, int], user: str, change: dict[str, Any], message: str
+    stopped: tuple[Path, Path, int], user: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     settings = load_settings(environ={}, overrides=OVERRIDES | change)
-    with pytest.raises(RebuildError, match=message):
+    with pytest.raises(error, match=message):
         Rebuild(settings, stopped[0], "tiny", stopped[1], user)
 
 

@@ -27,7 +27,7 @@ class NativeDecode:
     """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
 
     def __init__(
-        self, kv: KvStore, tables: torch.Tensor, context: torch.Tensor, heads: int, pruned: HeadTables | None
+        self, kv: KvStore, tables: torch.Tensor, context: torch.Tensor, pruned: HeadTables | None, heads: int
     ) -> None:
         """`tables` [n, width] and `context` [n] as in `PackedBatch`; `pruned` where any sequence was."""
         self._pruned = pruned

@@ -56,11 +56,6 @@ class RaggedDecode:
         )
         self._runs = _runs(seen, equal)
 
-    @classmethod
-    def of(cls, decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> RaggedDecode:
-        """Sequences that were not pruned: the same in all layers with this window."""
-        return cls(kv, *_columns(decodes, heads, kv, window), heads)
-
     def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """`query` [n, heads, d] -> [n, heads, d]; the window is that of the columns."""
         keys, values = self._kv.rows(call.layer)
@@ -74,8 +69,8 @@ class RaggedDecode:
         return out.view(query.shape)
 
 
-def _columns(decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | None) -> tuple[np.ndarray, list[int]]:
-    """The K/V rows that every query head of every sequence sees, one after the other, and how many by sequence."""
+def ragged_decode(decodes: Sequence[Segment], kv: KvStore, heads: int, window: int | None) -> RaggedDecode:
+    """How sequences that were not pruned attend: the same in all layers with this window."""
     lengths = np.array([segment.context + 1 for segment in decodes])
     first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
     seen = lengths - first
@@ -88,13 +83,13 @@ def _columns(decodes: Sequence[Segment], heads: int, kv: KvStore, window: int | 
         skipped = begin % kv.page_size
         np.add(head_rows, rows[skipped : skipped + length - begin], out=columns[start:stop].reshape(heads, -1))
         start = stop
-    return columns, seen.tolist()
+    return RaggedDecode(kv, columns, seen.tolist(), heads)
 
 
 class RowsByHead:
     """The rows of one iteration's decodes where sequences were pruned: heads see different ones, and not as many."""
 
-    def __init__(self, decodes: Sequence[Segment], heads: int, kv: KvStore) -> None:
+    def __init__(self, decodes: Sequence[Segment], kv: KvStore, heads: int) -> None:
         self._kv, self._group = kv, heads // kv.kv_heads
         none = np.zeros((kv.layers, kv.kv_heads), np.int64)
         head_rows = (np.arange(kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from edged.engine.kv.attention_stats import AttentionStats
+from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
 from edged.tensors.device_copy import upload
 
 _TILE_COLUMNS = 6
+Masks = dict[int | None, torch.Tensor]
+"""By window, what the queries of a segment see."""
 
 
 @dataclass(slots=True)
@@ -62,12 +64,12 @@ class Prefill:
 
     segment: Segment
     blocks: torch.Tensor | None
-    mask: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: Masks = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `triton_prefill` reads.
+    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `paged_prefill` reads.
 
     `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
     hidden one of these, hidden ones, where the segment's pages begin in `pages`.

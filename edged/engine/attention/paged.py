@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,8 @@ from transformers import AttentionInterface
 from edged.align.dpo.decoder import Branches
 from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.cpu import NativeDecode
-from edged.engine.attention.cpu_sparse import RaggedDecode, RowsByHead
-from edged.engine.attention.packed_batch import PackedBatch, Prefill
+from edged.engine.attention.cpu_sparse import RowsByHead, ragged_decode
+from edged.engine.attention.packed_batch import Masks, PackedBatch, Prefill
 from edged.engine.kv.store import KvStore
 
 IMPLEMENTATION = "edged_paged"
@@ -75,17 +76,12 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def attend(
-    call: AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool = False,
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Grouped-query attention: [n, heads, q, d] over [n, kv_heads, k, d] -> [n, heads, q, d]; no window but the mask's.
 
     `mask` is added to the scores: 0 where a key is seen, -inf elsewhere, broadcastable to [n, heads, q, k]. (A boolean
-    one would be turned into this in every layer.) `causal`, without a mask, is for calls without a soft cap.
+    one would be turned into this in every layer.)
     """
     groups = query.shape[1] // key.shape[1]
     # On CUDA torch has no fused kernel for both a mask and grouped queries.
@@ -93,9 +89,7 @@ def attend(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if call.softcap is None:
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=call.scaling, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=call.scaling, enable_gqa=grouped)
     scores = query @ key.transpose(-1, -2) * call.scaling
     scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is not None:
@@ -104,17 +98,14 @@ def attend(
 
 
 def attend_to_last(
-    call: AttentionCall,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: dict[int | None, torch.Tensor],
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Masks
 ) -> torch.Tensor:
     """As `attend`, causally, where the last query's own key is the last one; `masks` are kept here by window."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
     if queries == keys and window is None and call.softcap is None:
-        return attend(call, query, key, value, None, causal=True)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scaling, enable_gqa=grouped)
     if window not in masks:
         own = torch.arange(keys - queries, keys, device=query.device)
         masks[window] = _mask(keys, own, window, query.dtype)
@@ -150,11 +141,11 @@ class PagedAttention:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
         # What one layer makes and all use.
-        self._native: NativeDecode | None = None
-        self._ragged_decodes: dict[int | None, RaggedDecode] = {}
-        self._rows_by_head: RowsByHead | None = None
-        self._decode_masks: dict[int | None, torch.Tensor] = {}
-        self._decode_blocks: torch.Tensor | None = None
+        self._native = cache(partial(NativeDecode, kv, batch.decode_tables, batch.decode_context, batch.pruned))
+        self._ragged = cache(partial(ragged_decode, batch.decodes, kv))
+        self._rows_by_head = cache(partial(RowsByHead, batch.decodes, kv))
+        longest = batch.decode_tables.shape[1] * kv.page_size
+        self._decode_mask = cache(partial(_mask, longest, batch.decode_context))
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -173,9 +164,9 @@ class PagedAttention:
             rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
             out.index_copy_(0, batch.decode_rows, self._decode_and_see(call, rows))
         if batch.tiles is not None:
-            from edged.engine.attention import triton_prefill
+            from edged.engine.attention import triton
 
-            triton_prefill.paged_prefill(call, query, batch.tiles, self.kv, out)
+            triton.paged_prefill(call, query, batch.tiles, self.kv, out)
         for chunk in batch.prefills:
             out[chunk.segment.rows] = self._prefill(call, chunk, query, key, value)[0].transpose(0, 1)
         return out
@@ -185,22 +176,18 @@ class PagedAttention:
     ) -> torch.Tensor:
         """`rows` [n, heads, d] -> [n, heads, d], shown to what observes one of the sequences; "native" stores the `new`
         keys and values."""
-        batch = self.batch
+        batch, heads = self.batch, rows.shape[1]
         if self._decode_path == "native":
-            if self._native is None:
-                self._native = NativeDecode(
-                    self.kv, batch.decode_tables, batch.decode_context, rows.shape[1], batch.pruned
-                )
-            out = self._native.attend(call, rows.transpose(0, 1), new)
+            out = self._native(heads).attend(call, rows.transpose(0, 1), new)
         elif self._decode_path == "triton":
-            from edged.engine.attention import triton_decode
+            from edged.engine.attention import triton
 
-            if batch.pruned is not None:
-                out = triton_decode.paged_decode_by_head(call, rows, batch.pruned, self.kv)
-            else:
-                out = triton_decode.paged_decode(call, rows, batch.decode_tables, batch.decode_context, self.kv)
+            out = triton.paged_decode(call, rows, batch.decode_tables, batch.decode_context, self.kv, batch.pruned)
         elif self._decode_path == "ragged":
-            out = self._ragged(call, rows.shape[1]).attend(call, rows)
+            # Rows of pruned sequences lie elsewhere in each layer.
+            pruned = batch.pruned is not None
+            sparse = self._rows_by_head(heads).layer(call.layer) if pruned else self._ragged(heads, call.window)
+            out = sparse.attend(call, rows)
         else:
             out = self._padded(call, rows)
         self._show(call, rows, out)
@@ -214,17 +201,7 @@ class PagedAttention:
         for index, segment in enumerate(self.batch.decodes):
             if segment.watch is not None:
                 keys = self.kv.read_keys(layer, blocks[index, :, : heads.most_blocks[layer, index]])
-                segment.watch.see(layer, rows[index], out[index], keys, lengths[index], call.scaling, call.softcap)
-
-    def _ragged(self, call: AttentionCall, heads: int) -> RaggedDecode:
-        """Made once for all layers, but for pruned sequences, whose rows lie elsewhere in each."""
-        if self.batch.pruned is not None:
-            if self._rows_by_head is None:
-                self._rows_by_head = RowsByHead(self.batch.decodes, heads, self.kv)
-            return self._rows_by_head.layer(call.layer)
-        if call.window not in self._ragged_decodes:
-            self._ragged_decodes[call.window] = RaggedDecode.of(self.batch.decodes, heads, self.kv, call.window)
-        return self._ragged_decodes[call.window]
+                segment.watch.see(call, rows[index], out[index], keys, lengths[index])
 
     def _padded(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
         """Over gathered rows, padded to the longest; no window is shorter than the contexts of pruned sequences."""
@@ -233,16 +210,15 @@ class PagedAttention:
             keys, values = kv.read(call.layer, pruned.blocks(call.layer).flatten(), n)
             mask = _mask(keys.shape[2], pruned.lengths(call.layer, kv.page_size) - 1, None, rows.dtype)[:, :, None]
         else:
-            if self._decode_blocks is None:
-                self._decode_blocks = kv.block_index(self.batch.decode_tables)
             keys, values = kv.read(call.layer, self._decode_blocks, n)
-            if call.window not in self._decode_masks:
-                mask = _mask(keys.shape[2], self.batch.decode_context, call.window, rows.dtype)
-                self._decode_masks[call.window] = mask[:, None, None]
-            mask = self._decode_masks[call.window]
+            mask = self._decode_mask(call.window, rows.dtype)[:, None, None]
         # The heads of a group become query rows of their KV head: no key is copied per head.
         grouped = rows.reshape(n, kv.kv_heads, -1, kv.head_dim)
         return attend(call, grouped, keys, values, mask).reshape(n, -1, kv.head_dim)
+
+    @cached_property
+    def _decode_blocks(self) -> torch.Tensor:
+        return self.kv.block_index(self.batch.decode_tables)
 
     def _prefill(
         self, call: AttentionCall, chunk: Prefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -253,7 +229,7 @@ class PagedAttention:
             stop = segment.context + len(segment.tokens)
             read = self.kv.read(call.layer, chunk.blocks, 1)
             keys, values = _without(segment.hidden, *(part[:, :, :stop] for part in read))
-        return attend_to_last(call, query[None, :, new], keys, values, chunk.mask)
+        return attend_to_last(call, query[None, :, new], keys, values, chunk.masks)
 
 
 class BranchAttention:

@@ -37,45 +37,16 @@ Slab = tuple[torch.Tensor, ...]
 """Keys and values of one page, each [layers, kv_heads, page_size, head_dim]."""
 
 
-class CopyStream:
-    """Copies in order with the compute stream, beside it on CUDA; on the CPU they are done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.pins = device.type == "cuda"
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if self.pins else None
-        self._behind = False
-
-    def copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
-        """Copy after all that was launched; returns when that is done, None for now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._behind = True
-        with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        return None if self._stream is None else self._stream.record_event()
-
-    def join(self) -> None:
-        """What is launched from now on comes after all copies."""
-        if self._stream is not None and self._behind:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            self._behind = False
-
-
-class _NoMemory(Exception):
-    """A copy found none on its way: what it was of is not saved, or not found."""
-
-
 class _Copies:
-    """Numbered places for pages, which are the trie's handles."""
+    """Numbered places for pages, which are the trie's handles. Copies are made in order with the compute stream: on
+    CUDA beside it, on the CPU at once."""
 
     kind = ""
 
     def __init__(self, kv: KvStore, capacity: int) -> None:
-        self.capacity = capacity
-        self._kv = kv
-        self._stream = CopyStream(kv.keys.device)
+        self.capacity, self._kv, self._device = capacity, kv, kv.keys.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._behind = False
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -84,12 +55,18 @@ class _Copies:
         return not self._free
 
     def _copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
-        """See `CopyStream.copy`. Raises _NoMemory."""
+        """Copy after all that was launched; returns when that is done, None for now. Raises MemoryError."""
         try:
-            return self._stream.copy(targets, sources)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                self._behind = True
+            with torch.cuda.stream(self._stream):
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+            return None if self._stream is None else self._stream.record_event()
         except Exception as error:
             if out_of_memory(error):
-                raise _NoMemory from error
+                raise MemoryError from error
             raise
 
     def drop(self, handle: int) -> None:
@@ -100,8 +77,10 @@ class _Copies:
         """Nothing is copied any more."""
 
     def settle(self) -> None:
-        """What is launched from now on may write the pages whose copies are under way."""
-        self._stream.join()
+        """What is launched from now on comes after all copies: it may write the pages that they are of."""
+        if self._stream is not None and self._behind:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._behind = False
 
     def join(self) -> None:
         """An iteration begins: what it launches comes after the copies that were made for it."""
@@ -115,7 +94,7 @@ class _Copies:
         """Host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
         kv = self._kv
         shape = (count, 2, kv.layers, kv.kv_heads, kv.page_size, kv.head_dim)
-        return torch.empty(shape, dtype=kv.keys.dtype, pin_memory=self._stream.pins)
+        return torch.empty(shape, dtype=kv.keys.dtype, pin_memory=self._stream is not None)
 
 
 class HostOffload(_Copies):
@@ -132,7 +111,7 @@ class HostOffload(_Copies):
 
     def save(self, page: int) -> int | None:
         """The place that a page is copied to; None when all are taken, or the copy finds no memory."""
-        with contextlib.suppress(_NoMemory):
+        with contextlib.suppress(MemoryError):
             if not self.full:
                 self._copy(self._copies[self._free[-1]].unbind(), self._slab(page))
                 return self._free.pop()
@@ -140,7 +119,7 @@ class HostOffload(_Copies):
 
     def load(self, handle: int, page: int) -> bool:
         """Copy back into a page; False where the copy finds no memory."""
-        with contextlib.suppress(_NoMemory):
+        with contextlib.suppress(MemoryError):
             self._copy(self._slab(page), self._copies[handle].unbind())
             return True
         return False
@@ -188,7 +167,7 @@ class DiskOffload(_Copies):
             self._left_s -= time.perf_counter() - started
         try:
             copied = self._copy(buffer.unbind(), self._slab(page))
-        except _NoMemory:
+        except MemoryError:
             self._idle.put(buffer)
             return None
         handle = self._free.pop()
@@ -203,7 +182,7 @@ class DiskOffload(_Copies):
         try:
             self._written[handle].result(timeout=self._left_s)
             return self._read(handle, page)
-        except (OSError, TimeoutError, _NoMemory):
+        except (OSError, TimeoutError, MemoryError):
             return False
         finally:
             self._left_s -= time.perf_counter() - started

@@ -9,7 +9,6 @@ and serves every layer, and a block is still addressable on its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -39,7 +38,6 @@ class KvStore:
         self.keys, self.values = (backing.tensor for backing in self._backings)
         self._pages = pages
         self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
-        self._layer_bytes = math.prod(shape[1:]) * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
 
     @property
@@ -101,8 +99,8 @@ class KvStore:
 
     def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
         """Where pages lie in each layer of the keys, and so of the values: (first byte, end)."""
-        size, starts = self._page_layer_bytes, range(0, self.layers * self._layer_bytes, self._layer_bytes)
-        return [(start + first * size, start + end * size) for start in starts]
+        size, layers = self._page_layer_bytes, range(0, self.layers * self._pages, self._pages)
+        return [((before + first) * size, (before + end) * size) for before in layers]
 
     def move_pages(self, moved: Mapping[int, int]) -> None:
         """Copy the pages in the keys over those in the values; no page is in both."""

@@ -12,12 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from edged.align.dpo.decoder import LoraRows
-from edged.engine.lora.cpu import NativeUpdates, why_no_native_updates
-from edged.engine.lora.segments import LoraSegments, LoraTiles, Run, ShortRuns
-
-LoraWeights = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Module name -> (A of shape [rank, in_features], B of shape [out_features, rank])."""
+from edged.align.dpo.decoder import LoraLeaves, LoraRows
+from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
 
 
 class LoraLinear(nn.Module):
@@ -33,9 +29,8 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = down.shape[1], up.shape[2]
         self.register_buffer("down", down, False)
         self.register_buffer("up", up, False)
-        self._native = (
-            NativeUpdates(down, up) if not why_no_native_updates(down.device, down.dtype, down.shape[2]) else None
-        )
+        reason = why_no_updates("native", down.device, down.dtype, down.shape[2])
+        self._native = None if reason else NativeUpdates(down, up)
         # Views made once: at one row, making them takes a fifth of the update's time.
         self._whole, self._by_slot = (down, up), list(zip(down.unbind(), up.unbind(), strict=True))
 
@@ -106,34 +101,6 @@ class LoraLinear(nn.Module):
         return updates[0] if alone else torch.cat(updates, dim=1)
 
 
-class NoSuchLinears(ValueError):
-    """`target_modules` name no linear of the model."""
-
-
-def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
-    """Names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
-
-    "all-linear" is every linear of the decoder but the language-model head. Raises NoSuchLinears when nothing matches.
-    """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linears = [
-        name
-        for name, module in model.named_modules()
-        if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
-    ]
-    if targets == "all-linear":
-        return linears
-    # Slow to import: it brings whatever quantization packages there are.
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    config = LoraConfig(target_modules=targets)
-    found = [name for name in linears if check_target_module_exists(config, name)]
-    if not found:
-        raise NoSuchLinears(f'align.target_modules = {targets!r} matches no linear of the model; try "all-linear"')
-    return found
-
-
 class LoraSlots:
     """All wrapped linears of a model, and which adapter version sits in which slot."""
 
@@ -157,7 +124,9 @@ class LoraSlots:
         """Every linear's own slots of a side, by name; those of one size on one device lie together."""
         alike: dict[tuple[int, torch.device], list[str]] = {}
         for name, base in bases.items():
-            alike.setdefault(_size_and_device(base, side), []).append(name)
+            size = int(base.out_features if side else base.in_features)  # type: ignore[arg-type]
+            device = next(itertools.chain(base.parameters(), base.buffers())).device
+            alike.setdefault((size, device), []).append(name)
         own: dict[str, torch.Tensor] = {}
         for (size, device), names in alike.items():
             shape = (self.rank, size) if side else (size, self.rank)
@@ -169,11 +138,10 @@ class LoraSlots:
     @property
     def size_bytes(self) -> int:
         """What the slots hold."""
-        weights = sum(x.in_features + x.out_features for x in self.linears.values()) * self.rank * self.slots
-        return weights * self.dtype.itemsize
+        return sum(slots.nbytes for _, _, slots in self._banks)
 
     @torch.no_grad()
-    def load(self, slot: int, weights: LoraWeights, scaling: float) -> None:
+    def load(self, slot: int, weights: LoraLeaves, scaling: float) -> None:
         """Put an adapter's weights into `slot`, transposed, with the scaling folded into B."""
         for side, names, slots in self._banks:
             own = torch.stack([weights[name][side] for name in names])
@@ -183,21 +151,13 @@ class LoraSlots:
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
-        """Rows of the packed batch see their own slot."""
+        """Rows of the packed batch see their own slot. For Triton's kernels `tiles` alone tell which, if there are any:
+        captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
         try:
             yield
         finally:
             self.runs.set([], self.device)
-
-    @contextmanager
-    def tiled(self, tiles: LoraTiles | None) -> Iterator[None]:
-        """Rows see the slots of tiles that outlive the forward; None: all see the base."""
-        self.runs.tiles = tiles
-        try:
-            yield
-        finally:
-            self.runs.tiles = None
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:
@@ -207,9 +167,3 @@ class LoraSlots:
             yield
         finally:
             self.runs.training = ()
-
-
-def _size_and_device(linear: nn.Module, side: int) -> tuple[int, torch.device]:
-    """Its in_features (side 0) or out_features (side 1), and where its weights are."""
-    size = int(linear.out_features if side else linear.in_features)  # type: ignore[arg-type]
-    return size, next(itertools.chain(linear.parameters(), linear.buffers())).device

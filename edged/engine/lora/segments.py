@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +11,16 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import LoraRows
+from edged.engine.native import library
 from edged.tensors.device_copy import upload
 
 NO_SLOT = -1
 """The slot of tokens that the base model answers."""
 Run = tuple[int, int, int]
 """(start, stop, slot) of consecutive packed rows that one adapter answers."""
+LoraKernel = Literal["torch", "native", "triton"]
+"""What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows; or
+Triton's kernels, in `tiles`."""
 
 _FEW_ROWS = 16
 """Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
@@ -23,6 +28,8 @@ _ALONE_ROWS = 16
 """Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
 _NATIVE_ROWS = 64
 """Up to so many rows in all the compiled kernels multiply updates at least as soon as torch."""
+_HIGHEST_NATIVE_RANK = 1024
+"""Of which a thread of the compiled kernels keeps two rows on its stack."""
 _MOST_SPARE = 2
 """Slots multiplied together lie side by side; at most so many times as many as are used."""
 
@@ -58,9 +65,7 @@ class LoraSegments:
         self.single: list[Run] = []
         """Runs that are multiplied one by one; rows in no run see the base model."""
         self.together: ShortRuns | None = None
-        self.kernel: Literal["torch", "native", "triton"] = "torch"
-        """What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows;
-        or Triton's kernels, in `tiles`."""
+        self.kernel: LoraKernel = "torch"
         self.few = False
         """Whether the compiled kernels add the updates of the present runs."""
         self.tiles: LoraTiles | None = None
@@ -119,3 +124,39 @@ def slots_of_rows(runs: list[Run], rows: int) -> torch.Tensor:
     for start, stop, slot in runs:
         slots[start:stop] = slot
     return slots
+
+
+def why_no_updates(kernel: LoraKernel, device: torch.device, dtype: torch.dtype, rank: int) -> str:
+    """Why `kernel` cannot add updates of slots like these; "" when it can."""
+    if kernel == "triton":
+        from edged.engine.lora import triton as triton_lora
+
+        return triton_lora.why_not(device, dtype, rank)
+    if rank > _HIGHEST_NATIVE_RANK:
+        return f"the compiled kernels are for ranks up to {_HIGHEST_NATIVE_RANK}, not for {rank}"
+    return library.why_not(device, dtype)
+
+
+class NativeUpdates:
+    """The low-rank updates of one linear by the compiled kernels, those of all adapters in one call."""
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """A's [slots, in_features, rank] and B's [slots, rank, out_features], of `why_no_updates` = ""."""
+        assert library.readable(down, up)
+        self._kept = down, up
+        self._linear = library.CLinear(out=up.shape[2])
+        self._linear.read_slots(down, up)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add to `out` [rows, out_features] the updates of `x` [rows, in_features] by `slots` [rows], -1 for none.
+
+        Rows of either may lie apart, but not a row's features.
+        """
+        compiled, rows = library.kernels(), len(x)
+        assert compiled is not None
+        assert x.stride(1) == out.stride(1) == 1
+        assert x.dtype == out.dtype == torch.float32
+        assert len(slots) == rows
+        size_in, rank = self._kept[0].shape[1:]
+        given, added = (x.data_ptr(), x.stride(0), rows), (slots.data_ptr(), out.data_ptr(), out.stride(0))
+        compiled.edged_add_updates(ctypes.byref(self._linear), size_in, rank, *given, *added, torch.get_num_threads())

@@ -69,7 +69,7 @@ class ShortLayer:
         wide = [self._layer.qkv.linears[index].out for index in range(3)]
         self._layer.kv_heads = wide[1] // head_dim
         self._check(wide)
-        self._heads = heads, heads + wide[1] // head_dim, heads + 2 * wide[1] // head_dim
+        self._heads = [heads, self._layer.kv_heads, self._layer.kv_heads]
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own `forward`, whose keyword arguments the model gives."""
@@ -86,14 +86,12 @@ class ShortLayer:
         own = None if slots is None else slots.data_ptr()
         threads = torch.get_num_threads()
         scratch = self._scratch.of(library.edged_scratch(layer, rows, threads))
-        query_end, key_end, heads = self._heads
-        qkv = x.new_empty(heads, rows, self._layer.head_dim)
+        qkv = x.new_empty(sum(self._heads), rows, self._layer.head_dim)
         source, result = x.data_ptr(), torch.empty_like(x)
         library.edged_before_attention(
             layer, source, rows, own, cos.data_ptr(), sin.data_ptr(), qkv.data_ptr(), scratch, threads
         )
-        attended = current_pass().attend(self._call, qkv[:query_end], qkv[query_end:key_end], qkv[key_end:])
-        attended = attended.contiguous()
+        attended = current_pass().attend(self._call, *qkv.split(self._heads)).contiguous()
         library.edged_after_attention(
             layer, source, attended.data_ptr(), rows, own, result.data_ptr(), scratch, threads
         )
@@ -167,8 +165,8 @@ def shorten_layers(model: ServedModel) -> str:
     """Let the kernels compute all layers for few rows; why not, or "". To be called after `attach_lora`."""
     if reason := why_not(model.device, model.dtype):
         return reason
-    ids = torch.tensor([[1, 2, 3]], device=model.device) % model.shape.vocab_size
-    positions = torch.tensor([[0, 1, model.shape.max_positions - 1]], device=model.device)
+    ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
+    positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
     scratch = Scratch()
     with torch.inference_mode():
         hidden, calls = model.layer_calls(ids, positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from edged.align.dpo.decoder import Branches, KeysValues, LoraRows
 from edged.align.dpo.micro_batch import LayerInputs
-from edged.engine.attention.paged import BranchAttention
+from edged.engine.attention.paged import BranchAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.model.served_model import ServedModel
 from edged.tensors.device_copy import upload
@@ -24,7 +25,7 @@ class PagedDecoder:
         self._model, self._kv = model, kv
         self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
         self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
-        self._lora = model.lora
+        self.begin, self.logits = model.layer_calls, model.logits
         paths = {module: f"{path}." for path, module in model.model.named_modules()}
         self._linears = [
             [name for name in model.lora.linears if name.startswith(paths[layer])] for layer in model.layers
@@ -40,10 +41,6 @@ class PagedDecoder:
         keys, values = self._kv.read(layer, self._kv.block_index(used[None]), 1)
         return keys[0, :, :rows], values[0, :, :rows]
 
-    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """See `Decoder`."""
-        return self._model.layer_calls(ids[None], positions[None])
-
     def run_branches(
         self,
         layer: int,
@@ -54,13 +51,9 @@ class PagedDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Decoder`."""
         attention = BranchAttention(branches)
-        with self._lora.training(rows):
-            out = self._model.run_layer(layer, hidden, dict(call), attention)
-        return out, attention.keys, attention.values
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder`."""
-        return self._model.logits(hidden)
+        with self._model.lora.training(rows), attention_pass(attention):
+            out = self._model.layers[layer](hidden[None], **call)
+        return (out[0] if isinstance(out, tuple) else out)[0], attention.keys, attention.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +81,7 @@ class LayerTap:
         self.broken: torch.Tensor | None = None
         """Which rows of the latest forward are not finite, [tokens]; None where nobody asked."""
         for index, layer in enumerate(model.layers):
-            layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(self._keep_call, index), with_kwargs=True)
         model.norm.register_forward_pre_hook(self._norm_hook)
 
     def arm(self, takes: list[Take], checks: bool = False) -> None:
@@ -99,15 +92,12 @@ class LayerTap:
         """Forwards that follow keep nothing."""
         self._takes, self._checks = [], False
 
-    def _layer_hook(self, layer: int) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for take in self._takes:
-                if take.inputs is not None and take.kept_rows is not None:
-                    hidden = args[0] if args else kwargs["hidden_states"]
-                    call = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-                    take.inputs.keep(layer, take.kept_start, hidden, call, take.kept_rows)
-
-        return hook
+    def _keep_call(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for take in self._takes:
+            if take.inputs is not None and take.kept_rows is not None:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                call = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+                take.inputs.keep(layer, take.kept_start, hidden, call, take.kept_rows)
 
     def _norm_hook(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if self._checks:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edged.engine.model import quantization
@@ -102,3 +103,23 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[setting]
+
+
+def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """Names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
+
+    "all-linear" is every linear of the decoder but the language-model head. Raises ModelRefused when nothing matches.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = [name for name, module in model.named_modules() if module is not head and quantization.is_linear(module)]
+    if targets == "all-linear":
+        return linears
+    # Slow to import: it brings whatever quantization packages there are.
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = LoraConfig(target_modules=targets)
+    found = [name for name in linears if check_target_module_exists(config, name)]
+    if not found:
+        raise ModelRefused(f'align.target_modules = {targets!r} matches no linear of the model; try "all-linear"')
+    return found

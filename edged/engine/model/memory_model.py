@@ -1,24 +1,33 @@
-"""What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone.
-
-The page pool takes what it leaves, and `edged bench memory` prints it.
+"""What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone; and
+what that leaves of the free memory for K/V pages and adapters at start.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
 from edged.align.dpo.step_plan import head_window_size
-from edged.engine.lora.linear import target_linears
+from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
-from edged.engine.model.quantization import WeightForm, is_linear, weight_count
+from edged.engine.model.quantization import WeightForm, weight_count
 from edged.settings.load import Settings
+from edged.tensors.device_copy import has_own_memory
 
+if TYPE_CHECKING:
+    from edged.engine.model.served_model import ServedModel
+
+log = logging.getLogger("edged.engine")
+CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
+"""Shares of the free memory that K/V pages may take, by whose it is: the box's, a GPU's own, or both at once."""
 Linears = tuple[tuple[int, int], ...]
 """(in_features, out_features) of some linears."""
 
@@ -40,8 +49,8 @@ _LOGIT_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSizes:
-    """A decoder's sizes, as its configuration or its first forward tells them."""
+class BaseShape:
+    """A base model's sizes, as far as memory depends on them; its configuration or its first forward tells them."""
 
     layers: int
     hidden_size: int
@@ -49,16 +58,6 @@ class DecoderSizes:
     kv_heads: int
     head_dim: int
     max_positions: int
-
-    def kv_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseShape(DecoderSizes):
-    """A base model's sizes, as far as memory depends on them."""
-
     linears: Linears
     """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
     targets: Linears
@@ -73,16 +72,19 @@ class BaseShape(DecoderSizes):
         """All weights, packed ones as what they stand for."""
         return self.plain_weights + sum(map(prod, self.linears))
 
+    def kv_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
-        """From a transformers configuration: the model is built without memory. Raises NoSuchLinears."""
+        """From a transformers configuration: the model is built without memory. Raises ModelRefused."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
-        text, head = config.get_text_config(), model.get_output_embeddings()
+        text = config.get_text_config()
         heads = int(text.num_attention_heads)
-        linears = linears_of(model, head)
-        named = dict(model.named_modules())
+        linears = linear_sizes(model, "all-linear")
         return cls(
             layers=int(text.num_hidden_layers),
             hidden_size=int(text.hidden_size),
@@ -91,24 +93,16 @@ class BaseShape(DecoderSizes):
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             max_positions=int(text.max_position_embeddings),
             linears=linears,
-            targets=tuple(_sizes(named[name]) for name in target_linears(model, target_modules)),
+            targets=linear_sizes(model, target_modules),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
 
-def linears_of(model: torch.nn.Module, head: torch.nn.Module) -> Linears:
-    """All linears but the head, without the wrappers around them."""
-    inside = set(head.modules())
-    return tuple(
-        _sizes(module)
-        for module in model.modules()
-        if is_linear(module) and module not in inside and not any(is_linear(child) for child in module.children())
-    )
-
-
-def _sizes(linear: Any) -> tuple[int, int]:
-    return int(linear.in_features), int(linear.out_features)
+def linear_sizes(model: Any, targets: str | list[str]) -> Linears:
+    """Of the linears that `target_linears` finds in a model that has no wrappers yet."""
+    linears = [model.get_submodule(name) for name in target_linears(model, targets)]
+    return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,3 +271,82 @@ def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
     if not settings.model.graph_memory_mb:
         return 0
     return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
+
+
+# -- of a model that is loaded, on this box ----------------------------------------------------------------------------
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory that the device's work can use; the box's where CUDA is asked for and not there."""
+    if device.type == "cuda" and torch.cuda.is_available() and has_own_memory(device):
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
+def free_bytes(device: torch.device) -> tuple[int, float]:
+    """Free memory of the device and the share of it that the cache may take.
+
+    On an integrated GPU memory is the box's own: MemAvailable counts what cudaMemGetInfo does not (page cache).
+    """
+    if has_own_memory(device):
+        return int(torch.cuda.mem_get_info(device)[0]), CACHE_SHARES["discrete"]
+    return int(psutil.virtual_memory().available), CACHE_SHARES["integrated" if device.type == "cuda" else "cpu"]
+
+
+def unused_bytes(device: torch.device) -> int:
+    """What torch's allocator keeps of a GPU's own memory and nobody uses; `free_bytes` does not count it."""
+    if not has_own_memory(device):
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def bounded(settings: Settings, model: ServedModel) -> Settings:
+    """Settings whose numbers of adapters fit the memory that is free beside the loaded base."""
+    align = settings.align
+    weights = adapter_weights(linear_sizes(model.model, align.target_modules), align.rank)
+    loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
+    if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
+        log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
+    update = {"max_loaded_adapters": loaded, "max_active_adapters": active}
+    return settings.model_copy(update={"align": align.model_copy(update=update)})
+
+
+def page_count(model: ServedModel, settings: Settings) -> int:
+    """Pages of the pool: from `cache.memory_mb`, or from free memory, never more than max_sequences can use.
+
+    Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
+    """
+    size = settings.cache.page_size
+    page_bytes = model.page_bytes(size)
+    wanted = settings.model.max_context_tokens or model.shape.max_positions
+    useful = settings.serving.max_sequences * -(-wanted // size) + 1
+    if settings.cache.memory_mb:
+        budget = settings.cache.memory_mb << 20
+    else:
+        free, share = free_bytes(model.device)
+        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
+        work = work_of(model.shape, settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
+        budget = int((free - sum(work.values())) * share)
+    pages = min(useful, budget // page_bytes)
+    if pages < 4:
+        raise ModelRefused(
+            f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
+            f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
+        )
+    refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
+    return pages
+
+
+def refuse_longer_context(settings: Settings, max_positions: int, page_bytes: int, pages: int, budget: int) -> None:
+    """Raises ModelRefused, with the arithmetic, when `pages` (of `budget` bytes) cannot hold the context asked for."""
+    size = settings.cache.page_size
+    asked = min(settings.model.max_context_tokens, max_positions)
+    if (pages - 1) * size < asked:
+        needed = -(-asked // size) + 1
+        needed_mb = needed * page_bytes / 2**20
+        raise ModelRefused(
+            f"a context of {asked} tokens (model.max_context_tokens) takes {needed} pages of {size} tokens and "
+            f"{page_bytes} bytes, one of them set aside: {needed_mb:.1f} MiB; the K/V cache has room for {pages} "
+            f"in {budget >> 20} MiB: raise cache.memory_mb to {math.ceil(needed_mb)}, free memory, or lower "
+            "model.max_context_tokens (0: what fits)"
+        )

@@ -119,11 +119,8 @@ class PackedLinear(nn.Module):
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self.product, self._index = product, index
-
-    @property
-    def parts(self) -> LinearParts:
+        self.parts = product.parts[index]
         """What the kernels read of it."""
-        return self.product.parts[self._index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -148,8 +145,7 @@ def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, c
 
 def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
     """Replace every plain linear by its packed form; `native` and `in_16_bits`: see `Product`."""
-    halved = total = 0
-    places = _linears(model)
+    halved, places = 0, _linears(model)
     for names in siblings(places):
         group = [places[name] for name in names]
         alike = len({(linear.in_features, linear.bias is None) for _, _, linear in group}) == 1
@@ -158,9 +154,10 @@ def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
             for index, (parent, name, linear) in enumerate(linears):
                 setattr(parent, name, PackedLinear(linear, product, index))
             halved += sum(part.narrow is not None for part in product.parts)
-            total += len(linears)
     if halved:
-        log.info("%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", halved, total)
+        log.info(
+            "%d of %d weights are numbers of 16 bits: steps of few tokens read no more of them", halved, len(places)
+        )
 
 
 def _linears(model: nn.Module) -> dict[str, Place]:

@@ -299,11 +299,9 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            out: torch.Tensor = _Product.apply(x, self)
-            return out
-        plain: torch.Tensor = self.base(x)
-        return plain
+        learns = torch.is_grad_enabled() and x.requires_grad
+        out: torch.Tensor = _Product.apply(x, self) if learns else self.base(x)
+        return out
 
     def input_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
         """[..., out_features] -> [..., in_features]."""
@@ -339,15 +337,9 @@ class _Product(torch.autograd.Function):
 
 
 def give_gradients(model: nn.Module) -> None:
-    """Wrap every quantized linear that has no derivative of its own."""
+    """Wrap every quantized linear that has no derivative of its own; bitsandbytes' have one, wrappers no weight."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(parent, FrozenLinear) and _lacks_gradient(child):
+            plain = is_linear(child) and not list(child.children()) and not isinstance(parent, FrozenLinear)
+            if plain and is_quantized(child) and not _of_bitsandbytes(child):
                 setattr(parent, name, FrozenLinear(child))
-
-
-def _lacks_gradient(module: nn.Module) -> bool:
-    """Whether it is a quantized linear without a derivative of its own that keeps no dequantized weight for it; not so
-    wrappers, which have no weight, and bitsandbytes' linears."""
-    plain = is_linear(module) and not list(module.children())
-    return plain and is_quantized(module) and not _of_bitsandbytes(module)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from edged.engine.attention.base import AttentionBackend, AttentionCall
+from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
-from edged.engine.lora.linear import LoraSlots, NoSuchLinears, target_linears
+from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import ModelRefused as ModelRefused
-from edged.engine.model.loading import load_pretrained
-from edged.engine.model.memory_model import DecoderSizes
+from edged.engine.model.loading import load_pretrained, target_linears
+from edged.engine.model.memory_model import BaseShape, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -39,13 +40,12 @@ _PROBE_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape(DecoderSizes):
+class ModelShape(BaseShape):
     """Sizes that the cache, the cost model and the status need."""
 
     architecture: str
-    parameters: int
     weight_bytes: int
-    """Of all parameters, in the form in which they are kept."""
+    """Of all weights, in the form in which they are kept."""
     heads: int
     window: int | None
     """The shortest sliding window of a layer; None when all see all that precedes."""
@@ -53,6 +53,8 @@ class ModelShape(DecoderSizes):
 
 class ServedModel:
     """A decoder in eval mode whose attention is `edged.engine.attention.paged` and whose linears hold LoRA slots."""
+
+    shape: ModelShape
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.device, self.dtype = model, device, dtype
@@ -67,7 +69,7 @@ class ServedModel:
             getattr(self.config, "logits_scaling", None) or 1.0
         )
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
-        self.shape, self.trainable_error = self._probe()
+        self._probe()
         self.fingerprint = fingerprint(model)
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
         self.lora = LoraSlots(model, [], 0, 0, dtype)
@@ -79,16 +81,10 @@ class ServedModel:
         model = load_pretrained(str(directory), settings, IMPLEMENTATION)
         return cls(model, model.device, model.dtype)
 
-    def targets(self, align: AlignSettings) -> list[str]:
-        """Names of the linears that LoRA is for. Raises ModelRefused when there are none of the names that are set."""
-        try:
-            return target_linears(self.model, align.target_modules)
-        except NoSuchLinears as error:
-            raise ModelRefused(str(error)) from None
-
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
         """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
-        targets = self.targets(align)
+        targets = target_linears(self.model, align.target_modules)
+        self.shape = replace(self.shape, targets=linear_sizes(self.model, align.target_modules))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         give_gradients(self.model)
         self.head = self.model.get_output_embeddings()
@@ -103,8 +99,7 @@ class ServedModel:
         """
         if reason := why_not_packed(self.model, self.device, self.dtype):
             return reason
-        in_16_bits = in_16_bits and native
-        if in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
+        if native and in_16_bits and (lacking := why_not_packed(self.model, self.device, self.dtype, BOTH_COPIES)):
             log.info("weights are not read in 16 bits: %s", lacking)
             in_16_bits = False
         pack_linears(self.model, native, in_16_bits)
@@ -141,10 +136,9 @@ class ServedModel:
         )
         return out.logits[0]
 
-    def layer_calls(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """The first layer's input [tokens, hidden_size] and every layer's keyword arguments; no layer is computed."""
+    def layer_calls(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """What the first layer is given for tokens `ids` [n] at `positions` [n], as [n, hidden_size], and every layer's
+        keyword arguments; no layer is computed."""
         hiddens: list[torch.Tensor] = []
         calls: list[dict[str, Any]] = []
 
@@ -158,7 +152,7 @@ class ServedModel:
             for layer in self.layers:
                 layer.forward = record
             with torch.no_grad():
-                self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+                self.body(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         finally:
             for layer, own in zip(self.layers, before, strict=True):
                 del layer.forward
@@ -166,24 +160,15 @@ class ServedModel:
                     layer.forward = own
         return hiddens[0][0], calls
 
-    def run_layer(
-        self, layer: int, hidden: torch.Tensor, inputs: dict[str, Any], attention: AttentionBackend
-    ) -> torch.Tensor:
-        """One decoder layer alone: `hidden` [tokens, hidden_size], `inputs` as the model passed them."""
-        with attention_pass(attention):
-            out = self.layers[layer](hidden[None], **inputs)
-        return (out[0] if isinstance(out, tuple) else out)[0]
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
         out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
-    def _probe(self) -> tuple[ModelShape, str]:
+    def _probe(self) -> None:
         """Run a few tokens in two chunks through pages and compare with the model's own attention.
 
-        Returns the shape and, where the head cannot be recomputed alone, why it cannot be trained.
-        Raises ModelRefused.
+        Sets the shape and, where the head cannot be recomputed alone, why it cannot be trained. Raises ModelRefused.
         """
         name = type(self.model).__name__
         spy = AttentionSpy()
@@ -203,11 +188,11 @@ class ServedModel:
                 raise ModelRefused(f"{name} cannot be served: {error}") from error
             handle.remove()
             self._layers_give_tuples = any(tuples)
-            shape = self._shape_from(spy)
+            self.shape = self._shape_from(spy)
             self.model.set_attn_implementation("eager")
             wanted = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
             self.model.set_attn_implementation(IMPLEMENTATION)
-            kv = KvStore(2, _PROBE_TOKENS, shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device)
+            kv = self.new_kv(2, _PROBE_TOKENS)
             half = _PROBE_TOKENS // 2
             got: list[torch.Tensor] = []
             last: list[torch.Tensor] = []
@@ -228,11 +213,11 @@ class ServedModel:
                     "(its attention is not plainly causal, or its positions are not rotary)"
                 )
             alone = self.logits(torch.cat(last))
-            same = float((alone - wanted).abs().max()) <= tolerance * scale
-        return (
-            shape,
-            "" if same else f"{name}'s head does more than norm, linear and soft cap: it is served, not trained",
-        )
+            self.trainable_error = ""
+            if not float((alone - wanted).abs().max()) <= tolerance * scale:
+                self.trainable_error = (
+                    f"{name}'s head does more than norm, linear and soft cap: it is served, not trained"
+                )
 
     def _shape_from(self, spy: AttentionSpy) -> ModelShape:
         name = type(self.model).__name__
@@ -247,9 +232,12 @@ class ServedModel:
         if len(set(seen.values())) != 1:
             raise ModelRefused(f"{name} cannot be served: its layers differ in heads or head size: {seen}")
         heads, kv_heads, head_dim = seen[0]
+        linears = linear_sizes(self.model, "all-linear")
         return ModelShape(
             architecture=name,
-            parameters=weight_count(self.model),
+            linears=linears,
+            targets=(),
+            plain_weights=weight_count(self.model) - sum(map(prod, linears)),
             weight_bytes=weight_bytes(self.model),
             layers=len(self.layers),
             heads=heads,

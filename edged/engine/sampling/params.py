@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +31,53 @@ class Sampling:
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what a sequence holds changes its scores."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence and how often its answer holds each; it grows with the answer."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        ids = np.unique(np.fromiter(prompt, np.int64))
+        self._ids, self._counts = ids, np.zeros(ids.size, np.int64)
+        self._places = {token: place for place, token in enumerate(ids.tolist())}
+        self.generated = 0
+        """Tokens of the answer that are counted."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The answer's next tokens."""
+        for token in tokens:
+            place = self._places.setdefault(token, len(self._places))
+            if place == self._ids.size:
+                room = np.zeros(64 + place // 2, np.int64)
+                self._ids, self._counts = np.concatenate([self._ids, room]), np.concatenate([self._counts, room])
+            self._ids[place] = token
+            self._counts[place] += 1
+        self.generated += len(tokens)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The distinct tokens, int64."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How often the answer holds each of `ids`; 0 for what is in the prompt alone."""
+        return self._counts[: len(self._places)]
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One row to sample; `step` is the draw's number."""
+
+    sampling: Sampling
+    seed: int
+    step: int
+    counts: TokenCounts | None = None
+    """Of its sequence, where penalties need them."""
+    forbidden: Sequence[int] = ()
+    """Tokens that may not be drawn now (end tokens before min_tokens)."""

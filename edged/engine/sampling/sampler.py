@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from edged.engine.sampling.params import Sampling
-from edged.engine.sampling.penalties import Changes, TokenCounts, is_penalized
+from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.truncation import keep_nucleus, kth_best
 from edged.tensors.device_copy import upload
 
@@ -23,19 +22,6 @@ _BLOCK = 128
 _COLDEST = 1e-5
 """The lowest temperature that scores are divided by."""
 _MASK64 = (1 << 64) - 1
-
-
-@dataclass(slots=True)
-class SamplingRow:
-    """One row to sample; `step` is the draw's number."""
-
-    sampling: Sampling
-    seed: int
-    step: int
-    counts: TokenCounts | None = None
-    """Of its sequence, where penalties need them."""
-    forbidden: Sequence[int] = ()
-    """Tokens that may not be drawn now (end tokens before min_tokens)."""
 
 
 @dataclass(slots=True)
@@ -114,7 +100,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
     """
     raw = logits.float().contiguous()
     scores = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
-    changes, draws = _changes(rows, scores.shape[1]), _Draws(rows, scores.shape[1])
+    changes, draws = Changes(rows, scores.shape[1]), _Draws(rows, scores.shape[1])
     tables = changes.tables()
     # One transfer: the forward runs on the device meanwhile, and the host waits for neither.
     moved = upload([*tables, *draws.tables()], scores.device)
@@ -138,7 +124,7 @@ def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_plain(row: SamplingRow) -> bool:
     """Whether `choose` draws its token: nothing but temperature and min-p shapes its distribution."""
     s = row.sampling
-    return not (is_penalized(s) or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
+    return not (s.penalizes or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
 
 
 def plain_parameters(rows: Sequence[SamplingRow]) -> np.ndarray:
@@ -155,21 +141,52 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
     tokens, broken = choose_greedy(scores)
     temperature, min_p, uniforms = parameters
     weights = _weights(_scaled(scores, temperature))
-    _apply_min_p(weights, min_p)
+    weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
     return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
 
 
-def _changes(rows: Sequence[SamplingRow], vocab: int) -> Changes:
-    """Penalties, bias and forbidden tokens of `rows`."""
-    changes = Changes(vocab)
-    for index, row in enumerate(rows):
-        if row.sampling.logit_bias:
-            changes.add(index, row.sampling.logit_bias)
-        if row.forbidden:
-            changes.add(index, dict.fromkeys(row.forbidden, float("-inf")))
-        if row.counts is not None:
-            changes.penalize(index, row.sampling, row.counts)
-    return changes
+class Changes:
+    """What lowers or raises single tokens' scores in some rows, gathered on the host: bias, forbidden tokens, and
+    penalties on those that occurred."""
+
+    def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
+        self._penalized = [
+            (i * vocab, row.sampling, row.counts) for i, row in enumerate(rows) if row.counts is not None
+        ]
+        self._added: dict[int, float] = {}
+        for i, row in enumerate(rows):
+            if row.sampling.logit_bias or row.forbidden:
+                amounts = row.sampling.logit_bias | dict.fromkeys(row.forbidden, float("-inf"))
+                self._added |= {i * vocab + token: amount for token, amount in amounts.items()}
+        self.any = bool(self._added or self._penalized)
+
+    def tables(self) -> list[np.ndarray]:
+        """What `apply` needs on the device, for `upload`."""
+        # Doubles travel as the integers that they look like.
+        tables = [np.array([*self._added], np.int64), np.array([*self._added.values()], np.float64).view(np.int64)]
+        if self._penalized:
+            seen = [counts.ids + first for first, _, counts in self._penalized]
+            owners = np.repeat(np.arange(len(seen)), [ids.size for ids in seen])
+            penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for _, s, _ in self._penalized]
+            tables += [np.concatenate(seen), np.concatenate([counts.counts for _, _, counts in self._penalized])]
+            tables += [owners, np.array(penalties, np.float64).reshape(-1).view(np.int64)]
+        return tables
+
+    def apply(self, scores: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
+        """Change `scores` [rows, vocab], contiguous, by the `tables` on their device.
+
+        Repetition (CTRL, Keskar et al. 2019) counts prompt and answer; presence and frequency (OpenAI) the answer
+        alone.
+        """
+        flat = scores.view(-1)
+        if self._penalized:
+            seen, counts, owners, penalties = tables[2:]
+            repetition, presence, frequency = penalties.view(torch.float64).view(-1, 3).index_select(0, owners).T
+            values, factor = flat.index_select(0, seen), repetition.float()
+            values = torch.where(values > 0, values / factor, values * factor)
+            flat.index_copy_(0, seen, values - (presence * (counts > 0) + frequency * counts).float())
+        if self._added:
+            flat.scatter_add_(0, tables[0], tables[1].view(torch.float64).float())
 
 
 class _Draws:
@@ -197,7 +214,12 @@ class _Draws:
         drawn, limited, counts, nucleus = tables[:4]
         temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
         scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
-        out = scaled < self._least(scaled, limited, counts) if self._limited else None
+        out = None
+        if self._limited:
+            some = scaled if len(self._limited) == len(self.rows) else scaled.index_select(0, limited)
+            least = scaled.new_full((len(scaled), 1), float("-inf"))
+            # Ties with the k-th best stay.
+            out = scaled < least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
         weights = _weights(scaled)
         if out is not None:
             weights.masked_fill_(out, 0.0)
@@ -208,14 +230,8 @@ class _Draws:
             keep_nucleus(some, tables[4].view(torch.float64))
             weights.index_copy_(0, nucleus, some)
         if any(row.sampling.min_p > 0 for row in self.rows):
-            _apply_min_p(weights, min_p)
+            weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
         tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
-
-    def _least(self, scaled: torch.Tensor, limited: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The score [rows, 1] below which top-k leaves out; ties with the k-th best stay."""
-        some = scaled if len(self._limited) == len(self.rows) else scaled.index_select(0, limited)
-        least = scaled.new_full((scaled.shape[0], 1), float("-inf"))
-        return least.index_copy_(0, limited, kth_best(some, counts, max(self._counts)))
 
 
 def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -223,13 +239,8 @@ def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(scaled: torch.Tensor) -> torch.Tensor:
-    """Probabilities [rows, vocab] over the largest one of the row, in place of `scaled` scores."""
+    """Probabilities [rows, vocab] over the largest one of the row, in place of `scaled` scores: so min-p is a bound."""
     return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
-
-
-def _apply_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Leave out, in place, what is less likely than `min_p` [rows] times the most likely token, whose weight is 1."""
-    weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
 
 
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -78,12 +78,12 @@ def iterations(kv: KvStore, group: int, paths: Backends, slots: LoraSlots) -> No
 
 
 def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None:
-    from edged.engine.attention import triton_prefill
+    from edged.engine.attention import triton
 
     driver.set_active(AbsentGpu(capability))
     made = compile_only()
     kv = KvStore(9, 16, 2, 2, head_dim, dtype, CPU)
-    paths = Backends("triton", triton_prefill.tile_tokens(kv, group))
+    paths = Backends("triton", triton.tile_tokens(kv, group))
     slots = LoraSlots(nn.Sequential(nn.Linear(192, 192, dtype=dtype)), ["0"], 2, 16, dtype)
     trial(kv, group, paths)
     trial_of_lora(slots, "triton")

@@ -87,9 +87,9 @@ SHAPES = {
 def test_the_triton_kernels_attend_as_torch_does(
     shape: tuple[int, int, int, int | None, float | None, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_decode = pytest.importorskip("edged.engine.attention.triton_decode")
+    triton = pytest.importorskip("edged.engine.attention.triton")
     pytest.importorskip("triton")
-    monkeypatch.setattr(triton_decode, "_BLOCK", 16)
+    monkeypatch.setattr(triton, "_BLOCK", 16)
     kv_heads, group, size, window, cap, context = shape
     device = DEVICE
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_the_triton_kernels_attend_as_torch_does(
     query = torch.randn(len(context), kv_heads * group, size, device=device)
     assert trial(kv, group, Backends("triton")) == ""
     call = AttentionCall(1, size**-0.5, window, cap)
-    got = triton_decode.paged_decode(call, query, tables, torch.tensor(context, device=device), kv)
+    got = triton.paged_decode(call, query, tables, torch.tensor(context, device=device), kv)
     for row, earlier in enumerate(context):
         keys, values = kv.read(1, kv.block_index(tables[row : row + 1]), 1)
         seen = slice(max(0, earlier + 1 - window) if window else 0, earlier + 1)
@@ -181,9 +181,9 @@ def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: to
     tile = 0
     if path == "triton":
         pytest.importorskip("triton")
-        from edged.engine.attention import triton_prefill
+        from edged.engine.attention import triton
 
-        tile = triton_prefill.tile_tokens(KvStore(1, 1, 1, shape[0], shape[2], dtype, DEVICE), shape[1])
+        tile = triton.tile_tokens(KvStore(1, 1, 1, shape[0], shape[2], dtype, DEVICE), shape[1])
     window, cap = shape[4:]
     kv, segments, batch, query, key, value = written(shape, spans, dtype, tile)
     got = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3, window, cap), query, key, value)
@@ -195,7 +195,7 @@ def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: to
 
 
 def test_empty_tiles_write_nothing() -> None:
-    triton_prefill = pytest.importorskip("edged.engine.attention.triton_prefill")
+    triton = pytest.importorskip("edged.engine.attention.triton")
     pytest.importorskip("triton")
     kv, _, batch, query, key, value = written((2, 2, 16, 8), [(10, 50, None)], torch.float32, 32)
     wanted = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3), query, key, value)
@@ -203,9 +203,9 @@ def test_empty_tiles_write_nothing() -> None:
     empty = replace(tiles, table=torch.zeros_like(tiles.table))
     padded = replace(tiles, table=torch.cat((tiles.table, empty.table)))
     out = torch.full_like(wanted, 5.0)
-    triton_prefill.paged_prefill(AttentionCall(1, 0.3), query, empty, kv, out)
+    triton.paged_prefill(AttentionCall(1, 0.3), query, empty, kv, out)
     assert bool((out == 5.0).all())
-    triton_prefill.paged_prefill(AttentionCall(1, 0.3), query, padded, kv, out)
+    triton.paged_prefill(AttentionCall(1, 0.3), query, padded, kv, out)
     assert torch.equal(out, wanted)
 
 
@@ -236,7 +236,7 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatc
     pytest.importorskip("triton")
     kv = KvStore(4, 8, 1, 2, 32, torch.float32, DEVICE)
     assert trial(kv, 3, paths) == ""
-    name = "triton_decode.paged_decode" if paths.decode == "triton" else "triton_prefill.paged_prefill"
+    name = "triton.paged_decode" if paths.decode == "triton" else "triton.paged_prefill"
     module, function = name.split(".")
     kernel = getattr(importlib.import_module(f"edged.engine.attention.{module}"), function)
 

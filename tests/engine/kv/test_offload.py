@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from edged.engine.kv.offload import CopyStream, DiskOffload, HostOffload, KvOffload, pick_spill
+from edged.engine.kv.offload import DiskOffload, HostOffload, KvOffload, pick_spill
 from edged.engine.kv.store import KvStore
 from edged.settings.load import CacheSettings
 from tests.engine.harness import BuiltEngine, random_ids, request, running_engine
@@ -69,7 +69,7 @@ def test_a_place_that_was_dropped_is_used_again(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_that_finds_no_memory_costs_no_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kv = make_kv()
@@ -77,7 +77,7 @@ def test_a_copy_that_finds_no_memory_costs_no_place(kind: str, tmp_path: Path, m
     first = spill.save(0)
     assert first is not None
     with monkeypatch.context() as patched:
-        patched.setattr(CopyStream, "copy", fails)
+        patched.setattr(torch.Tensor, "copy_", fails)
         for _ in range(20):
             assert spill.save(1) is None
             assert not spill.load(first, 5)

@@ -42,9 +42,9 @@ def test_each_head_sees_its_own_rows(
         pytest.skip(why_no_kernels())
     if path == "triton":
         pytest.importorskip("triton")
-        from edged.engine.attention import triton_decode
+        from edged.engine.attention import triton
 
-        monkeypatch.setattr(triton_decode, "_BLOCK", 16)
+        monkeypatch.setattr(triton, "_BLOCK", 16)
     kv_heads, group = shape
     torch.manual_seed(0)
     random = np.random.default_rng(0)

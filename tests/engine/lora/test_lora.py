@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends, pick_lora_kernel, trial_of_lora
-from edged.engine.lora.cpu import NativeUpdates
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
+from edged.engine.lora.segments import NO_SLOT, LoraTiles, NativeUpdates, Run
 from edged.engine.model.packed_linear import siblings
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels, why_no_kernels

@@ -12,9 +12,10 @@ import torch
 from edged.align.dpo.decoder import Branches
 from edged.align.dpo.pair_layout import Piece
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
+from edged.engine.model.layer_access import PagedDecoder
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import FEW_ROWS, kernels, why_no_kernels
 from edged.settings.load import AlignSettings
@@ -104,10 +105,10 @@ def test_many_rows_and_gradients_go_the_layers_own_way(shorts: list[int]) -> Non
     shorts.clear()
     assert torch.equal(answers(model, [0], last=FEW_ROWS + 1), wanted)
     hidden = torch.randn(2, 64, requires_grad=True)
-    _, calls = model.layer_calls(torch.tensor([[3, 4]]), torch.tensor([[0, 1]]))
-    model.run_layer(
-        0, hidden, calls[0], BranchAttention([Branches(0, 2, 0, (Piece(0, 2, 0, None),), None)])
-    ).sum().backward()
+    decoder = PagedDecoder(model, model.new_kv(2, 8))
+    _, calls = decoder.begin(torch.tensor([3, 4]), torch.tensor([0, 1]))
+    branches = [Branches(0, 2, 0, (Piece(0, 2, 0, None),), None)]
+    decoder.run_branches(0, hidden, calls[0], branches, [])[0].sum().backward()
     assert hidden.grad is not None
     assert not shorts
 

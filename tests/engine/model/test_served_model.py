@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
-from edged.engine.model.memory_plan import page_count
+from edged.engine.model.memory_model import page_count
 from edged.engine.model.served_model import ModelRefused, ServedModel
 from edged.settings.load import AlignSettings, ModelSettings, load_settings
 from tests.models import ARCHITECTURES, save_tiny, tiny_model

@@ -19,8 +19,8 @@ from edged.engine.attention.paged import PagedAttention, attend, attention_pass
 from edged.engine.attention.selection import pick_lora_kernel, pick_paths
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
-from edged.engine.lora.cpu import NativeUpdates
 from edged.engine.lora.linear import LoraSlots
+from edged.engine.lora.segments import NativeUpdates
 from edged.engine.model.cpu_layers import Scratch, ShortLayer, shorten_layers
 from edged.engine.model.served_model import AttentionSpy
 from edged.engine.native import library
@@ -59,7 +59,7 @@ class Decodes:
 
     def attended(self, window: int | None = None, cap: float | None = None, rows: slice = slice(None)) -> torch.Tensor:
         query, new = self.query[:, rows], (self.new[0][:, rows], self.new[1][:, rows])
-        own = NativeDecode(self.kv, self.tables[rows], self.context[rows], len(query), None)
+        own = NativeDecode(self.kv, self.tables[rows], self.context[rows], None, len(query))
         return own.attend(AttentionCall(1, query.shape[2] ** -0.5, window, cap), query, new)
 
 

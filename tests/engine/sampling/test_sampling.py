@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from edged.engine.native.library import kernels, why_no_kernels
-from edged.engine.sampling.params import Sampling
-from edged.engine.sampling.penalties import Changes, TokenCounts
-from edged.engine.sampling.sampler import NOT_A_TOKEN, SamplingRow, sample, uniform
+from edged.engine.sampling.params import Sampling, SamplingRow, TokenCounts
+from edged.engine.sampling.sampler import NOT_A_TOKEN, Changes, sample, uniform
 from edged.engine.sampling.truncation import keep_nucleus, keep_nucleus_by_torch, kth_best
 from edged.tensors.device_copy import upload
 
@@ -285,10 +284,7 @@ def test_penalties_count_what_a_sequence_holds_as_it_grows() -> None:
     kept = [TokenCounts(prompt) for prompt in prompts]
     for step in range(120):
         scores = logits(3, seed=step)
-        changes = Changes(VOCAB)
-        for row, counts in enumerate(kept):
-            changes.add(row, sampling.logit_bias)
-            changes.penalize(row, sampling, counts)
+        changes = Changes([SamplingRow(sampling, 0, step, counts) for counts in kept], VOCAB)
         got = scores.clone()
         changes.apply(got, upload(changes.tables(), got.device))
         assert torch.allclose(got, penalized_anew(scores, sampling, prompts, answers), atol=1e-5)

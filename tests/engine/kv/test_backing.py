@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edged.engine.kv.cuda_vmm import CudaMemory, CudaMemoryError, _Access, _Properties
+from edged.engine.kv.backing import CudaMemory, CudaMemoryError, _Access, _Properties
 
 
 class Driver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from edged.engine.attention.base import AttentionCall
 from edged.engine.kv.store import KvStore
 
 _FADING = 0.9
@@ -43,26 +44,19 @@ class AttentionStats:
             self.last_used = torch.cat((self.last_used, self.last_used.new_full(more, self.iteration)), dim=2)
 
     def see(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        keys: torch.Tensor,
-        lengths: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
+        self, call: AttentionCall, query: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
     ) -> None:
         """`query` and `out` [heads, d], `keys` [kv_heads, rows, d] of which each head has `lengths` [kv_heads]."""
         kv_heads, rows = keys.shape[:2]
-        scores = (query.view(kv_heads, -1, query.shape[-1]) @ keys.mT).float() * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = (query.view(kv_heads, -1, query.shape[-1]) @ keys.mT).float() * call.scaling
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         hidden = torch.arange(rows, device=keys.device) >= lengths[:, None]
         attention = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
         used = (attention * lengths[:, None, None] > 1.0).any(1)
-        self.norms[layer] += out.reshape(kv_heads, -1, out.shape[-1]).float().norm(dim=-1).mean(-1)
-        self.shares[layer, :, :rows].mul_(_FADING).add_(attention.mean(1))
-        self.last_used[layer, :, :rows].masked_fill_(used, self.iteration)
+        self.norms[call.layer] += out.reshape(kv_heads, -1, out.shape[-1]).float().norm(dim=-1).mean(-1)
+        self.shares[call.layer, :, :rows].mul_(_FADING).add_(attention.mean(1))
+        self.last_used[call.layer, :, :rows].masked_fill_(used, self.iteration)
 
     def mean_norms(self) -> torch.Tensor:
         """a_h of MACE 4.3: [layers, kv_heads]."""
