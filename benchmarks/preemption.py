@@ -38,7 +38,7 @@ from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_l
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import read_pairs
 from edged.bench.replay import load_pairs
-from edged.engine.build import EngineParts
+from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
@@ -125,7 +125,7 @@ class Bench(LocalEngine):
         super().__init__(model, settings, watch=self._watch)
         self.engine.submit_pairs(list(pairs))
 
-    def _watch(self, parts: EngineParts) -> None:
+    def _watch(self, parts: Engine) -> None:
         self.watch = Watch(parts.runner.run)
         setattr(parts.runner, "run", self.watch)  # noqa: B010 - a method of one object is watched
 

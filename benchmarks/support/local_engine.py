@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.support.interleave import LONGEST_WAIT_S
 from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
-from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.engine import Engine
 from edged.engine.request import Event, Request
 from edged.engine.sampling.params import Sampling
@@ -19,7 +18,7 @@ from edged.settings.load import Settings
 class LocalEngine:
     """A running engine that answers every request to its full length, greedily unless told otherwise.
 
-    `settings` are sections as in a settings file; `watch` may replace methods of the parts before the engine starts,
+    `settings` are sections as in a settings file; `watch` may replace methods of its parts before the engine starts,
     `also` hears of the events as well, on the engine's thread.
     """
 
@@ -28,14 +27,14 @@ class LocalEngine:
         model: Path,
         settings: Settings | dict[str, dict[str, Any]],
         folder: Path | None = None,
-        watch: Callable[[EngineParts], None] = lambda _parts: None,
+        watch: Callable[[Engine], None] = lambda _engine: None,
         also: Callable[[list[Event]], None] = lambda _events: None,
     ) -> None:
         self._recorder, self._also = ReplayRecorder(), also
-        parts = build_parts_apart(Settings.model_validate(settings), model, folder, self._deliver)
-        watch(parts)
-        self.vocab = parts.model.shape.vocab_size
-        self.engine = Engine(parts)
+        settings = Settings.model_validate(settings)
+        self.engine = Engine.build(settings, model, self._deliver, lambda _records: None, folder)
+        watch(self.engine)
+        self.vocab = self.engine.model.shape.vocab_size
         self.engine.start()
 
     def _deliver(self, events: list[Event]) -> None:

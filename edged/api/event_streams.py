@@ -200,7 +200,7 @@ def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
                 ("latency_ms", record.elapsed_s),
                 ("decision_ms", record.decision_s),
                 ("budget_ms", record.budget_s),
-                ("predicted_ms", record.predicted_forward_s + record.predicted_units_s),
+                ("predicted_ms", record.predicted_s),
                 ("prefill_ms", record.prefill_s),
                 ("decode_ms", record.decode_s),
                 ("finetune_ms", record.finetune_s),

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from edged.cache.offload import Spill
 from edged.cache.page_pool import PagePool
 
 
@@ -51,6 +50,23 @@ class _TrieNode:
     parent: _TrieNode | None
     handle: int | None = None
     children: dict[tuple[int, ...], _TrieNode] = field(default_factory=dict)
+
+
+class Spill(Protocol):
+    """Keeps copies of pages under handles. The trie decides which copies are given up when it is full."""
+
+    @property
+    def full(self) -> bool:
+        """Whether `save` finds no room until a handle is dropped."""
+
+    def save(self, page: int) -> int | None:
+        """A handle of a copy of `page`, which may be overwritten from now on; None when it cannot be taken now."""
+
+    def load(self, handle: int, page: int) -> bool:
+        """Copy back into `page`, which the caller has allocated; False when that cannot be done now, or at all."""
+
+    def drop(self, handle: int) -> None:
+        """Forget a copy."""
 
 
 class PrefixTrie:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from edged.engine.heartbeat import Heartbeat
 from edged.engine.request import EngineStopping
 
 log = logging.getLogger("edged.engine")
@@ -87,9 +86,9 @@ class CommandQueue:
             except Exception:
                 log.exception("a command failed")
 
-    def wait(self, seconds: float | None, rest: Heartbeat) -> None:
+    def wait(self, seconds: float | None) -> None:
         """Rest until there is a command or the order to stop, at most `seconds`."""
-        with self._wake, rest:
+        with self._wake:
             if not self._commands:
                 self._wake.wait(_STOPPING_WAIT_S if self.stopping else seconds)
 

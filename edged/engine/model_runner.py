@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.sampler import Drawn, SampledRows, SamplingRow, sample
 from edged.engine.sequence import Sequence
 from edged.runtime.process import give_back_memory
-from edged.scheduler.task import Plan, Unit
+from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
 from edged.tensors.cpu_threads import CpuThreads
 from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
@@ -41,9 +40,10 @@ log = logging.getLogger("edged.engine")
 
 @dataclass(slots=True)
 class FineTuneJob:
-    """A step under way, with the slots that its adapters' policy streams use."""
+    """A step under way as a task of the scheduler, with the slots that its adapters' policy streams use."""
 
     step: FineTuneStep
+    task: Task
     slots: dict[str, int]
     opened_s: float
 
@@ -69,34 +69,15 @@ class RunnerOutput:
     """Task id of fine-tune jobs whose unit raised -> why."""
     forward_s: float = 0.0
 
-
-class _UnitClock:
-    """Times a row of units, on CUDA by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.lap()
-
-    def lap(self) -> None:
-        """End the present lap and begin the next."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def wait(self) -> None:
-        """Until the device has come to the end of the latest lap."""
-        if self._cuda:
-            self._marks[-1].synchronize()
-
-    def laps(self) -> list[float]:
-        """Seconds of each lap."""
-        if not self._cuda:
-            return [b - a for a, b in itertools.pairwise(self._marks)]
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
+    def finetune_outcomes(self, plan: Plan, jobs: Mapping[int, Any]) -> list[TaskOutcome]:
+        """What the grants of fine-tune `jobs`, by task id, came to."""
+        tokens = {id(job): count for job, count in self.finetuned}
+        outcomes: list[TaskOutcome] = []
+        for task in (grant.task for grant in plan.grants if grant.task.task_id in jobs):
+            job, units = jobs[task.task_id], self.units_run.get(task.task_id, 0)
+            kind = None if job.step.finished or task.task_id in self.failed else Kind.FINETUNE
+            outcomes.append(TaskOutcome(task, tokens.get(id(job), 0), units, kind))
+        return outcomes
 
 
 class ModelRunner:
@@ -108,45 +89,49 @@ class ModelRunner:
         kv: KvStore,
         pages: KvPages,
         backends: Backends,
-        *,
-        end_ids: frozenset[int] = frozenset(),
-        threads: CpuThreads | None = None,
-        graphs: DecodeGraphs | None = None,
-        pruner: Pruner | None = None,
-        why_not: Mapping[str, str] | None = None,
+        max_context_tokens: int,
+        threads: CpuThreads | None,
+        graphs: DecodeGraphs | None,
+        pruner: Pruner | None,
+        why_not: Mapping[str, str],
     ) -> None:
-        """`end_ids` end an answer and are forbidden before `min_tokens`; `graphs` replay iterations of decodes alone.
+        """`graphs` replay iterations of decodes alone.
 
         `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
         """
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
-        self._backends, self._end_ids, self._threads, self._why_not = backends, end_ids, threads, dict(why_not or {})
+        self.max_context_tokens, self.end_ids, self.threads = max_context_tokens, model.end_ids(), threads
+        self._backends, self._why_not = backends, why_not
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
         self.overlaps = model.device.type == "cuda"
-        """Whether the device computes while the calling thread does something else."""
 
     def report(self) -> dict[str, Any]:
-        """Which implementations compute attention and the adapters' updates, and why not faster ones."""
+        """The status' parts on pages, and on which implementations compute what, and why not faster ones."""
         return {
-            "decode": self._backends.decode,
-            "prefill": "triton" if self._backends.tile_tokens else "gathered",
-            "lora": self._lora.runs.kernel,
-            "why_not": self._why_not,
+            **self.pages.report(self.model.page_bytes(self.pages.page_size)),
+            "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(),
+            "paths": {
+                "decode": self._backends.decode,
+                "prefill": "triton" if self._backends.tile_tokens else "gathered",
+                "lora": self._lora.runs.kernel,
+                "why_not": self._why_not,
+            },
+            "decode_graphs": None if self.graphs is None else self.graphs.report(),
         }
 
     def begin_thread(self) -> None:
         """Have the calling thread compute: with the model's device, or with the cores that other programs leave."""
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
-        if self._threads is not None:
-            self._threads.begin()
+        if self.threads is not None:
+            self.threads.begin()
 
     def begin_iteration(self, now: float) -> None:
         """Compute with the cores that other programs leave now."""
-        if self._threads is not None:
-            self._threads.follow(now)
+        if self.threads is not None:
+            self.threads.follow(now)
 
     def check_device(self) -> None:
         """Raise the error of a device that does nothing more."""
@@ -184,7 +169,7 @@ class ModelRunner:
                 else:
                     job = jobs[grant.task.task_id]
                     taken = job.step.group.take(grant.tokens)
-                    parts = segments_of(taken, job.slots, self.kv.page_size, self._allocate_array)
+                    parts = segments_of(taken, job.slots, self.kv.page_size, self.pages.allocate)
                     takes.append((job, taken, parts))
                     segments += parts
             except OutOfPages:
@@ -219,9 +204,6 @@ class ModelRunner:
         work.segments.append(segment)
         return segment
 
-    def _allocate_array(self, pages: int) -> np.ndarray:
-        return np.array(self.pages.allocate(pages), np.int64)
-
     def _forward(
         self,
         segments: list[Segment],
@@ -240,9 +222,9 @@ class ModelRunner:
             while_waiting()
             if rows is not None:
                 work.drawn = rows.read()
-            elif self._tap.broken is None and self.model.device.type == "cuda":
+            elif self._tap.broken is None:
                 # Nothing is read, but the cost model must see the forward's time, not that of its launches.
-                torch.cuda.current_stream(self.model.device).synchronize()
+                self._wait()
         self._find_broken(work)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
@@ -285,20 +267,19 @@ class ModelRunner:
         return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
 
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
-        return [sequence.row(self._end_ids) for sequence in work.sampled]
+        return [sequence.row(self.end_ids) for sequence in work.sampled]
 
     def _run_units(
         self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: RunnerOutput
     ) -> None:
-        clock = _UnitClock(self.model.device)
-        ran: list[Unit] = []
-        for count in range(units):
+        ran, started = 0, time.perf_counter()
+        while ran < units:
             # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
-            begun = count or work.units or work.finetuned
+            begun = work.units or work.finetuned
             if job.step.finished or job.step.tokens_left or (begun and interrupted()):
                 break
             try:
-                ran.append(Unit(*job.step.run_unit()))
+                unit = Unit(*job.step.run_unit())
             except Exception as error:
                 if not out_of_memory(error):
                     # Not the step's fault where the device does nothing more: this raises there, too.
@@ -307,11 +288,17 @@ class ModelRunner:
                 # Its frames hold what the step computed, which would stay until cycles are collected.
                 work.failed[task_id] = error.with_traceback(None)
                 break
-            clock.lap()
             # A device that had all units queued could not be interrupted.
-            clock.wait()
-        work.units += zip(ran, clock.laps(), strict=True)
-        work.units_run[task_id] = len(ran)
+            self._wait()
+            ended = time.perf_counter()
+            work.units.append((unit, ended - started))
+            ran, started = ran + 1, ended
+        work.units_run[task_id] = ran
+
+    def _wait(self) -> None:
+        """Until the device has done all that was launched."""
+        if self.overlaps:
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def close(self) -> None:
         """Nothing runs any more."""
@@ -323,7 +310,7 @@ Taken = list[tuple[PairForward, Piece]]
 
 
 def segments_of(
-    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], np.ndarray]
+    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
 ) -> list[Segment]:
     """Segments of taken pieces, in the same order, each under the slot of its pair's adapter.
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edged.engine.engine import Engine
-from edged.engine.stats.counters import MIXES
-from edged.engine.stats.iterations import Iteration
+from edged.engine.stats.iterations import MIXES, Iteration
 from edged.engine.stats.latency import LatencyRing, Wait
 from edged.observe.catalogue import Buckets, Samples
 from edged.scheduler.task import Kind, ServiceClass
@@ -99,7 +98,7 @@ class Observer:
             self._lost["iteration"] += fresh[0].number - self._seen - 1
             self._seen = fresh[-1].number
             for mix, histogram in self._iterations.items():
-                histogram.observe([record.elapsed_s for record in fresh if mix_of(record) == mix])
+                histogram.observe([record.elapsed_s for record in fresh if record.mix == mix])
             self._decisions.observe([record.decision_s for record in fresh])
             self._over_budget += sum(r.budget_s is not None and r.elapsed_s > r.budget_s for r in fresh)
 
@@ -116,13 +115,6 @@ class Observer:
             for record in ("iteration", "token"):
                 samples.put("edged_records_lost_total", self._lost[record], record)
         _put_bins(engine.stats.iterations.latest(LATEST), samples)
-
-
-def mix_of(record: Iteration) -> str:
-    """What an iteration held, in the words of `MIXES`."""
-    kinds = {member.kind for member in record.members}
-    trained, served = bool(record.units) or Kind.FINETUNE in kinds, bool(kinds - {Kind.FINETUNE})
-    return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
 
 
 def _put_bins(latest: list[Iteration], samples: Samples) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from edged.engine.stats.counters import Label
 from edged.engine.stats.iterations import Iteration, IterationShare
-from edged.observe.observer import mix_of
 from edged.scheduler.task import Kind
 
 Event = dict[str, Any]
@@ -51,7 +50,7 @@ class Tracer:
     def _iteration(self, record: Iteration) -> Iterator[Event]:
         started, end = record.started_s, record.started_s + record.elapsed_s
         yield _slice(ENGINE, DECISIONS, "plan", started - record.decision_s, started, number=record.number)
-        yield _slice(ENGINE, ITERATIONS, mix_of(record), started, end, **_facts(record))
+        yield _slice(ENGINE, ITERATIONS, record.mix, started, end, **_facts(record))
         units = _units(record)
         forward_end = units[0] if units else end
         forward = max(started, forward_end - record.forward_s), forward_end
@@ -101,12 +100,11 @@ def _units(record: Iteration) -> list[float]:
 
 def _facts(record: Iteration) -> dict[str, Any]:
     """What is shown of an iteration that is clicked on."""
-    predicted_s = record.predicted_forward_s + record.predicted_units_s
     return {
         "number": record.number,
         "members": record.member_count,
         "budget_ms": None if record.budget_s is None else record.budget_s * 1e3,
-        "predicted_ms": predicted_s * 1e3,
+        "predicted_ms": record.predicted_s * 1e3,
         "forward_ms": record.forward_s * 1e3,
         "prefill_ms": record.prefill_s * 1e3,
         "decode_ms": record.decode_s * 1e3,

@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 from edged.bench.recorder import ReplayRecorder
-from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.request import Request
@@ -39,7 +38,7 @@ class EngineTime:
     """Of one that finds the engine at rest, besides: its thread sleeps, caches and clocks are cold."""
 
 
-def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> EngineTime:
+def engine_time(parts: Engine, recorder: ReplayRecorder, quick: bool, progress: Progress) -> EngineTime:
     """Run an engine of `parts`, which deliver to `recorder` and are closed afterwards.
 
     RuntimeError when it fails or gives no answer.
@@ -56,10 +55,10 @@ def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progr
 class _Running:
     """An engine, and the seconds between the work of its iterations."""
 
-    def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
+    def __init__(self, parts: Engine, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self._engine = Engine(parts)
+        self._engine = parts
         self._run = parts.runner.run
         self._gaps: list[float] = []
         self._last_end_s = 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edged.engine.build import EngineParts
+from edged.engine.engine import Engine
 from edged.engine.model.memory_model import iteration_bytes, lone_step_bytes
 from edged.engine.model.memory_plan import shape_of
 from edged.profiler.measure import Prober, Shape, StepShape
@@ -15,7 +15,7 @@ from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 from edged.scheduler.cost.profile import MemoryPeak
 
 
-def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
+def measure_peaks(parts: Engine) -> dict[str, MemoryPeak]:
     """By piece: the largest forward, and a step of full windows with and without its graph.
 
     Pages, weights and adapters are there before. RuntimeError where memory cannot be read, OSError where its peak
@@ -45,7 +45,7 @@ def measure_peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
     return peaks
 
 
-def _largest_forward(parts: EngineParts) -> Shape:
+def _largest_forward(parts: Engine) -> Shape:
     """As many tokens as an iteration may have: a few decodes, and one chunk that ends at the longest context."""
     serving, page = parts.settings.serving, parts.runner.pages.pool.page_size
     decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, (parts.runner.pages.pool.pages - 1) // 4) - 1
@@ -54,7 +54,7 @@ def _largest_forward(parts: EngineParts) -> Shape:
     return Shape(decodes, page - 1, ((tokens, min(parts.max_context_tokens, room) - tokens),))
 
 
-def _peak_of(parts: EngineParts, work: Callable[[], None]) -> int:
+def _peak_of(parts: Engine, work: Callable[[], None]) -> int:
     """Bytes above what is there before; once before, so that pages and workspaces are there."""
     device = parts.model.device
     work()

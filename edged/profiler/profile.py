@@ -12,7 +12,7 @@ import torch
 
 import edged
 from edged.bench.recorder import ReplayRecorder
-from edged.engine.build import EngineParts, build_parts_apart
+from edged.engine.engine import Engine
 from edged.engine.model.loading import pick_device
 from edged.engine.model.memory_plan import free_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
@@ -58,7 +58,7 @@ def profile_device(
     """
     room = _device_memory(pick_device(settings.model.device))
     recorder = ReplayRecorder()
-    parts = build_parts_apart(_for_measuring(settings), model_dir, None, recorder.deliver)
+    parts = Engine.build(_for_measuring(settings), model_dir, recorder.deliver, lambda _records: None, None)
     try:
         # First, while the heap has no holes that others left.
         progress(0, 1, "memory")
@@ -99,13 +99,13 @@ def _device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(kind=kind, total_bytes=total_bytes(device), available_bytes=free_bytes(device)[0])
 
 
-def _alone(parts: EngineParts, work: Callable[[], Any]) -> Any:
+def _alone(parts: Engine, work: Callable[[], Any]) -> Any:
     """`work` with the threads and the device that the engine's own thread would have."""
     parts.runner.begin_thread()
     return work()
 
 
-def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
+def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
     """None of them where this system does not tell a process's peak."""
     try:
         return measure_peaks(parts)

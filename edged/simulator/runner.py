@@ -6,7 +6,6 @@ requests share.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +13,12 @@ from typing import Any, Protocol
 
 from edged.bench.recorder import ReplayedAnswer
 from edged.cache.page_pool import OutOfPages, PagePool
-from edged.cache.prefix_trie import PrefixTrie
 from edged.engine.command_queue import CommandQueue
 from edged.engine.kv_pages import KvPages
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.oom_recovery import OomRecovery
-from edged.engine.recovery import Recovery
+from edged.engine.pruner import Pruner
 from edged.engine.request import Event, Request, TokenEvent
 from edged.engine.resource_limits import bin_resources
 from edged.engine.sampling.sampler import Drawn
@@ -31,6 +28,7 @@ from edged.engine.stats.counters import Counters
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Unit
+from edged.settings.live import Live
 from edged.settings.load import ServingSettings, Settings
 from edged.simulator.pruner import SimulatedPruner
 from edged.simulator.roofline import Pass
@@ -114,9 +112,19 @@ class SimulatedRunner:
     """Runs plans on a simulated device: the clock moves on by the device's times. See `ModelRunner`."""
 
     overlaps = False
+    end_ids: frozenset[int] = frozenset()
 
-    def __init__(self, device: Device, clock: VirtualClock, pages: KvPages, pruner: SimulatedPruner | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        clock: VirtualClock,
+        pages: KvPages,
+        pruner: SimulatedPruner | None,
+        max_context_tokens: int,
+    ) -> None:
         self._device, self._clock, self._pages, self._pruner = device, clock, pages, pruner
+        self.pages, self.max_context_tokens = pages, max_context_tokens
+        self.pruner: Pruner | None = pruner
         self.at_rest = True
         """Whether nothing has run since the device was idle."""
 
@@ -125,6 +133,12 @@ class SimulatedRunner:
 
     def begin_iteration(self, now: float) -> None:
         """No other program uses the device."""
+
+    def check_device(self) -> None:
+        """No device fails."""
+
+    def return_memory(self) -> None:
+        """No memory is taken."""
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -278,13 +292,12 @@ class SimulatedEngine:
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, no sequence owns page 0.
         self.pool.allocate(1)
-        self.trie = PrefixTrie(self.pool) if cache.prefix_sharing and policy.shares_prefixes else None
-        kv_pages = KvPages(self.pool, self.trie)
+        kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes)
+        self.trie = kv_pages.trie
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(device, self.clock, kv_pages, self.pruner)
+        self.runner = SimulatedRunner(device, self.clock, kv_pages, self.pruner, max_context_tokens)
         self._keeps_graph = keeps_graph
-        task_ids = itertools.count(1)
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
@@ -296,35 +309,29 @@ class SimulatedEngine:
             self._may_keep_graph,
             self.pool.release,
             lambda state, previous: self._sequences.on_publish(state, previous),
-            task_ids,
+            self.stats.task_ids,
         )
         self._sequences = SequenceTable(
             settings.serving,
             self.scheduler,
-            kv_pages,
-            self.pruner,
+            self.runner,
             _OneSlot(),
             self.learning,
             lambda _adapter: None,
             self.stats,
-            task_ids,
-            max_context_tokens,
-            frozenset(),
         )
-        memory = OomRecovery(settings.serving, self._sequences, self.learning, lambda: None)
         self._loop = EngineLoop(
+            Live(settings),
             self.commands,
             _AllPages(settings.serving, kv_pages),
             self.scheduler,
             self.runner,
             self._sequences,
             self.learning,
-            # An error of a simulation is one of its code: none is survived.
-            Recovery(self.scheduler, self._sequences, self.learning, memory, lambda: None, self.clock, 1),
-            self.stats,
-            settings.scheduler,
             self._deliver,
             clock=self.clock,
+            # An error of a simulation is one of its code: none is survived.
+            most_failures=1,
         )
 
     def _may_keep_graph(self) -> bool:
@@ -355,7 +362,7 @@ class SimulatedEngine:
 
     def cancel_all(self) -> None:
         """End every request that is not answered."""
-        self._sequences.cancel_all(self.now)
+        self._sequences.end_all(self.now)
         self._deliver(self._sequences.take_events())
 
     def run(self, until_s: float, drained: bool = False) -> None:

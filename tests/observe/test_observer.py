@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from edged.engine.stats import latency
 from edged.engine.stats.latency import LatencyRing
 from edged.observe.catalogue import CATALOGUE, Samples
-from edged.observe.observer import Histogram, Observer, mix_of
+from edged.observe.observer import Histogram, Observer
 from edged.scheduler.task import ServiceClass
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
@@ -94,11 +94,11 @@ def test_every_token_and_iteration_is_in_a_histogram_once(tmp_path: Path) -> Non
     met = sum(seen["edged_slo_tokens_total", (*of, ("result", r), ("target", "tbt"))] for r in ("met", "missed"))
     assert met == 3 * 5
     for mix in ("serving", "finetune", "hybrid"):
-        mine = [record.elapsed_s for record in records if mix_of(record) == mix]
+        mine = [record.elapsed_s for record in records if record.mix == mix]
         assert seen["edged_iteration_seconds_count", (("mix", mix),)] == len(mine)
         assert seen["edged_iteration_seconds_sum", (("mix", mix),)] == pytest.approx(sum(mine))
     assert engine.status()["busy"]["iterations"] == {
-        mix: sum(mix_of(record) == mix for record in records) for mix in ("serving", "finetune", "hybrid")
+        mix: sum(record.mix == mix for record in records) for mix in ("serving", "finetune", "hybrid")
     }
     assert seen["edged_decision_seconds_count", ()] == len(records)
     assert seen["edged_records_lost_total", (("record", "token"),)] == 0
