@@ -110,7 +110,7 @@ class Watch:
         work = self._run(*arguments, **named)
         moment = time.monotonic() - sum(seconds for _, seconds in work.units)
         if work.forward_s:
-            tokens = sum(count for _, count in (*work.prefilled, *work.finetuned))
+            tokens = sum(count for _, count in (*work.prefilled, *work.finetuned.items()))
             self.pieces.append(Piece(FORWARD, tokens, moment - work.forward_s, moment))
         for piece, seconds in work.units:
             self.pieces.append(Piece(piece.kind, piece.tokens, moment, moment + seconds))

@@ -60,8 +60,6 @@ class ForcedDecoding:
 
     def end(self, sequence: Running) -> None:
         """Give a sequence's pages back."""
-        if self._runner.pruner is not None:
-            self._runner.pruner.forget(sequence)
         self._runner.pages.free(sequence)
 
     def _run(self, sequences: Sequence[Running], tokens: int) -> torch.Tensor:

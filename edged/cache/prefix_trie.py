@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from edged.cache.page_pool import PagePool
@@ -94,18 +95,13 @@ class PrefixTrie:
         """Pages that the trie keeps in the spill."""
         return len(self._spilled)
 
-    @property
-    def evictable_pages(self) -> int:
-        """Pages that `evict` could free now."""
-        return self._pool.evictable_pages
-
     def match(self, key: Key, tokens: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
         """Pages of the longest cached prefix of `tokens`, in order, retained for the caller.
 
         Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
         are brought back, as long as that leaves `reserve` pages free or evictable. `stats` hear of it where `counted`.
         """
-        path = self._path(key, tokens)
+        path = self._path(key, tokens, len(tokens) - 1)
         resident = [node.page for node in path if node.handle is None]
         self._pool.retain(resident)
         self._touch(path)
@@ -119,13 +115,8 @@ class PrefixTrie:
 
     def covered(self, key: Key, tokens: Sequence[int]) -> int:
         """How many of `tokens` are cached in the pool, in whole pages; a question only, which counts as no use."""
-        size = self._pool.page_size
-        node = self._roots.get(key)
-        for start in range(0, len(tokens) - size + 1, size):
-            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
-            if node is None or node.page < 0:
-                return start
-        return len(tokens) // size * size
+        resident = takewhile(lambda node: node.handle is None, self._path(key, tokens, len(tokens)))
+        return sum(len(node.run) for node in resident)
 
     def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make a sequence's full pages findable: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
@@ -139,18 +130,14 @@ class PrefixTrie:
         for index in range(min(len(tokens) // size, len(pages))):
             run = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(run) if node is not None else None
-            if child is None:
+            if child is None or child.handle is not None:
                 if self._pool.is_adopted(pages[index]):
                     break
-                if node is None:
-                    node = self._roots[key] = _TrieNode(key, (), -1, None)
-                child = _TrieNode(key, run, -1, node)
-                node.children[run] = child
-                self._keep(child, pages[index])
-            elif child.handle is not None:
-                if self._pool.is_adopted(pages[index]):
-                    break
-                self._unspill(child)
+                if child is None:
+                    node = node or self._roots.setdefault(key, _TrieNode(key, (), -1, None))
+                    child = node.children[run] = _TrieNode(key, run, -1, node)
+                else:
+                    self._unspill(child)
                 self._keep(child, pages[index])
             path.append(child)
             node = child
@@ -212,12 +199,12 @@ class PrefixTrie:
         for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
-    def _path(self, key: Key, tokens: Sequence[int]) -> list[_TrieNode]:
-        """The nodes of `tokens` without the last one, as far as they are cached or spilled."""
+    def _path(self, key: Key, tokens: Sequence[int], stop: int) -> list[_TrieNode]:
+        """The nodes of the first `stop` of `tokens`, in whole pages, as far as they are cached or spilled."""
         size = self._pool.page_size
         path: list[_TrieNode] = []
         node = self._roots.get(key)
-        for start in range(0, len(tokens) - size, size):
+        for start in range(0, stop - size + 1, size):
             node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
             if node is None:
                 break

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,10 +21,9 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
 from edged.align.trainer import Trainer
-from edged.engine.build import build_runner, lora_spec
+from edged.engine.build import build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.finetuning import FinetuneJobs
-from edged.engine.initial_prices import first_cost_model, subject_of
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import STATE_BYTES, adapter_weights
@@ -36,7 +34,7 @@ from edged.engine.resource_limits import ResourceLimits
 from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.engine.stats.iterations import Iteration
-from edged.governors.limits import EngineLimits, Use
+from edged.governors.limits import EngineLimits
 from edged.scheduler.scheduler import Scheduler
 from edged.settings.live import Live
 from edged.settings.load import Settings
@@ -144,7 +142,7 @@ class Engine:
     @property
     def error(self) -> str | None:
         """Why the engine ended without having been stopped; None while it has not."""
-        return self.loop.error
+        return self.loop.recovery.error
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -207,26 +205,33 @@ class Engine:
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        publish = partial(self.trainer.rollback, adapter, version)
-        return self._ask_at_length(lambda: self.finetuning.publish(adapter, publish))
+        return self._ask_at_length(lambda: self.finetuning.publish(self.trainer.rollback, adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        publish = partial(self.trainer.import_adapter, adapter, weights, reason)
-        return self._ask_at_length(lambda: self.finetuning.publish(adapter, publish))
+        publish = self.trainer.import_adapter
+        return self._ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
 
     def _ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
         """What a command has to say when what it began, and returns besides, has ended; or what either raises."""
         answer: Future[T] = Future()
 
+        def end(value: Any, error: BaseException | None) -> None:
+            if not answer.set_running_or_notify_cancel():
+                # Nobody waits for it any more.
+                return
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+
         def run() -> None:
             try:
                 value, begun = command()
             except Exception as error:
-                if answer.set_running_or_notify_cancel():
-                    answer.set_exception(error)
+                end(None, error)
             else:
-                begun.add_done_callback(lambda _: _follow(answer, begun, value))
+                begun.add_done_callback(lambda _: end(value, begun.exception()))
 
         self.commands.post(run)
         return answer
@@ -255,10 +260,6 @@ class Engine:
         """
         left = self.adapter_files.left
         (left.add if held else left.discard)(adapter)
-
-    def held_back(self, adapter: str) -> bool:
-        """Whether files of this adapter, which was forgotten, could not be removed."""
-        return adapter in self.adapter_files.left
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
         """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
@@ -291,10 +292,6 @@ class Engine:
     def limit(self, limits: EngineLimits) -> None:
         """Keep to these limits from the next iteration on, as far as requests at hand allow."""
         self.commands.offer(lambda: self.limits.take(limits))
-
-    def use(self) -> Use:
-        """What governors see."""
-        return self.limits.use()
 
     # -- what there is to see ----------------------------------------------------------------------------------------
 
@@ -345,15 +342,11 @@ class Engine:
                 "kv_bytes": (pages.pool.pages - 1) * model.page_bytes(pages.page_size),
                 "adapters_bytes": model.lora.size_bytes + adapter_cache.count * state_bytes,
             },
-            **self.runner.report(),
+            **self.runner.report(list(self.sequences.by_task.values())),
             "queue": self.queue(),
             "finetune": self.finetuning.report(),
             "degraded": self.loop.degraded,
         }
-
-    def finetune(self) -> dict[str, Any]:
-        """The status' part on fine-tuning, alone."""
-        return self.finetuning.report()
 
     def queue(self) -> dict[str, int]:
         """Requests by stage, and pairs that wait to be learned."""
@@ -361,19 +354,8 @@ class Engine:
 
     def iterations(self, since: int = 0) -> list[Iteration]:
         """Records of the iterations after number `since` that are still kept, oldest first."""
-        return self.stats.iterations.since(since)
+        return self.stats.since(since)
 
     def busy(self) -> dict[str, Any]:
         """The status' sums of where the time went, alone."""
         return asdict(self.stats.busy)
-
-
-def _follow(future: Future[T], done: Future[None], value: T) -> None:
-    """Have a future end with `value`, or as one that is done ended, if anybody still waits for it."""
-    if not future.set_running_or_notify_cancel():
-        return
-    error = done.exception()
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)

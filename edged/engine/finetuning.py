@@ -126,9 +126,8 @@ class FinetuneJobs:
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
-        overdue = (
-            adapter == self._slotless and now - self._slotless_s >= self._settings.now.scheduler.finetune_max_wait_s
-        )
+        longest_s = self._settings.now.scheduler.finetune_max_wait_s
+        overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         spare = self._slots.count if slots_wanted and not overdue else 0
         if self._trainer.adapter_cache.resident(adapter):
@@ -142,10 +141,10 @@ class FinetuneJobs:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def publish(self, adapter: str, publish: Callable[[], int]) -> tuple[int, Future[None]]:
+    def publish(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
         """Have a version published that no step made; its number, and a future that ends when it is on disk."""
         self.abandon(adapter)
-        version = publish()
+        version = publish(adapter, *which)
         return version, self._writer.saved(adapter, version)
 
     def release(self, busy: Collection[str]) -> bool:
@@ -263,16 +262,14 @@ class FinetuneJobs:
         try:
             if not admit(adapter):
                 return False
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
-            self._shrink(now)
-            return False
-        try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
         except Exception as error:
-            log.exception("a step of %s could not be opened", ", ".join(slots))
+            if slots:
+                log.exception("a step of %s could not be opened", ", ".join(slots))
+            elif out_of_memory(error):
+                log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
+            else:
+                raise
             self._release(slots)
             if out_of_memory(error):
                 self._shrink(now)
@@ -316,7 +313,7 @@ class FinetuneJobs:
                 strikes = self._trainer.size.strikes
                 self._trainer.close(job.step, now - job.opened_s)
                 if self._trainer.size.strikes > strikes:
-                    self._pause_for_memory(now)
+                    self.resumes_s = now + self._trainer.size.pause_s
             else:
                 self._sync(job)
                 self._scheduler.update(job.task)
@@ -411,7 +408,4 @@ class FinetuneJobs:
 
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
-        self._pause_for_memory(now)
-
-    def _pause_for_memory(self, now: float) -> None:
         self.resumes_s = now + self._trainer.size.pause_s

@@ -32,13 +32,6 @@ class KvPages:
             self.trie.evict(pages - self.pool.free_pages)
         return self.pool.allocate(pages)
 
-    def allocate_to_write(self, pages: int) -> list[int]:
-        """As `allocate`, for what writes before the next forward: after the copies of what was evicted for it."""
-        taken = self.allocate(pages)
-        if self.offload is not None:
-            self.offload.settle()
-        return taken
-
     def grow(self, sequence: Sequence, tokens: int) -> int:
         """Give a sequence the pages for up to `tokens` more; how many of them it has. Raises OutOfPages."""
         tokens = min(tokens, len(sequence.tokens) - sequence.computed)

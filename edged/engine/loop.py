@@ -59,12 +59,7 @@ class Runner(Protocol):
         """Give memory that is free back to the device."""
 
     def run(
-        self,
-        plan: Plan,
-        sequences: Any,
-        jobs: Any,
-        interrupted: Callable[[], bool],
-        while_waiting: Callable[[], None],
+        self, plan: Plan, sequences: Any, jobs: Any, interrupted: Callable[[], bool], while_waiting: Callable[[], None]
     ) -> RunnerOutput:
         """Run a plan over `sequences` and fine-tune `jobs`, both by task id; see `ModelRunner.run`."""
 
@@ -121,7 +116,7 @@ class Finetuning(Protocol):
 
 
 class EngineLoop:
-    """Serving and fine-tuning by turns. Used by one thread alone, but for `error`, `degraded` and `last_sign_s`."""
+    """Serving and fine-tuning by turns. Other threads read `recovery.error`, `degraded` and `last_sign_s` alone."""
 
     def __init__(
         self,
@@ -145,7 +140,7 @@ class EngineLoop:
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
         self._deliver, self._journal, self._clock = deliver, journal, clock
         serving = settings.now.serving
-        self._recovery = Recovery(serving, scheduler, sequences, finetuning, runner, clock, most_failures)
+        self.recovery = Recovery(serving, scheduler, sequences, finetuning, runner, clock, most_failures)
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
         """Seconds that planning ahead has taken already."""
@@ -166,13 +161,13 @@ class EngineLoop:
         self._sequences.prepare(now)
         plan, started = self._plan(), self._clock()
         if plan.grants or plan.preempt:
-            with self._recovery.iteration(plan):
+            with self.recovery.iteration(plan):
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
                 sequences, jobs = self._sequences.by_task, self._finetuning.jobs
                 ahead = partial(self._look_ahead, plan, started)
-                output = self._runner.run(plan, sequences, jobs, lambda: self._commands.arrived, while_waiting=ahead)
-                self._recovery.computed = True
+                output = self._runner.run(plan, sequences, jobs, interrupted=self._interrupted, while_waiting=ahead)
+                self.recovery.computed = True
                 self._complete(plan, output, started)
         self._publish()
         return bool(plan.grants or plan.preempt)
@@ -180,7 +175,7 @@ class EngineLoop:
     def run(self) -> None:
         """The engine thread from its start to its end."""
         last = (self._publish, self._finetuning.close, self._publish, self._runner.close)
-        with self._recovery.thread(self._commands, last):
+        with self.recovery.thread(self._commands, last):
             self._runner.begin_thread()
             while not self._done():
                 self._sign_s = time.monotonic()
@@ -188,13 +183,8 @@ class EngineLoop:
                     self._wait(self.resumes_s)
                 else:
                     self._idle_since_s = None
-                    if self._recovery.pause_s:
-                        self._wait(self._clock() + self._recovery.pause_s)
-
-    @property
-    def error(self) -> str | None:
-        """Why the thread ended, where it was not stopped."""
-        return self._recovery.error
+                    if self.recovery.pause_s:
+                        self._wait(self._clock() + self.recovery.pause_s)
 
     @property
     def last_sign_s(self) -> float:
@@ -204,7 +194,7 @@ class EngineLoop:
     @property
     def degraded(self) -> list[str]:
         """A sentence for everything that is not as it should be."""
-        return [problem for problem in (self._scheduler.degraded, self._recovery.memory_problem) if problem]
+        return [problem for problem in (self._scheduler.degraded, self.recovery.memory_problem) if problem]
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Plan by other settings."""
@@ -223,14 +213,14 @@ class EngineLoop:
         return plan
 
     def _resources(self) -> Resources:
-        return self._recovery.limited(self._limits.resources())
+        return self.recovery.limited(self._limits.resources())
 
     def _look_ahead(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
         plan_ahead = self._settings.now.scheduler.plan_ahead
         if plan_ahead == "off" or (plan_ahead == "auto" and not self._runner.overlaps):
             return
-        with self._recovery.logged("the next iteration could not be planned ahead"):
+        with self.recovery.logged("the next iteration could not be planned ahead"):
             begun = time.perf_counter()
             self._ahead = self._scheduler.foresee(plan, started, self._resources())
             self._ahead_s = time.perf_counter() - begun
@@ -240,12 +230,16 @@ class EngineLoop:
             if not self._finetuning.preempt(task.task_id, now):
                 self._sequences.preempt(task.task_id, now)
 
+    def _interrupted(self) -> bool:
+        return self._commands.arrived
+
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
         """Take in what the iteration came to: tokens, finished steps, the cost model's lesson."""
         now, sequences = self._clock(), self._sequences
         outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.jobs)
         result, cost = IterationResult(outcomes, output.forward_s, output.units), self._scheduler.cost
-        iteration = self._stats.record(plan, result, cost, started, now, sequences.free_pages, sequences.waiting)
+        free_pages = self._runner.pages.pool.free_pages
+        iteration = self._stats.record(plan, result, cost, started, now, free_pages, sequences.waiting)
         if self._journal is not None:
             self._sample(iteration, self._journal, now)
         self._scheduler.complete(result, now)
@@ -294,4 +288,4 @@ class EngineLoop:
         if self._clock() >= self._commands.deadline_s:
             self._sequences.end_all(self._clock())
             return True
-        return not self._commands.arrived and not self._sequences.busy
+        return not (self._commands.arrived or self._sequences.by_task)

@@ -48,6 +48,11 @@ class FineTuneJob:
     opened_s: float
 
 
+Taken = list[tuple[PairForward, Piece]]
+Takes = list[tuple[FineTuneJob, Taken, list[Segment]]]
+"""Pieces of steps in a forward, with their segments."""
+
+
 @dataclass(slots=True)
 class RunnerOutput:
     """What a plan came to. `sampled` sequences are in the order of `drawn`."""
@@ -60,8 +65,8 @@ class RunnerOutput:
     """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
-    finetuned: list[tuple[object, int]] = field(default_factory=list)
-    """Fine-tune jobs whose forward advanced, with the number of tokens."""
+    finetuned: dict[int, int] = field(default_factory=dict)
+    """Task id of fine-tune jobs whose forward advanced -> the number of tokens."""
     units_run: dict[int, int] = field(default_factory=dict)
     """Task id -> units that ran."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
@@ -71,12 +76,11 @@ class RunnerOutput:
 
     def finetune_outcomes(self, plan: Plan, jobs: Mapping[int, Any]) -> list[TaskOutcome]:
         """What the grants of fine-tune `jobs`, by task id, came to."""
-        tokens = {id(job): count for job, count in self.finetuned}
-        outcomes: list[TaskOutcome] = []
+        outcomes = []
         for task in (grant.task for grant in plan.grants if grant.task.task_id in jobs):
-            job, units = jobs[task.task_id], self.units_run.get(task.task_id, 0)
-            kind = None if job.step.finished or task.task_id in self.failed else Kind.FINETUNE
-            outcomes.append(TaskOutcome(task, tokens.get(id(job), 0), units, kind))
+            tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
+            ended = jobs[task.task_id].step.finished or task.task_id in self.failed
+            outcomes.append(TaskOutcome(task, tokens, units, None if ended else Kind.FINETUNE))
         return outcomes
 
 
@@ -107,11 +111,11 @@ class ModelRunner:
         self._tap = LayerTap(model)
         self.overlaps = model.device.type == "cuda"
 
-    def report(self) -> dict[str, Any]:
-        """The status' parts on pages, and on which implementations compute what, and why not faster ones."""
+    def report(self, sequences: list[Sequence]) -> dict[str, Any]:
+        """The status' parts on pages, on pruned ones of `sequences`, and on what computes which part and why."""
         return {
             **self.pages.report(self.model.page_bytes(self.pages.page_size)),
-            "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(),
+            "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(sequences),
             "paths": {
                 "decode": self._backends.decode,
                 "prefill": "triton" if self._backends.tile_tokens else "gathered",
@@ -159,7 +163,7 @@ class ModelRunner:
         if self.pruner is not None:
             self.pruner.begin_iteration()
         segments: list[Segment] = []
-        takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
+        takes: Takes = []
         for grant in plan.grants:
             if not grant.tokens:
                 continue
@@ -181,7 +185,7 @@ class ModelRunner:
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
-                self._run_units(jobs[grant.task.task_id], grant.task.task_id, grant.units, interrupted, work)
+                self._run_units(jobs[grant.task.task_id], grant.units, interrupted, work)
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
@@ -205,11 +209,7 @@ class ModelRunner:
         return segment
 
     def _forward(
-        self,
-        segments: list[Segment],
-        takes: list[tuple[FineTuneJob, Taken, list[Segment]]],
-        work: RunnerOutput,
-        while_waiting: Callable[[], None],
+        self, segments: list[Segment], takes: Takes, work: RunnerOutput, while_waiting: Callable[[], None]
     ) -> None:
         if self.pages.offload is not None:
             self.pages.offload.join()
@@ -231,7 +231,7 @@ class ModelRunner:
         for job, taken, _ in takes:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
             job.step.group.advance(tokens)
-            work.finetuned.append((job, tokens))
+            work.finetuned[job.task.task_id] = tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
         """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
@@ -250,9 +250,7 @@ class ModelRunner:
         work.sampled = [work.sampled[index] for index in order]
         return graphs.run([segments[index] for index in order], self._sampling_rows(work))
 
-    def _launch(
-        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: RunnerOutput
-    ) -> SampledRows | None:
+    def _launch(self, segments: list[Segment], takes: Takes, work: RunnerOutput) -> SampledRows | None:
         """A packed forward, kernel by kernel, and the drawing of what was asked for."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
@@ -269,9 +267,7 @@ class ModelRunner:
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
         return [sequence.row(self.end_ids) for sequence in work.sampled]
 
-    def _run_units(
-        self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: RunnerOutput
-    ) -> None:
+    def _run_units(self, job: FineTuneJob, units: int, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
         ran, started = 0, time.perf_counter()
         while ran < units:
             # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
@@ -286,14 +282,14 @@ class ModelRunner:
                     self.model.check_device()
                     log.exception("a fine-tune unit failed")
                 # Its frames hold what the step computed, which would stay until cycles are collected.
-                work.failed[task_id] = error.with_traceback(None)
+                work.failed[job.task.task_id] = error.with_traceback(None)
                 break
             # A device that had all units queued could not be interrupted.
             self._wait()
             ended = time.perf_counter()
             work.units.append((unit, ended - started))
             ran, started = ran + 1, ended
-        work.units_run[task_id] = ran
+        work.units_run[job.task.task_id] = ran
 
     def _wait(self) -> None:
         """Until the device has done all that was launched."""
@@ -304,9 +300,6 @@ class ModelRunner:
         """Nothing runs any more."""
         if self.pages.offload is not None:
             self.pages.offload.close()
-
-
-Taken = list[tuple[PairForward, Piece]]
 
 
 def segments_of(

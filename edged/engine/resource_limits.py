@@ -92,7 +92,7 @@ class ResourceLimits:
         self._scheduler.throttle.share = limits.finetune_share
         self._finetuning.hold(limits.finetune_share == 0.0)
         if self._runner.pruner is not None:
-            self._runner.pruner.force(limits.prune)
+            self._runner.pruner.pressure.forced = limits.prune
         if limits.release:
             self._runner.return_memory()
 
@@ -117,7 +117,8 @@ class ResourceLimits:
         """As limited, but enough for the largest request at hand: somebody can always be answered."""
         pages = self._all_pages if self.limits.pages is None else self.limits.pages
         if pages < min(self._longest, self._all_pages):
-            pages = max(pages, min(self._sequences.largest_pages(), self._all_pages), 1)
+            largest = max((len(sequence.table) for sequence in self._sequences.by_task.values()), default=0)
+            pages = max(pages, min(largest, self._all_pages), 1)
         return min(pages, self._all_pages)
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -192,4 +193,5 @@ class ResourceLimits:
             self._kv.move_pages(moved)
         self._pool.move(moved)
         self._pages.trie.move(moved)
-        self._sequences.move_pages(moved)
+        for sequence in self._sequences.by_task.values():
+            sequence.move_pages(moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
-from edged.engine.pruner import Pruner
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
 from edged.engine.sampling.sampler import NOT_A_TOKEN
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
@@ -176,8 +175,18 @@ class SequenceTable:
         """Between two iterations: offer LoRA slots to sequences that found none, and make room in the cache."""
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots()
-        if self._pruner is not None and self._by_status[SequenceStatus.DECODE]:
-            self._prune(self._pruner, now)
+        if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
+            return
+        for sequence in self._pruner.due(self.by_task.values()):
+            try:
+                self._pruner.prune(sequence)
+                self._count_pages(sequence)
+            except Exception:
+                log.exception("a sequence could not be pruned: it is computed again")
+                self._pruner.failed()
+                self.preempt(sequence.task.task_id, now)
+        totals = self.stats.totals
+        totals.prunings, totals.pruned_pages = self._pruner.prunings, self._pruner.pages_returned
 
     def _offer_slots(self) -> None:
         """Have those planned again that may find a slot now, in the order of the policy."""
@@ -230,17 +239,6 @@ class SequenceTable:
         task = sequence.task
         task.held_pages, task.pruned = len(sequence.pages), sequence.computed - sequence.rows
         task.capacity = task.held_pages * self._pages.page_size + task.pruned
-
-    def _prune(self, pruner: Pruner, now: float) -> None:
-        for sequence in pruner.due(self.by_task.values()):
-            try:
-                pruner.prune(sequence)
-                self._count_pages(sequence)
-            except Exception:
-                log.exception("a sequence could not be pruned: it is computed again")
-                pruner.failed()
-                self.preempt(sequence.task.task_id, now)
-        self.stats.totals.prunings, self.stats.totals.pruned_pages = pruner.prunings, pruner.pages_returned
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 
@@ -305,17 +303,12 @@ class SequenceTable:
         if sequence.admitted:
             if not error:
                 self._pages.share(sequence)
-            self._free(sequence)
+            self._pages.free(sequence)
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
         self.stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        if self._pruner is not None:
-            self._pruner.forget(sequence)
-        self._pages.free(sequence)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         self._slots.release(sequence.slot)
@@ -325,7 +318,7 @@ class SequenceTable:
         """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
         sequence = self.by_task[task_id]
         self._pages.share(sequence)
-        self._free(sequence)
+        self._pages.free(sequence)
         self.move(sequence, SequenceStatus.WAITING)
         if not sequence.pinned:
             self._leave_slot(sequence)
@@ -391,25 +384,6 @@ class SequenceTable:
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
         return max(0, len(self._by_request) - self.admitted)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that hold nothing, not even a shared prefix."""
-        return self._pages.pool.free_pages
-
-    def largest_pages(self) -> int:
-        """Pages of the largest request at hand, with the longest answer that it may get."""
-        return max((len(sequence.table) for sequence in self._by_request.values()), default=0)
-
-    def move_pages(self, moved: Mapping[int, int]) -> None:
-        """Follow pages that the pool has moved from the keys to the values."""
-        for sequence in self.by_task.values():
-            sequence.move_pages(moved)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._by_request)
 
     def queue_report(self) -> dict[str, int]:
         """Requests by stage."""

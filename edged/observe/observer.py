@@ -114,7 +114,7 @@ class Observer:
             samples.put("edged_iterations_over_budget_total", self._over_budget)
             for record in ("iteration", "token"):
                 samples.put("edged_records_lost_total", self._lost[record], record)
-        _put_bins(engine.stats.iterations.latest(LATEST), samples)
+        _put_bins(engine.stats.latest(LATEST), samples)
 
 
 def _put_bins(latest: list[Iteration], samples: Samples) -> None:

@@ -30,7 +30,7 @@ class SimulatedPruner(Pruner):
 
     def look(self, sequence: Sequence) -> None:
         """A decode of `sequence` is observed, if it is time for that."""
-        if self._pressure.near and self._rule.nears(sequence.rows):
+        if self.pressure.near and self._rule.nears(sequence.rows):
             if sequence.watch is None:
                 sequence.watch = _Observations()
             sequence.watch.observations += 1
@@ -44,4 +44,5 @@ class SimulatedPruner(Pruner):
         own = self._pages.allocate(slabs)
         removed = before.removed + (old - slabs) * self._pool.page_size
         sequence.compact(own, old, PrunedLayout(slabs, before.counts, removed))
-        self._count(before, self._pages.available - free)
+        self.prunings += 1
+        self.pages_returned += max(0, self._pages.available - free)

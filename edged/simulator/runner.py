@@ -161,7 +161,7 @@ class SimulatedRunner:
                 if task_id in sequences:
                     self._serve(sequences[task_id], grant.tokens, work, load)
                 else:
-                    work.finetuned.append((jobs[task_id], self._tune(jobs[task_id], grant.tokens, load)))
+                    work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, load)
             except OutOfPages:
                 # As in the model's runner: the task waits an iteration.
                 continue
@@ -370,7 +370,7 @@ class SimulatedEngine:
         while self.now < until_s:
             self.commands.run_pending()
             coming = self.commands.coming
-            if drained and not coming and not self._sequences.busy:
+            if drained and not coming and not self.open_requests:
                 return
             if not self._loop.step():
                 self.runner.at_rest = True

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from edged.engine.stats.iterations import MIXES, Iteration, IterationLog, pack_member
+from edged.engine.stats.iterations import KEPT, MIXES, Iteration, pack_member
 from edged.engine.stats.latency import LatencyRing, Wait
 from edged.scheduler.cost.model import CostModel, load_of
 from edged.scheduler.task import IterationResult, Kind, Plan, TaskOutcome
@@ -131,7 +131,8 @@ class Counters:
     labels: deque[Label] = field(default_factory=partial(deque, maxlen=_LABELS))
     """What the latest tasks are, for those who read records of iterations."""
     decision_ms: deque[float] = field(default_factory=partial(deque, maxlen=_LATEST))
-    iterations: IterationLog = field(default_factory=IterationLog)
+    iterations: deque[Iteration] = field(default_factory=partial(deque, maxlen=KEPT))
+    """Records of the latest ones, oldest first."""
     _marks: deque[tuple[float, Totals]] = field(default_factory=partial(deque, maxlen=256))
 
     def new_task(self, request_id: str, adapter: str) -> int:
@@ -153,7 +154,7 @@ class Counters:
         """Count an iteration and keep a record of it; call it before its tasks advance, for it reads their contexts."""
         prefill_s, decode_s, finetune_s = split(cost, result)
         iteration = Iteration(
-            number=self.iterations.newest + 1,
+            number=self.totals.iterations + 1,
             started_s=started_s,
             elapsed_s=now - started_s,
             decision_s=self.decision_ms[-1] * 1e-3,
@@ -169,7 +170,7 @@ class Counters:
             free_pages=free_pages,
             waiting=waiting,
         )
-        self.iterations.add(iteration)
+        self.iterations.append(iteration)
         self.busy.add(iteration)
         self.totals.iterations += 1
         self.totals.plans_foreseen += plan.foreseen
@@ -178,6 +179,15 @@ class Counters:
         if not self._marks or now - self._marks[-1][0] >= 0.1:
             self._marks.append((now, replace(self.totals)))
         return iteration
+
+    def since(self, number: int) -> list[Iteration]:
+        """Records of the iterations after `number` that are still kept, oldest first."""
+        kept = list(self.iterations.copy())
+        return kept[max(0, number + 1 - kept[0].number) :] if kept else []
+
+    def latest(self, count: int) -> list[Iteration]:
+        """Records of the last `count` iterations, oldest first."""
+        return list(self.iterations.copy())[-count:]
 
     def rates(self, now: float) -> dict[str, float]:
         """Per second, over the last ten seconds at most."""
@@ -207,9 +217,9 @@ class Counters:
             "latency": {
                 "ttft_ms": halves(milliseconds(ttft)),
                 "tbt_ms": halves(milliseconds(tbt)),
-                "iteration_ms": halves([each.elapsed_s * 1e3 for each in self.iterations.latest(_LATEST)]),
+                "iteration_ms": halves([each.elapsed_s * 1e3 for each in self.latest(_LATEST)]),
             },
-            "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
+            "bins": [iteration.report() for iteration in self.latest(_BINS)],
             "totals": asdict(self.totals),
             "outcomes": dict(self.outcomes),
             "busy": asdict(self.busy),

@@ -6,7 +6,6 @@ Written by the engine thread, read by any: records are never changed.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,28 +105,3 @@ class Iteration:
             "latency_ms": self.elapsed_s * 1e3,
             "budget_ms": None if self.budget_s is None else self.budget_s * 1e3,
         }
-
-
-class IterationLog:
-    """The latest `KEPT` records."""
-
-    def __init__(self) -> None:
-        self._kept: deque[Iteration] = deque(maxlen=KEPT)
-
-    def add(self, iteration: Iteration) -> None:
-        """Keep a record, whose number follows that of the newest."""
-        self._kept.append(iteration)
-
-    @property
-    def newest(self) -> int:
-        """Number of the latest record; 0 before the first."""
-        return self._kept[-1].number if self._kept else 0
-
-    def since(self, number: int) -> list[Iteration]:
-        """Records after `number` that are still kept, oldest first."""
-        kept = list(self._kept.copy())
-        return kept[max(0, number + 1 - kept[0].number) :] if kept else []
-
-    def latest(self, count: int) -> list[Iteration]:
-        """The last `count` records, oldest first."""
-        return list(self._kept.copy())[-count:]

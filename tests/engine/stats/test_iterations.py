@@ -67,9 +67,8 @@ def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:
     counters = Counters()
     for number in range(KEPT + 5):
         record_of(counters, [], float(number))
-    iterations = counters.iterations
-    assert [record.number for record in iterations.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
-    assert iterations.since(KEPT + 5) == []
-    assert iterations.since(0)[0].number == 6
-    assert [record.number for record in iterations.latest(2)] == [KEPT + 4, KEPT + 5]
-    assert iterations.latest(1)[0].budget_s is None
+    assert [record.number for record in counters.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
+    assert counters.since(KEPT + 5) == []
+    assert counters.since(0)[0].number == 6
+    assert [record.number for record in counters.latest(2)] == [KEPT + 4, KEPT + 5]
+    assert counters.latest(1)[0].budget_s is None
