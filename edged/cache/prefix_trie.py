@@ -26,9 +26,8 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class TrieStats:
-    """What the lookups brought since the start; all in tokens, except lookups and pages."""
+    """What the lookups brought since the start; all in tokens, except pages."""
 
-    lookups: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     restored_tokens: int = 0
@@ -108,7 +107,6 @@ class PrefixTrie:
         pages = resident if len(resident) == len(path) else self._restored(path, reserve)
         self._pool.release(set(resident).difference(pages))
         if counted:
-            self.stats.lookups += 1
             self.stats.prompt_tokens += len(tokens)
             self.stats.hit_tokens += len(pages) * self._pool.page_size
         return pages

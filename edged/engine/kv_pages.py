@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -87,12 +88,8 @@ class KvPages:
                 "bytes_per_page": page_bytes,
             },
             "prefix": {
-                "prompt_tokens": stats.prompt_tokens,
-                "hit_tokens": stats.hit_tokens,
+                **asdict(stats),
                 "hit_share": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
-                "restored_tokens": stats.restored_tokens,
-                "evicted_pages": stats.evicted_pages,
-                "spilled_pages": stats.spilled_pages,
                 "spill": {
                     "kind": offload.kind if offload is not None else "off",
                     "pages": trie.spilled_pages,

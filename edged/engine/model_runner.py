@@ -334,21 +334,11 @@ def take_of(group: MicroBatch, taken: Taken, segments: list[Segment], device: to
     kept: list[np.ndarray] = []
     kept_start = -1
     for (stream, piece), segment in zip(taken, segments, strict=True):
-        n = piece.stop - piece.start
-        packed = np.arange(segment.start, segment.start + n)
-        rows.append(packed)
+        rows.append(np.arange(segment.start, segment.start + piece.stop - piece.start))
         last.append(np.arange(stream.row + piece.start, stream.row + piece.stop))
         if stream.kept >= 0:
-            if not kept:
-                kept_start = stream.kept + piece.start
-            kept.append(packed)
-    tables = [np.concatenate(part) for part in (rows, last, kept) if part]
-    moved = upload(tables, device)
-    return Take(
-        last=group.last,
-        rows=moved[0],
-        last_rows=moved[1],
-        inputs=group.inputs if kept else None,
-        kept_rows=moved[2] if kept else None,
-        kept_start=kept_start,
-    )
+            kept_start = kept_start if kept else stream.kept + piece.start
+            kept.append(rows[-1])
+    moved = upload([np.concatenate(part) for part in (rows, last, kept) if part], device)
+    inputs, kept_rows = (group.inputs, moved[2]) if kept else (None, None)
+    return Take(group.last, moved[0], moved[1], inputs, kept_rows, kept_start)

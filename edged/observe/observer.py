@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edged.engine.engine import Engine
+from edged.engine.stats.counters import LatencyRing, Wait
 from edged.engine.stats.iterations import MIXES, Iteration
-from edged.engine.stats.latency import LatencyRing, Wait
 from edged.observe.catalogue import Buckets, Samples
 from edged.scheduler.task import Kind, ServiceClass
 

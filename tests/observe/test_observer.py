@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edged.engine.stats import latency
-from edged.engine.stats.latency import LatencyRing
+from edged.engine.stats import counters
+from edged.engine.stats.counters import LatencyRing
 from edged.observe.catalogue import CATALOGUE, Samples
 from edged.observe.observer import Histogram, Observer
 from edged.scheduler.task import ServiceClass
@@ -35,7 +35,7 @@ def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
 
 
 def test_waits_are_numbered_and_read_from_where_a_reader_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "KEPT", 4)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 4)
     ring = LatencyRing()
     assert ring.since(0) == ring.latest(3) == []
     for index in range(6):
@@ -47,7 +47,7 @@ def test_waits_are_numbered_and_read_from_where_a_reader_was(monkeypatch: pytest
 
 
 def test_waits_are_read_whole_while_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "KEPT", 64)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 64)
     ring, classes, done = LatencyRing(), list(ServiceClass), threading.Event()
 
     def add() -> None:
@@ -108,7 +108,7 @@ def test_every_token_and_iteration_is_in_a_histogram_once(tmp_path: Path) -> Non
 def test_records_that_were_overwritten_unseen_are_counted_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latency, "KEPT", 4)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 4)
     with running_engine(tmp_path) as (engine, client):
         engine.submit(request("r", random_ids(20, 1), tokens=12))
         client.wait(lambda: "r" in client.finished)
