@@ -167,7 +167,8 @@ class DecodeGraphs:
         self.replayed = 0
         sizes = [rows for rows in _SIZES if rows < most_rows]
         sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
-        started, fixed = time.monotonic(), None
+        started = time.monotonic()
+        fixed: _Fixed | None = None
         try:
             for rows in reversed(sizes):
                 try:

@@ -72,15 +72,12 @@ class Pruner:
         looks = 1 if self.pressure.urgent else _FIRST_LOOKS
         if watch is None or watch.observations < looks or not self._rule.returned_pages(rows):
             return False
-        old = sequence.pages[: self._rule.old_pages(rows)]
-        freed = self._alone(old) - self._rule.budget_pages
+        references, adopted = self._pool.references, self._pool.is_adopted
+        # Those of its old pages that no other sequence holds.
+        alone = (references(page) - adopted(page) == 1 for page in sequence.pages[: self._rule.old_pages(rows)])
+        freed = sum(alone) - self._rule.budget_pages
         # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
         return freed > 0 or (self._mode == "on" and self._pages.available + freed >= self.pressure.wanted_pages)
-
-    def _alone(self, pages: list[int]) -> int:
-        """How many of a sequence's pages no other sequence holds."""
-        references, adopted = self._pool.references, self._pool.is_adopted
-        return sum(references(page) - adopted(page) == 1 for page in pages)
 
     def observer(self, sequence: Sequence) -> AttentionStats | None:
         """What shall observe the decode that `sequence` is about to do, if it is time for that."""

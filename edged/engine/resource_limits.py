@@ -171,27 +171,21 @@ class ResourceLimits:
             wanted = held[0]
         if wanted >= before:
             return False
-        if held:
-            self._move(held, wanted)
-        pool.resize(wanted)
         if pages.offload is not None:
             pages.offload.settle()
+        if held:
+            moved = pool.places(held, wanted)
+            # The copy needs memory: where there is none, everything is as it was.
+            with torch.inference_mode():
+                self._kv.move_pages(moved)
+            pool.move(moved)
+            pages.trie.move(moved)
+            for sequence in self._sequences.by_task.values():
+                sequence.move_pages(moved)
+        pool.resize(wanted)
         try:
             self._kv.give_back(wanted)
         except RuntimeError as error:
             log.warning("retired pages keep their memory: %s", error)
         self._runner.return_memory()
         return True
-
-    def _move(self, held: list[int], below: int) -> None:
-        """Move pages below a number, and tell their holders."""
-        if self._pages.offload is not None:
-            self._pages.offload.settle()
-        moved = self._pool.places(held, below)
-        # The copy needs memory: where there is none, everything is as it was.
-        with torch.inference_mode():
-            self._kv.move_pages(moved)
-        self._pool.move(moved)
-        self._pages.trie.move(moved)
-        for sequence in self._sequences.by_task.values():
-            sequence.move_pages(moved)
