@@ -168,14 +168,14 @@ def guess_of(model: ServedModel) -> Prices:
 
 def _cuda_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Operations and bytes per second from the clocks and widths that the driver tells (kHz, bits)."""
-    told = torch.cuda.get_device_properties(device)
-    clock_khz, memory_khz = getattr(told, "clock_rate", 0), getattr(told, "memory_clock_rate", 0)
-    width_bits = getattr(told, "memory_bus_width", 0)
+    properties = torch.cuda.get_device_properties(device)
+    clock_khz, memory_khz = getattr(properties, "clock_rate", 0), getattr(properties, "memory_clock_rate", 0)
+    width_bits = getattr(properties, "memory_bus_width", 0)
     per_cycle = _PLAIN_OPERATIONS
     if dtype.itemsize <= 2:
-        known = _TENSOR_OPERATIONS.get(told.major, _PLAIN_OPERATIONS)
-        per_cycle = _CONSUMER_OPERATIONS.get((told.major, told.minor), known)
-    operations = told.multi_processor_count * clock_khz * 1e3 * per_cycle * _REACHED_OPERATIONS
+        known = _TENSOR_OPERATIONS.get(properties.major, _PLAIN_OPERATIONS)
+        per_cycle = _CONSUMER_OPERATIONS.get((properties.major, properties.minor), known)
+    operations = properties.multi_processor_count * clock_khz * 1e3 * per_cycle * _REACHED_OPERATIONS
     # Two transfers a cycle.
     bandwidth = 2 * memory_khz * 1e3 * width_bits / 8 * _REACHED_BYTES
     return operations or _UNKNOWN_CUDA_RATES[0], bandwidth or _UNKNOWN_CUDA_RATES[1]

@@ -93,6 +93,6 @@ class CommandQueue:
                 self._wake.wait(_STOPPING_WAIT_S if self.stopping else seconds)
 
     def close(self, reason: str) -> None:
-        """Take nothing in any more; whoever comes is told the reason."""
+        """Take nothing in any more; later commands are refused with the reason."""
         with self._wake:
             self._closed = reason

@@ -237,7 +237,7 @@ class Engine:
         return answer
 
     def introduce(self, adapter: str) -> Future[None]:
-        """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
+        """Have an adapter that learned nothing applied as if it had: what its answers cost does not change later."""
         return self.commands.ask(lambda: self.trainer.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
@@ -262,7 +262,7 @@ class Engine:
         (left.add if held else left.discard)(adapter)
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
-        """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
+        """What was usual for each adapter when the daemon last ended; to be set before its pairs are submitted."""
         self.commands.post(lambda: self.finetuning.recall(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:

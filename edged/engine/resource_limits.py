@@ -126,7 +126,7 @@ class ResourceLimits:
     def apply(self) -> bool:
         """Between two iterations: give back pages and what is idle, or take pages again.
 
-        True when pages changed: what was planned with the earlier ones is void. Want of memory is told and tried again.
+        True when pages changed: what was planned with the earlier ones is void. Where memory lacks it is tried again.
         """
         self._starved = False
         try:

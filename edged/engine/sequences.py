@@ -14,7 +14,7 @@ from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
-from edged.engine.sampling.sampler import NOT_A_TOKEN
+from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
 from edged.scheduler.scheduler import Scheduler
@@ -245,11 +245,11 @@ class SequenceTable:
     def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
         """Append sampled tokens, finish sequences that ended; the outcomes of all serving grants."""
         drawn = work.drawn
-        tokens = dict(zip((id(s) for s in work.sampled), range(len(work.sampled)), strict=True))
+        rows = {id(sequence): row for row, sequence in enumerate(work.sampled)}
         outcomes = []
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
-            row = tokens.get(id(sequence))
+            row = rows.get(id(sequence))
             if sequence.task.task_id in work.broken or (row is not None and drawn and drawn.tokens[row] == NOT_A_TOKEN):
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, None))
                 self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
@@ -264,7 +264,7 @@ class SequenceTable:
                 self._pages.share(sequence)
                 self._prefix_wait.leave(sequence)
                 self.move(sequence, SequenceStatus.DECODE)
-            self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
+            self._append(sequence, drawn, row, now)
             reason = sequence.end(drawn.tokens[row], self._end_ids, self._max_context)
             outcomes.append(TaskOutcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
             if reason:
@@ -279,10 +279,8 @@ class SequenceTable:
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 
-    def _append(
-        self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float
-    ) -> None:
-        stats, task = self.stats, sequence.task
+    def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
+        stats, task, token = self.stats, sequence.task, drawn.tokens[row]
         if not sequence.first_token_s:
             sequence.first_token_s = now
             stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
@@ -291,7 +289,8 @@ class SequenceTable:
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1
-        self._events.append(TokenEvent(sequence.request.request_id, token, sequence.version, logprob, top))
+        event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
+        self._events.append(event)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:
         """The last thing that happens to a sequence: its pages are shared or freed, its event is queued."""

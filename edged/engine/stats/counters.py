@@ -225,7 +225,7 @@ class Counters:
         self.totals.iterations += 1
         self.totals.plans_foreseen += plan.foreseen
         self.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
-        # The totals, at most ten times a second, so that rates can be told.
+        # The totals, at most ten times a second, for the rates.
         if not self._marks or now - self._marks[-1][0] >= 0.1:
             self._marks.append((now, replace(self.totals)))
         return iteration
