@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -41,7 +41,6 @@ from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart, beside
 
 log = logging.getLogger("edged.engine")
-T = TypeVar("T")
 
 
 class Engine:
@@ -205,36 +204,12 @@ class Engine:
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        return self._ask_at_length(lambda: self.finetuning.publish(self.trainer.rollback, adapter, version))
+        return self.commands.ask_at_length(lambda: self.finetuning.publish(self.trainer.rollback, adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
         publish = self.trainer.import_adapter
-        return self._ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
-
-    def _ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
-        """What a command has to say when what it began, and returns besides, has ended; or what either raises."""
-        answer: Future[T] = Future()
-
-        def end(value: Any, error: BaseException | None) -> None:
-            if not answer.set_running_or_notify_cancel():
-                # Nobody waits for it any more.
-                return
-            if error is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(error)
-
-        def run() -> None:
-            try:
-                value, begun = command()
-            except Exception as error:
-                end(None, error)
-            else:
-                begun.add_done_callback(lambda _: end(value, begun.exception()))
-
-        self.commands.post(run)
-        return answer
+        return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
         """Have an adapter that learned nothing applied as if it had: what its answers cost does not change later."""
@@ -251,7 +226,7 @@ class Engine:
             self.sequences.forget(adapter)
             return None, self.finetuning.forget(adapter, pair_ids)
 
-        return self._ask_at_length(run)
+        return self.commands.ask_at_length(run)
 
     def hold_back(self, adapter: str, held: bool = True) -> None:
         """Files of a forgotten adapter could not be removed: save nothing new of it, which the next try would remove.
