@@ -61,7 +61,7 @@ class AdapterSlots(Protocol):
 
 
 class SequenceTable:
-    """The open requests' sequences. Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`."""
+    """The open requests' sequences. Other threads read `waiting`, `queue_report` and a copy of `by_task` alone."""
 
     def __init__(
         self,
