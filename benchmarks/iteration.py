@@ -42,7 +42,7 @@ from benchmarks.support.machine_limits import (
     report_header,
 )
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.engine.build import EngineParts
+from edged.engine.engine import Engine
 from edged.engine.model_runner import RunnerOutput
 from edged.tensors.cpu_threads import apart
 
@@ -123,7 +123,7 @@ class WatchedEngine(LocalEngine):
         self._names = count()
         super().__init__(model, {"model": {"device": device, "dtype": dtype}}, watch=self._watch)
 
-    def _watch(self, parts: EngineParts) -> None:
+    def _watch(self, parts: Engine) -> None:
         self._clock, self._run = ForwardClock(parts.model.device), parts.runner.run
         # Methods of single objects are watched.
         setattr(parts.runner, "run", self._watched)  # noqa: B010

@@ -90,7 +90,7 @@ def assemble(
     answers = VersionAnswers(store, codec, engine, event_router)
     feedback_intake = FeedbackIntake(store, codec, engine, settings, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
-    governors = Governors(live, engine.use, engine.limit)
+    governors = Governors(live, engine.limits.use, engine.limit)
     monitor.subscribe(governors.hear)
     governors.hear(monitor.latest)
     services = Services(

@@ -179,7 +179,7 @@ class Daemon:
         self._manager.ready(_status(services))
         self._tell_ready(services)
         engine = services.engine
-        async with _beside(self._manager.watch(lambda: engine.heartbeat.last_sign_s, lambda: _status(services))):
+        async with _beside(self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))):
             while not (self._stop.is_set() or engine.error or services.store.failed):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)

@@ -41,10 +41,9 @@ class Injector:
     def arm(self, engine: Engine) -> None:
         """Put the hooks into a new engine's model."""
         self._engine = engine
-        parts = engine.parts
-        parts.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
-        parts.model.model.get_input_embeddings().register_forward_hook(self._spoil)
-        policy = parts.scheduler.policy
+        engine.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
+        engine.model.model.get_input_embeddings().register_forward_hook(self._spoil)
+        policy = engine.scheduler.policy
         plan = policy.plan
 
         def failing(*arguments: Any) -> Any:
@@ -67,7 +66,7 @@ class Injector:
                 # As a reload does, which has the policy asked again.
                 self._engine.configure(self._engine.settings)
             case "hang" if self._engine is not None:
-                self._engine._commands.post(lambda: time.sleep(_FOR_EVER_S))
+                self._engine.commands.post(lambda: time.sleep(_FOR_EVER_S))
             case "clock":
                 self._behind_s += order["seconds"]
                 time.time = self._late

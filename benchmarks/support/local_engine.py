@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.support.interleave import LONGEST_WAIT_S
 from edged.align.feedback.pair import PairRetired, Record, TokenPair, VersionPublished, VersionSaved
 from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
-from edged.engine.build import EngineParts, build_parts_apart
 from edged.engine.engine import Engine
 from edged.engine.request import Event, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
@@ -64,7 +63,7 @@ class LearningRecorder(ReplayRecorder):
 class LocalEngine:
     """A running engine that answers greedily and to the full length, unless it is told otherwise.
 
-    `settings` are sections as in a settings file; `watch` may replace methods of the parts before the engine starts.
+    `settings` are sections as in a settings file; `watch` may replace methods of its parts before the engine starts.
     """
 
     def __init__(
@@ -72,15 +71,14 @@ class LocalEngine:
         model: Path,
         settings: Settings | dict[str, dict[str, Any]],
         folder: Path | None = None,
-        watch: Callable[[EngineParts], None] = lambda _parts: None,
+        watch: Callable[[Engine], None] = lambda _engine: None,
         recorder: LearningRecorder | None = None,
     ) -> None:
         self.recorder = recorder or LearningRecorder()
         made = Settings.model_validate(settings)
-        parts = build_parts_apart(made, model, folder, self.recorder.deliver, self.recorder.journal)
-        watch(parts)
-        self.vocab = parts.model.shape.vocab_size
-        self.engine = Engine(parts)
+        self.engine = Engine.build(made, model, self.recorder.deliver, self.recorder.journal, folder)
+        watch(self.engine)
+        self.vocab = self.engine.model.shape.vocab_size
         self.engine.start()
 
     def ask(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from edged.engine.build import EngineParts, build_parts
+from edged.engine.engine import Engine
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
@@ -22,7 +22,7 @@ class ForcedDecoding:
 
     def __init__(self, model: Path, settings: Settings) -> None:
         """Captured iterations would hide their logits: `settings.model.graph_memory_mb` must be 0 on CUDA."""
-        self.parts: EngineParts = build_parts(settings, model, None)
+        self.parts = Engine(settings, model)
         self._runner = self.parts.runner
         self._forward = self.parts.model.forward
         self._logits = torch.empty(0)
@@ -34,7 +34,7 @@ class ForcedDecoding:
 
     def begin(self, tokens: Sequence[int], room: int) -> Running:
         """A sequence whose `tokens` are computed, and which may get `room` more. Raises OutOfPages."""
-        task = Task(next(self.parts.task_ids), Kind.PREFILL, 0.0, tokens=len(tokens))
+        task = Task(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=len(tokens))
         request = Request(str(task.task_id), tuple(tokens), Sampling(temperature=0.0, max_tokens=room))
         pages = -(-(len(tokens) + room) // self._runner.kv.page_size)
         sequence = Running(
@@ -60,8 +60,6 @@ class ForcedDecoding:
 
     def end(self, sequence: Running) -> None:
         """Give a sequence's pages back."""
-        if self._runner.pruner is not None:
-            self._runner.pruner.forget(sequence)
         self._runner.pages.free(sequence)
 
     def _run(self, sequences: Sequence[Running], tokens: int) -> torch.Tensor:

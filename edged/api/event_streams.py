@@ -160,8 +160,7 @@ class Feed:
 def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
     """A record as the stream shows it; `unix_s` is the Unix time at which the monotonic clock began."""
     parts = {f"{part}_ms": getattr(record, f"{part}_s") * 1e3 for part in ("decision", "prefill", "decode", "finetune")}
-    predicted_ms = (record.predicted_forward_s + record.predicted_units_s) * 1e3
-    values = {**record.report(), **parts, "predicted_ms": predicted_ms}
+    values = {**record.report(), **parts, "predicted_ms": record.predicted_s * 1e3}
     return {
         "number": record.number,
         "at_s": round(unix_s + record.started_s, 4),

@@ -39,7 +39,7 @@ async def import_adapter(request: web.Request) -> Imported:
     if reason not in REASONS:
         raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
     spec = services.engine.adapter_files.spec
-    if services.engine.held_back(name):
+    if name in services.engine.adapter_files.left:
         raise ApiError(
             409,
             f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '

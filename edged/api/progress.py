@@ -41,7 +41,7 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
     if not feedback_id.isascii() or len(feedback_id) > _LONGEST_ID or (found := services.store.read(read)) is None:
         return None
     signal, rows = found
-    tuning = services.engine.finetune()
+    tuning = services.engine.finetuning.report()
     obstacle, blocked = _obstacle(services, tuning)
     per_hour, late = services.settings.feedback.pairs_per_hour, tuning["pairs_waiting"]
     reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]

@@ -71,18 +71,6 @@ class InflightPrefixes:
         self._roots: dict[Key, _SharedPages] = {}
         self._prompts: dict[int, _Prompt] = {}
 
-    def __len__(self) -> int:
-        """Prompts that are pending, those that wait among them."""
-        return len(self._prompts)
-
-    def __contains__(self, name: int) -> bool:
-        return name in self._prompts
-
-    def waits(self, name: int) -> bool:
-        """Whether a prompt waits for another one."""
-        prompt = self._prompts.get(name)
-        return prompt is not None and prompt.leader is not None
-
     def followed(self, name: int) -> bool:
         """Whether a prompt's pages are waited for, so that they should be cached as soon as they are computed."""
         prompt = self._prompts.get(name)

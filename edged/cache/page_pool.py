@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class OutOfPages(RuntimeError):
@@ -111,19 +111,17 @@ class PagePool:
             raise OutOfPages(len(moving), len(free))
         return dict(zip(moving, free, strict=False))
 
-    def move(self, pages: Iterable[int], below: int) -> dict[int, int]:
-        """Put free pages below `below` in the place of held `pages`: who held one holds the other, which is returned.
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Put free pages in the place of held ones, as `places` gives them: who held one holds the other.
 
-        They are those that `places` gives. The holders must be told. Raises OutOfPages, and moves none.
+        The holders must be told.
         """
-        moved = self.places(pages, below)
         for old, new in moved.items():
             self._references[new], self._references[old] = self._references[old], 0
             self._adopted[new], self._adopted[old] = self._adopted[old], 0
         taken = set(moved.values())
         self._free = [*(page for page in self._free if page not in taken), *moved]
         self.touched = max(self.touched, 1 + max(taken, default=-1))
-        return moved
 
     def resize(self, capacity: int) -> None:
         """Retire the pages from `capacity` on, or bring those below it back; ValueError for one that is held."""

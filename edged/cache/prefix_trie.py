@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import takewhile
+from typing import NamedTuple, Protocol
 
-from edged.cache.offload import Spill
 from edged.cache.page_pool import PagePool
 
 
@@ -26,9 +26,8 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class TrieStats:
-    """What the lookups brought since the start; all in tokens, except lookups and pages."""
+    """What the lookups brought since the start; all in tokens, except pages."""
 
-    lookups: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     restored_tokens: int = 0
@@ -51,6 +50,23 @@ class _TrieNode:
     parent: _TrieNode | None
     handle: int | None = None
     children: dict[tuple[int, ...], _TrieNode] = field(default_factory=dict)
+
+
+class Spill(Protocol):
+    """Keeps copies of pages under handles. The trie decides which copies are given up when it is full."""
+
+    @property
+    def full(self) -> bool:
+        """Whether `save` finds no room until a handle is dropped."""
+
+    def save(self, page: int) -> int | None:
+        """A handle of a copy of `page`, which may be overwritten from now on; None when it cannot be taken now."""
+
+    def load(self, handle: int, page: int) -> bool:
+        """Copy back into `page`, which the caller has allocated; False when that cannot be done now, or at all."""
+
+    def drop(self, handle: int) -> None:
+        """Forget a copy."""
 
 
 class PrefixTrie:
@@ -78,38 +94,27 @@ class PrefixTrie:
         """Pages that the trie keeps in the spill."""
         return len(self._spilled)
 
-    @property
-    def evictable_pages(self) -> int:
-        """Pages that `evict` could free now."""
-        return self._pool.evictable_pages
-
     def match(self, key: Key, tokens: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
         """Pages of the longest cached prefix of `tokens`, in order, retained for the caller.
 
         Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
         are brought back, as long as that leaves `reserve` pages free or evictable. `stats` hear of it where `counted`.
         """
-        path = self._path(key, tokens)
+        path = self._path(key, tokens, len(tokens) - 1)
         resident = [node.page for node in path if node.handle is None]
         self._pool.retain(resident)
         self._touch(path)
         pages = resident if len(resident) == len(path) else self._restored(path, reserve)
         self._pool.release(set(resident).difference(pages))
         if counted:
-            self.stats.lookups += 1
             self.stats.prompt_tokens += len(tokens)
             self.stats.hit_tokens += len(pages) * self._pool.page_size
         return pages
 
     def covered(self, key: Key, tokens: Sequence[int]) -> int:
         """How many of `tokens` are cached in the pool, in whole pages; a question only, which counts as no use."""
-        size = self._pool.page_size
-        node = self._roots.get(key)
-        for start in range(0, len(tokens) - size + 1, size):
-            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
-            if node is None or node.page < 0:
-                return start
-        return len(tokens) // size * size
+        resident = takewhile(lambda node: node.handle is None, self._path(key, tokens, len(tokens)))
+        return sum(len(node.run) for node in resident)
 
     def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make a sequence's full pages findable: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
@@ -123,18 +128,14 @@ class PrefixTrie:
         for index in range(min(len(tokens) // size, len(pages))):
             run = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(run) if node is not None else None
-            if child is None:
+            if child is None or child.handle is not None:
                 if self._pool.is_adopted(pages[index]):
                     break
-                if node is None:
-                    node = self._roots[key] = _TrieNode(key, (), -1, None)
-                child = _TrieNode(key, run, -1, node)
-                node.children[run] = child
-                self._keep(child, pages[index])
-            elif child.handle is not None:
-                if self._pool.is_adopted(pages[index]):
-                    break
-                self._unspill(child)
+                if child is None:
+                    node = node or self._roots.setdefault(key, _TrieNode(key, (), -1, None))
+                    child = node.children[run] = _TrieNode(key, run, -1, node)
+                else:
+                    self._unspill(child)
                 self._keep(child, pages[index])
             path.append(child)
             node = child
@@ -196,12 +197,12 @@ class PrefixTrie:
         for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
-    def _path(self, key: Key, tokens: Sequence[int]) -> list[_TrieNode]:
-        """The nodes of `tokens` without the last one, as far as they are cached or spilled."""
+    def _path(self, key: Key, tokens: Sequence[int], stop: int) -> list[_TrieNode]:
+        """The nodes of the first `stop` of `tokens`, in whole pages, as far as they are cached or spilled."""
         size = self._pool.page_size
         path: list[_TrieNode] = []
         node = self._roots.get(key)
-        for start in range(0, len(tokens) - size, size):
+        for start in range(0, stop - size + 1, size):
             node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
             if node is None:
                 break

@@ -8,9 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from edged.engine.heartbeat import Heartbeat
 from edged.engine.request import EngineStopping
 
 log = logging.getLogger("edged.engine")
@@ -19,6 +18,8 @@ _STOPPING_WAIT_S = 0.01
 STOPPING = "the daemon is stopping"
 """Why nothing is taken in, where nothing went wrong."""
 T = TypeVar("T")
+_DONE: Future[None] = Future()
+_DONE.set_result(None)
 
 
 class CommandQueue:
@@ -53,16 +54,31 @@ class CommandQueue:
 
     def ask(self, command: Callable[[], T]) -> Future[T]:
         """Have the engine thread run a command; the future has what it returns or raises. Raises EngineStopping."""
-        future: Future[T] = Future()
+        return self.ask_at_length(lambda: (command(), _DONE))
+
+    def ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
+        """As `ask`, for what a command has to say when what it began, and returns besides, has ended or failed."""
+        answer: Future[T] = Future()
+
+        def end(value: Any, error: BaseException | None) -> None:
+            if not answer.set_running_or_notify_cancel():
+                # Nobody waits for it any more.
+                return
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
 
         def run() -> None:
             try:
-                future.set_result(command())
+                value, begun = command()
             except Exception as error:
-                future.set_exception(error)
+                end(None, error)
+            else:
+                begun.add_done_callback(lambda _: end(value, begun.exception()))
 
         self.post(run)
-        return future
+        return answer
 
     def stop(self, deadline_s: float) -> None:
         """Have the engine thread end when nothing runs any more, at the latest at `deadline_s`."""
@@ -87,13 +103,13 @@ class CommandQueue:
             except Exception:
                 log.exception("a command failed")
 
-    def wait(self, seconds: float | None, rest: Heartbeat) -> None:
+    def wait(self, seconds: float | None) -> None:
         """Rest until there is a command or the order to stop, at most `seconds`."""
-        with self._wake, rest:
+        with self._wake:
             if not self._commands:
                 self._wake.wait(_STOPPING_WAIT_S if self.stopping else seconds)
 
     def close(self, reason: str) -> None:
-        """Take nothing in any more; whoever comes is told the reason."""
+        """Take nothing in any more; later commands are refused with the reason."""
         with self._wake:
             self._closed = reason

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -51,18 +50,8 @@ class OutOfGraphMemory(RuntimeError):
     """A capture did not fit into the memory that is there or allowed."""
 
 
-class GraphRecorder(Protocol):
-    """Makes launches over fixed tensors repeatable."""
-
-    memory_bytes: int
-    """What the recordings hold."""
-
-    def record(self, run: Replay) -> Replay:
-        """Run `run`, and return what does the same again. Raises OutOfGraphMemory, or what allocators raise."""
-
-
 class CudaGraphRecorder:
-    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+    """Makes launches over fixed tensors repeatable, as CUDA graphs that share one memory pool: one runs at a time."""
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device, self._most_bytes = device, most_bytes
@@ -72,9 +61,13 @@ class CudaGraphRecorder:
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_reserved(device)
         self.memory_bytes = 0
+        """What the recordings hold."""
 
     def record(self, run: Replay) -> Replay:
-        """See `GraphRecorder`. A capture that adds memory, so that all would hold more than the limit, is given up."""
+        """Run `run`, and return what does the same again. Raises OutOfGraphMemory, or what allocators raise.
+
+        A capture that adds memory, so that all would hold more than the limit, is given up.
+        """
         # Also what a capture before this one held, if it was given up.
         torch.cuda.empty_cache()
         held = self._held()
@@ -161,18 +154,11 @@ class _Fixed:
         return bool(runs)
 
 
-def _left_out(rows: int, error: Exception) -> None:
-    """Say that a size found no memory; any other error is raised again."""
-    if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
-        raise error
-    log.warning("decode iterations of %d sequences are not captured: %s", rows, logs.first_line(error))
-
-
 class DecodeGraphs:
     """All captured sizes of one model; one thread at a time uses it."""
 
     def __init__(
-        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: GraphRecorder, most_rows: int, width: int
+        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: CudaGraphRecorder, most_rows: int, width: int
     ) -> None:
         """Captures batches of up to `most_rows` sequences of at most `width` pages, the largest size first: the smaller
         ones then find its memory. A size that does not fit is left out."""
@@ -182,12 +168,17 @@ class DecodeGraphs:
         sizes = [rows for rows in _SIZES if rows < most_rows]
         sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
         started = time.monotonic()
+        fixed: _Fixed | None = None
         try:
-            for rows in reversed(self._make_room(sizes, width)):
+            for rows in reversed(sizes):
                 try:
+                    # Of the largest size that finds memory: the smaller ones use the first rows.
+                    fixed = self._fixed = fixed or _Fixed(rows, width, model.shape.vocab_size, model.device)
                     self._replays[rows] = self._capture(rows)
                 except Exception as error:
-                    _left_out(rows, error)
+                    if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
+                        raise
+                    log.warning("decode iterations of %d sequences are not captured: %s", rows, logs.first_line(error))
         except Exception as error:
             # What was captured and compared before is right.
             log.warning("no more decode iterations are captured: %s", logs.first_line(error))
@@ -195,17 +186,6 @@ class DecodeGraphs:
             seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
             captured = ", ".join(map(str, sorted(self._replays)))
             log.info("decode iterations of %s sequences captured: %.1f s, %d MiB", captured, seconds, megabytes)
-
-    def _make_room(self, sizes: list[int], width: int) -> list[int]:
-        """The fixed tensors, for as large a size as finds memory; the sizes that they have room for."""
-        for count in range(len(sizes), 0, -1):
-            rows = sizes[count - 1]
-            try:
-                self._fixed = _Fixed(rows, width, self._model.shape.vocab_size, self._model.device)
-                return sizes[:count]
-            except Exception as error:
-                _left_out(rows, error)
-        return []
 
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:

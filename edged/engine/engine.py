@@ -2,46 +2,109 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 
 from edged.align.adapters.adapter import AdapterFiles
+from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.adapters.loader import AdapterLoader
+from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
-from edged.engine.build import EngineParts, build_parts_apart
-from edged.engine.command_queue import STOPPING
+from edged.align.trainer import Trainer
+from edged.engine.build import build_runner, first_cost_model, lora_spec, subject_of
+from edged.engine.command_queue import STOPPING, CommandQueue
+from edged.engine.finetuning import FinetuneJobs
+from edged.engine.loop import EngineLoop
+from edged.engine.lora.slots import SlotTable
+from edged.engine.model.memory_model import STATE_BYTES, adapter_weights, bounded
+from edged.engine.model.served_model import ServedModel
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
+from edged.engine.resource_limits import ResourceLimits
+from edged.engine.sequences import SequenceTable
+from edged.engine.stats.counters import Counters, percentile
 from edged.engine.stats.iterations import Iteration
-from edged.governors.limits import EngineLimits, Use
+from edged.governors.limits import EngineLimits
+from edged.scheduler.scheduler import Scheduler
+from edged.settings.live import Live
 from edged.settings.load import Settings
+from edged.tensors.cpu_threads import apart, beside
 
 log = logging.getLogger("edged.engine")
-T = TypeVar("T")
 
 
 class Engine:
-    """Serves requests and learns from pairs on one thread; every public method may be called from any thread."""
+    """Serves requests and learns from pairs on one thread; every public method may be called from any thread.
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.settings, self.max_context_tokens, self.stats = parts.settings, parts.max_context_tokens, parts.stats
-        self.parts, self._commands, self._loop = parts, parts.commands, parts.loop
-        self._sequences, self._finetuning, self._limits = parts.sequences, parts.finetuning, parts.limits
-        self._trainer = parts.trainer
+    Its parts are for those who measure and test them while that thread does not run.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model_dir: Path,
+        deliver: Callable[[list[Event]], None] = lambda _events: None,
+        journal: Callable[[list[Record]], Future[None] | None] = lambda _records: None,
+        data_dir: Path | None = None,
+    ) -> None:
+        """See `build`; with the calling thread's own share of the cores."""
+        model = self.model = ServedModel.load(model_dir, settings.model)
+        settings = bounded(settings, model)
+        self._live, self._path = Live(settings), str(model_dir)
+        self._temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
+        """Holds the adapters of an engine without a data folder; it goes with the engine."""
+        folder = Path(self._temporary.name) if self._temporary else Path(data_dir or "")
+        runner = self.runner = build_runner(model, settings, folder)
+        self.max_context_tokens = runner.max_context_tokens
+        name = settings.model.name or Path(model_dir).name
+        shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
+        spec = lora_spec(shapes, name, model.fingerprint, settings.align)
+        files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
+        self.adapter_files = files
+        """Where the adapters' versions are."""
+        self.subject = subject_of(model, name, settings.model, runner.threads)
+        """What a profile must be of to be used here."""
+        cost = first_cost_model(model, self.subject, settings.scheduler.profile, data_dir)
+        scheduler = self.scheduler = Scheduler(settings.scheduler, cost)
+        adapter_cache = AdapterCache(spec, self._live, model.device, files)
+        slots, stats, commands = SlotTable(model.lora), Counters(), CommandQueue()
+        self.slots, self.stats, self.commands = slots, stats, commands
+        writer = AdapterWriter(adapter_cache, self._live, commands.offer, journal)
+
+        def on_read(adapter: str, error: str) -> None:
+            sequences.on_fetched(adapter, error, time.monotonic())
+
+        loader = AdapterLoader(adapter_cache, lambda name, state: trainer.take_in(name, state), on_read, commands.offer)
+        sequences = self.sequences = SequenceTable(
+            settings.serving, scheduler, runner, slots, adapter_cache, loader.fetch, stats
+        )
+        trainer = self.trainer = Trainer(
+            adapter_cache,
+            self._live,
+            runner.decoder,
+            runner.pages.release,
+            (runner.pages.pool.pages - 1) * runner.pages.page_size,
+            sequences.on_publish,
+            writer.bring,
+        )
+        finetuning = self.finetuning = FinetuneJobs(
+            self._live, runner, scheduler, trainer, slots, loader, writer, stats, journal
+        )
+        limits = self.limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning)
+        self.loop = EngineLoop(self._live, commands, limits, scheduler, runner, sequences, finetuning, deliver, journal)
         self._requests_waiting = 0
         """Requests among the commands."""
         self._counting = threading.Lock()
-        self.heartbeat = self._loop.heartbeat
-        """Its `last_sign_s` tells whether the thread goes on."""
-        self._thread = threading.Thread(target=self._loop.run, name="edged-engine", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run, name="edged-engine", daemon=True)
 
     @classmethod
     def build(
@@ -51,19 +114,25 @@ class Engine:
         deliver: Callable[[list[Event]], None],
         journal: Callable[[list[Record]], Future[None] | None],
         data_dir: Path | None,
-    ) -> Engine:
+    ) -> Self:
         """Load the model and make all parts. Raises ModelRefused with the reason.
 
         `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
         resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
         live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
         """
-        return cls(build_parts_apart(settings, model_dir, data_dir, deliver, journal))
+        beside()
+        return apart(lambda: cls(settings, model_dir, deliver, journal, data_dir))
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force, as far as memory allows them."""
+        return self._live.now
 
     @property
     def error(self) -> str | None:
         """Why the engine ended without having been stopped; None while it has not."""
-        return self._loop.error
+        return self.loop.recovery.error
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -71,7 +140,7 @@ class Engine:
 
     def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish running ones within `drain_s`, cancel the rest, save adapters."""
-        self._commands.stop(time.monotonic() + drain_s)
+        self.commands.stop(time.monotonic() + drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -82,7 +151,7 @@ class Engine:
 
         Raises EngineBusy or RequestRefused.
         """
-        if self.error or self._commands.stopping:
+        if self.error or self.commands.stopping:
             raise EngineStopping(self.error or STOPPING)
         total = len(request.prompt_ids) + request.sampling.max_tokens
         if not request.prompt_ids:
@@ -92,7 +161,7 @@ class Engine:
                 f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.sampling.max_tokens}) exceed the "
                 f"context of {self.max_context_tokens} tokens"
             )
-        if self._sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+        if self.sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
@@ -102,17 +171,16 @@ class Engine:
         def take() -> None:
             self._requests_waiting -= 1
             try:
-                self._sequences.add(request, submitted, asked_s)
+                self.sequences.add(request, submitted, asked_s)
             except Exception as error:
                 log.exception("request %s could not be queued", request.request_id)
-                self._sequences.cancel(request.request_id, "error", time.monotonic(), str(error))
+                self.sequences.cancel(request.request_id, "error", time.monotonic(), str(error))
 
-        self._commands.post(take)
+        self.commands.post(take)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
-        with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._sequences.cancel(request_id, reason, time.monotonic()))
+        self.commands.offer(lambda: self.sequences.cancel(request_id, reason, time.monotonic()))
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -120,43 +188,24 @@ class Engine:
         """Queue preference pairs for learning (or, by their state, for tests and replay)."""
         if pairs:
             # An engine that has ended learns nothing more; the pairs stay queued in the store.
-            with contextlib.suppress(EngineStopping):
-                self._commands.post(lambda: self._finetuning.submit(pairs))
+            self.commands.offer(lambda: self.finetuning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
 
         It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
         """
-        return self._once_saved(adapter, lambda: self._trainer.versions.rollback(adapter, version))
+        publish = self.trainer.versions.rollback
+        return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        return self._once_saved(adapter, lambda: self._trainer.versions.import_adapter(adapter, weights, reason))
-
-    def _once_saved(self, adapter: str, publish: Callable[[], int]) -> Future[int]:
-        """The number of what is published, when it is on disk."""
-        return self._ask_at_length(lambda: self._finetuning.publish(adapter, publish))
-
-    def _ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
-        """What a command has to say when what it began, and returns besides, has ended; or what either raises."""
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                value, begun = command()
-            except Exception as error:
-                if answer.set_running_or_notify_cancel():
-                    answer.set_exception(error)
-            else:
-                begun.add_done_callback(lambda _: _follow(answer, begun, value))
-
-        self._commands.post(run)
-        return answer
+        publish = self.trainer.versions.import_adapter
+        return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
-        """Have an adapter that has learnt nothing applied as if it had: what its answers cost does not change later."""
-        return self._commands.ask(lambda: self._trainer.versions.introduce(adapter))
+        """Have an adapter that learned nothing applied as if it had: what its answers cost does not change later."""
+        return self.commands.ask(lambda: self.trainer.versions.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
@@ -166,10 +215,10 @@ class Engine:
         """
 
         def run() -> tuple[None, Future[None]]:
-            self._sequences.forget(adapter)
-            return None, self._finetuning.forget(adapter, pair_ids)
+            self.sequences.forget(adapter)
+            return None, self.finetuning.forget(adapter, pair_ids)
 
-        return self._ask_at_length(run)
+        return self.commands.ask_at_length(run)
 
     def hold_back(self, adapter: str, held: bool = True) -> None:
         """Files of a forgotten adapter could not be removed: save nothing new of it, which the next try would remove.
@@ -179,31 +228,21 @@ class Engine:
         left = self.adapter_files.left
         (left.add if held else left.discard)(adapter)
 
-    def held_back(self, adapter: str) -> bool:
-        """Whether files of this adapter, which was forgotten, could not be removed."""
-        return adapter in self.adapter_files.left
-
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
-        """What was usual for each adapter when the daemon last ended; to be told before its pairs are submitted."""
-        self._commands.post(lambda: self._finetuning.recall(pasts))
+        """What was usual for each adapter when the daemon last ended; to be set before its pairs are submitted."""
+        self.commands.post(lambda: self.finetuning.recall(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:
         """Test every version with this neutral text, too: see `edged.align.language`."""
-        self._commands.post(lambda: setattr(self._trainer.pair_queues, "neutral", neutral))
+        self.commands.post(lambda: setattr(self.trainer.pair_queues, "neutral", neutral))
 
     def examine(self, adapter: str) -> None:
         """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
-        with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._trainer.examine(adapter))
+        self.commands.offer(lambda: self.trainer.examine(adapter))
 
     def calm(self, adapter: str) -> None:
         """All of an adapter's quarantined pairs were decided about: a burst's alarm ends."""
-        with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._trainer.pair_queues.calm(adapter))
-
-    def pause_finetuning(self, paused: bool) -> None:
-        """Stop opening fine-tune steps (those under way end), or go on."""
-        self._commands.post(lambda: self._finetuning.pause(paused))
+        self.commands.offer(lambda: self.trainer.pair_queues.calm(adapter))
 
     # -- settings and limits -----------------------------------------------------------------------------------------
 
@@ -211,77 +250,78 @@ class Engine:
         """Go on under other settings, between two iterations; those that `edged.reload` does not name are the same."""
 
         def configure() -> None:
-            self._loop.configure(settings.scheduler)
-            self.settings = self.parts.live.now = settings
+            self._live.now = settings
+            self.loop.configure(settings.scheduler)
 
-        return self._commands.ask(configure)
+        return self.commands.ask(configure)
 
     def limit(self, limits: EngineLimits) -> None:
         """Keep to these limits from the next iteration on, as far as requests at hand allow."""
-        with contextlib.suppress(EngineStopping):
-            self._commands.post(lambda: self._limits.take(limits))
-
-    def use(self) -> Use:
-        """What governors see."""
-        return self._limits.use()
+        self.commands.offer(lambda: self.limits.take(limits))
 
     # -- what there is to see ----------------------------------------------------------------------------------------
 
-    @property
-    def adapter_files(self) -> AdapterFiles:
-        """Where the adapters' versions are."""
-        return self._trainer.adapter_cache.files
-
     def adapters(self) -> dict[str, int]:
         """Current version by adapter name."""
-        return dict(self._trainer.adapter_cache.versions)
+        return dict(self.trainer.adapter_cache.versions)
 
     def version(self, adapter: str) -> int | None:
         """An adapter's current version, 0 before it has learned; None of an unknown one."""
-        return self._trainer.adapter_cache.versions.get(adapter)
+        return self.trainer.adapter_cache.versions.get(adapter)
 
     def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
         """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
 
         def copy() -> tuple[int, dict[str, torch.Tensor]]:
-            state = self._trainer.adapter_cache.peek(adapter)
+            state = self.trainer.adapter_cache.peek(adapter)
             return (state.version, state.tensors()) if state is not None else (0, {})
 
-        return self._commands.ask(copy)
+        return self.commands.ask(copy)
 
     def status(self) -> dict[str, Any]:
-        """What `GET /v1/status` shows of the engine."""
+        """What `GET /v1/status` shows of the engine; memory is what the parts hold, in bytes."""
+        model, adapter_cache, settings = self.model, self.trainer.adapter_cache, self.settings
+        pages = self.runner.pages
+        state_bytes = STATE_BYTES * adapter_weights(tuple(adapter_cache.spec.shapes.values()), adapter_cache.spec.rank)
         return {
             **self.stats.report(time.monotonic()),
-            **self.parts.report(),
+            "model": {
+                "name": self.subject.model,
+                "path": self._path,
+                "architecture": model.shape.architecture,
+                "parameters": model.shape.parameters,
+                "weight_bytes": model.shape.weight_bytes,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "max_context_tokens": self.max_context_tokens,
+                "vocab_size": model.shape.vocab_size,
+                "fingerprint": adapter_cache.spec.fingerprint,
+                "trust_remote_code": settings.model.trust_remote_code,
+            },
+            "cost_model": self.scheduler.cost.report(),
+            "scheduler": {
+                "policy": settings.scheduler.policy,
+                "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
+            },
+            "memory": {
+                "weights_bytes": model.shape.weight_bytes,
+                "kv_bytes": (pages.pool.pages - 1) * model.page_bytes(pages.page_size),
+                "adapters_bytes": model.lora.size_bytes + adapter_cache.count * state_bytes,
+            },
+            **self.runner.report(list(self.sequences.by_task.values())),
             "queue": self.queue(),
-            "finetune": self._finetuning.report(),
-            "degraded": self._loop.degraded,
+            "finetune": self.finetuning.report(),
+            "degraded": self.loop.degraded,
         }
-
-    def finetune(self) -> dict[str, Any]:
-        """The status' part on fine-tuning, alone."""
-        return self._finetuning.report()
 
     def queue(self) -> dict[str, int]:
         """Requests by stage, and pairs that wait to be learned."""
-        return {**self._sequences.queue_report(), "finetune": self._finetuning.pairs_queued}
+        return {**self.sequences.queue_report(), "finetune": self.finetuning.pairs_queued}
 
     def iterations(self, since: int = 0) -> list[Iteration]:
         """Records of the iterations after number `since` that are still kept, oldest first."""
-        return self.stats.iterations.since(since)
+        return self.stats.since(since)
 
     def busy(self) -> dict[str, Any]:
         """The status' sums of where the time went, alone."""
         return asdict(self.stats.busy)
-
-
-def _follow(future: Future[T], done: Future[None], value: T) -> None:
-    """Have a future end with `value`, or as one that is done ended, if anybody still waits for it."""
-    if not future.set_running_or_notify_cancel():
-        return
-    error = done.exception()
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)

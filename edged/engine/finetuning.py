@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from itertools import islice
 from typing import Any
@@ -16,16 +16,15 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
-from edged.engine.kv_pages import KvPages
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import free_bytes, graph_bytes, open_steps, unused_bytes
-from edged.engine.model.served_model import ServedModel
-from edged.engine.model_runner import FineTuneJob, RunnerOutput
+from edged.engine.model_runner import FineTuneJob, ModelRunner
 from edged.engine.stats.counters import Counters
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import Kind, Task, Unit
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.tensors.oom import out_of_memory
@@ -43,37 +42,32 @@ class FinetuneJobs:
     def __init__(
         self,
         settings: Live[Settings],
-        model: ServedModel,
+        runner: ModelRunner,
         scheduler: Scheduler,
         trainer: Trainer,
-        pages: KvPages,
         slots: SlotTable,
         loader: AdapterLoader,
         writer: AdapterWriter,
         stats: Counters,
-        task_ids: Iterator[int],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
         """`journal` takes the records of what was learned; its future resolves when they are on disk."""
-        self._settings, self._model, self._scheduler, self._trainer = settings, model, scheduler, trainer
-        self._pages, self._slots, self._stats, self._task_ids = pages, slots, stats, task_ids
-        self._loader, self._writer, self._journal = loader, writer, journal
+        self._settings, self._scheduler, self._trainer, self._slots = settings, scheduler, trainer, slots
+        self._model, self._pages = runner.model, runner.pages
+        self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are quarantined unseen, for a burst."""
-        self.trains = not model.trainable_error and scheduler.policy.trains
+        self.trains = not self._model.trainable_error and scheduler.policy.trains
         """Whether pairs can ever be learned here; where not, they stay in the store."""
-        self._paused = False
         self._held = False
         """Governors allow no step."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._most_open = open_steps(settings.now.align.max_loaded_adapters)
-        self._graph_bytes = graph_bytes(model.shape.linears, settings.now, model.dtype)
-        self._tasks: dict[int, Task] = {}
+        self._graph_bytes = graph_bytes(self._model.shape.linears, settings.now, self._model.dtype)
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps and tests under way, by task id."""
-        self._failed: dict[int, Exception] = {}
         self.resumes_s = math.inf
         """After want of memory: when steps are opened again."""
 
@@ -94,15 +88,6 @@ class FinetuneJobs:
 
     # -- when steps are opened ---------------------------------------------------------------------------------------
 
-    def pause(self, paused: bool) -> None:
-        """Open no new steps, or go on."""
-        self._paused = paused
-
-    @property
-    def _opens(self) -> bool:
-        """Whether steps are opened at all."""
-        return self._settings.now.align.enabled and not (self._paused or self._held)
-
     def hold(self, held: bool) -> None:
         """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
         if held and not self._held:
@@ -118,7 +103,8 @@ class FinetuneJobs:
         self._trainer.pair_queues.tick(now)
         if self._scheduler.degraded:
             self.abandon_all()
-        if not (self._rested(now) and self._opens) or self._scheduler.degraded:
+        closed = self._held or self._scheduler.degraded
+        if not self._rested(now) or closed or not self._settings.now.align.enabled:
             return
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
@@ -134,8 +120,8 @@ class FinetuneJobs:
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
-        most_s = self._settings.now.scheduler.finetune_max_wait_s
-        overdue = adapter == self._slotless and now - self._slotless_s >= most_s
+        longest_s = self._settings.now.scheduler.finetune_max_wait_s
+        overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         spare = self._slots.count if slots_wanted and not overdue else 0
         if self._trainer.adapter_cache.resident(adapter):
@@ -147,25 +133,13 @@ class FinetuneJobs:
         if not slot and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
 
-    @property
-    def _wanted(self) -> set[str]:
-        """The adapter that stays in memory until there is a LoRA slot for its step."""
-        return {self._slotless} if self._slotless else set()
-
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def publish(self, adapter: str, publish: Callable[[], int]) -> tuple[int, Future[None]]:
+    def publish(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
         """Have a version published that no step made; its number, and a future that ends when it is on disk."""
         self.abandon(adapter)
-        version = publish()
+        version = publish(adapter, *which)
         return version, self._writer.saved(adapter, version)
-
-    def _withdraw_suspect(self, adapter: str, version: int) -> None:
-        if self._trainer.versions.suspect(adapter, version):
-            log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
-            self.abandon(adapter)
-            reason = f"guard: version {version} answered with numbers that are not finite"
-            self._trainer.versions.take_back(adapter, reason)
 
     def release(self, busy: Collection[str]) -> bool:
         """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
@@ -187,8 +161,7 @@ class FinetuneJobs:
             self.abandon(name)
         self._trainer.pair_queues.drop(pair_ids)
         self.abandon(adapter)
-        if self._pages.trie is not None:
-            self._pages.trie.expire_all(adapter)
+        self._pages.trie.expire_all(adapter)
         self._trainer.forget(adapter)
         self._slots.forget(adapter)
         return self._writer.forget(adapter)
@@ -200,27 +173,21 @@ class FinetuneJobs:
 
         `answering` are the adapters of open requests.
         """
-        self.pairs_queued, self.pairs_waiting = (
-            self._trainer.pair_queues.pairs_queued,
-            self._trainer.pair_queues.waiting(),
-        )
-        self.alarms = self._trainer.pair_queues.alarms()
+        queues, totals = self._trainer.pair_queues, self._stats.totals
+        self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
-            self._count(records)
+            for record in records:
+                if isinstance(record, StepSkipped):
+                    totals.steps_skipped += 1
+                elif isinstance(record, VersionPublished):
+                    totals.rollbacks += record.reason.startswith("rollback")
+                    totals.guard_rollbacks += record.reason.startswith("guard")
             self._journal(records)
         self._writer.save_due(now)
         if self._trainer.adapter_cache.crowded:
-            self._trainer.tidy(answering() | self._wanted)
-
-    def _count(self, records: list[Record]) -> None:
-        totals = self._stats.totals
-        for record in records:
-            if isinstance(record, StepSkipped):
-                totals.steps_skipped += 1
-            elif isinstance(record, VersionPublished):
-                totals.rollbacks += record.reason.startswith("rollback")
-                totals.guard_rollbacks += record.reason.startswith("guard")
+            # The adapter that waits for a slot stays until its step has one.
+            self._trainer.tidy(answering() | {self._slotless})
 
     def next_due_s(self) -> float | None:
         """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
@@ -248,10 +215,7 @@ class FinetuneJobs:
         """The finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
-            "enabled": self.trains
-            and self._settings.now.align.enabled
-            and not self._paused
-            and not self._scheduler.degraded,
+            "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
             "held": self._held,
             "reason": self._model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
@@ -265,15 +229,13 @@ class FinetuneJobs:
             "adapters_loaded": self._trainer.adapter_cache.count,
         }
 
-    # -- steps under way ---------------------------------------------------------------------------------------------
-
     def _rested(self, now: float) -> bool:
         """Whether no step waits for memory at `now`."""
         if now >= self.resumes_s:
             self.resumes_s = math.inf
         return self.resumes_s == math.inf
 
-    # -- begin and end -----------------------------------------------------------------------------------------------
+    # -- steps under way ---------------------------------------------------------------------------------------------
 
     def _open(self, adapter: str, now: float, spare: int) -> bool:
         """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
@@ -294,24 +256,21 @@ class FinetuneJobs:
         try:
             if not admit(adapter):
                 return False
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
-            self._shrink(now)
-            return False
-        try:
             step = self._trainer.open(adapter, self._may_keep_graph(), admit)
         except Exception as error:
-            log.exception("a step of %s could not be opened", ", ".join(slots))
+            if slots:
+                log.exception("a step of %s could not be opened", ", ".join(slots))
+            elif out_of_memory(error):
+                log.warning("a step of %s waits: there was no memory for its adapter (%s)", adapter, error)
+            else:
+                raise
             self._release(slots)
             if out_of_memory(error):
                 self._shrink(now)
             return False
-        task = Task(next(self._task_ids), Kind.FINETUNE, now)
-        self.jobs[task.task_id], self._tasks[task.task_id] = FineTuneJob(step, slots, now), task
-        self._stats.labels.append((task.task_id, "", ", ".join(step.adapters)))
-        self._sync(task)
+        task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
+        job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
+        self._sync(job)
         self._scheduler.add(task, now)
         return True
 
@@ -325,58 +284,54 @@ class FinetuneJobs:
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
         free: then it is the packed forward that saves time.
         """
-        model = self._model
-        counts = self._scheduler.counts()
-        serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if (
-            not self._settings.now.align.keep_graph
-            or self._trainer.size.graphs_fail
-            or (serving and model.device.type == "cuda")
-        ):
+        counts, device = self._scheduler.counts(), self._model.device
+        serves = device.type == "cuda" and counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
+        if serves or not self._settings.now.align.keep_graph or self._trainer.size.graphs_fail:
             return False
         # A step that is open and has computed nothing yet has its memory still to take.
-        free = free_bytes(model.device)[0] + unused_bytes(model.device)
+        free = free_bytes(device)[0] + unused_bytes(device)
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
 
-    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and bring the others' tasks up to date.
 
+        `failed` has the task ids of those whose unit raised, and why.
         `suspects` are (adapter, version) of answers that were not finite, and leave it here; where the version is the
         cause, an earlier one is served.
         """
-        for task_id in list(self._tasks):
-            task, job = self._tasks[task_id], self.jobs[task_id]
-            if task_id in self._failed:
-                self._give_up(task_id, self._failed[task_id], now)
+        for task_id, job in list(self.jobs.items()):
+            if task_id in failed:
+                self._give_up(task_id, failed[task_id], now)
             elif job.step.finished:
                 self._drop(task_id)
                 strikes = self._trainer.size.strikes
                 self._trainer.close(job.step, now - job.opened_s)
                 if self._trainer.size.strikes > strikes:
-                    self._pause_for_memory(now)
+                    self.resumes_s = now + self._trainer.size.pause_s
             else:
-                self._sync(task)
-                self._scheduler.update(task)
+                self._sync(job)
+                self._scheduler.update(job.task)
         while suspects:
-            self._withdraw_suspect(*suspects.popleft())
+            adapter, version = suspects.popleft()
+            if self._trainer.versions.suspect(adapter, version):
+                log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
+                self.abandon(adapter)
+                reason = f"guard: version {version} answered with numbers that are not finite"
+                self._trainer.versions.take_back(adapter, reason)
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
 
-    def _drop(self, task_id: int) -> None:
+    def _drop(self, task_id: int) -> FineTuneStep:
+        """End a step's task, which the scheduler may have retired already."""
         job = self.jobs.pop(task_id)
-        self._tasks.pop(task_id)
+        self._scheduler.remove(task_id)
         self._release(job.slots)
-
-    def _skip(self, task_id: int, reason: str) -> None:
-        step = self.jobs[task_id].step
-        self._drop(task_id)
-        self._trainer.skip(step, reason)
+        return job.step
 
     def abandon(self, adapter: str) -> None:
         """Drop the step that the adapter has part in; the pairs of all who share it stay queued."""
         for task_id, job in list(self.jobs.items()):
             if adapter in job.step.adapters:
-                self._scheduler.remove(task_id)
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
@@ -387,9 +342,9 @@ class FinetuneJobs:
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
-    def _sync(self, task: Task) -> None:
+    def _sync(self, job: FineTuneJob) -> None:
         """Bring a task's view of its step up to date."""
-        step = self.jobs[task.task_id].step
+        task, step = job.task, job.step
         streams = step.group.streams
         task.tokens, task.next_unit = step.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
@@ -400,31 +355,16 @@ class FinetuneJobs:
         unfinished = sum(stream.left > 0 for stream in streams)
         task.capacity = task.context - unfinished * self._pages.page_size
 
-    def process(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
-        """The outcomes of the fine-tune grants."""
-        tokens = {id(job): n for job, n in work.finetuned}
-        outcomes = []
-        for grant in plan.grants:
-            job = self.jobs.get(grant.task.task_id)
-            if job is None:
-                continue
-            task_id = grant.task.task_id
-            ended = job.step.finished or task_id in work.failed
-            kind = None if ended else Kind.FINETUNE
-            outcomes.append(TaskOutcome(grant.task, tokens.get(id(job), 0), work.units_run.get(task_id, 0), kind))
-        self._failed = work.failed
-        return outcomes
-
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
-        if task_id not in self.jobs:
+        job = self.jobs.get(task_id)
+        if job is None:
             return False
-        step, task = self.jobs[task_id].step, self._tasks[task_id]
-        step.restart()
-        self._scheduler.restart(task, step.tokens_left, now)
-        task.underway = step.groups_done > 0
-        self._sync(task)
-        self._scheduler.update(task)
+        job.step.restart()
+        self._scheduler.restart(job.task, job.step.tokens_left, now)
+        job.task.underway = job.step.groups_done > 0
+        self._sync(job)
+        self._scheduler.update(job.task)
         return True
 
     def restart_above(self, page: int) -> None:
@@ -438,8 +378,7 @@ class FinetuneJobs:
     def fail(self, task_ids: set[int], reason: str) -> None:
         """An iteration failed: the steps that were in it are skipped, with the reason on record."""
         for task_id in task_ids & self.jobs.keys():
-            self._scheduler.remove(task_id)
-            self._skip(task_id, reason)
+            self._trainer.skip(self._drop(task_id), reason)
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
@@ -451,24 +390,17 @@ class FinetuneJobs:
         elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
             log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
             self._trainer.size.distrust_graphs()
-            self._drop(task_id)
-            self._trainer.abandon(job.step.adapters[0])
+            self._trainer.abandon(self._drop(task_id).adapters[0])
         else:
-            self._skip(task_id, reason)
+            self._trainer.skip(self._drop(task_id), reason)
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
         starved = task_ids & self.jobs.keys()
         for task_id in starved:
-            step = self.jobs[task_id].step
-            self._scheduler.remove(task_id)
-            self._drop(task_id)
-            self._trainer.starved(step, len(starved) == 1, reason)
+            self._trainer.starved(self._drop(task_id), len(starved) == 1, reason)
         self._shrink(now)
 
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
-        self._pause_for_memory(now)
-
-    def _pause_for_memory(self, now: float) -> None:
         self.resumes_s = now + self._trainer.size.pause_s

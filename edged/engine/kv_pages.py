@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 
 from edged.cache.page_pool import PagePool
@@ -13,38 +16,22 @@ from edged.engine.sequence import Sequence
 class KvPages:
     """The page pool with the trie of shared prefixes and the place of evicted ones; used by the engine thread alone."""
 
-    def __init__(self, pool: PagePool, trie: PrefixTrie | None, offload: KvOffload | None = None) -> None:
-        """Without a `trie` no prefix is shared; without an `offload` evicted prefixes are lost."""
-        self.pool, self.trie, self.offload = pool, trie, offload
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.pool.page_size
-
-    @property
-    def evictable(self) -> int:
-        """Pages of shared prefixes that no sequence uses."""
-        return self.trie.evictable_pages if self.trie is not None else 0
+    def __init__(self, pool: PagePool, shares_prefixes: bool, offload: KvOffload | None = None) -> None:
+        """Unless it `shares_prefixes` the trie stays empty; without an `offload` evicted prefixes are lost."""
+        self.pool, self.shares_prefixes, self.offload = pool, shares_prefixes, offload
+        self.trie = PrefixTrie(pool, offload)
+        self.page_size = pool.page_size
 
     @property
     def available(self) -> int:
         """Pages that `allocate` can give."""
-        return self.pool.free_pages + self.evictable
+        return self.pool.free_pages + self.pool.evictable_pages
 
     def allocate(self, pages: int) -> list[int]:
         """Free pages, evicting shared prefixes that no sequence uses. Raises OutOfPages."""
-        missing = pages - self.pool.free_pages
-        if missing > 0 and self.trie is not None:
-            self.trie.evict(missing)
+        if pages > self.pool.free_pages:
+            self.trie.evict(pages - self.pool.free_pages)
         return self.pool.allocate(pages)
-
-    def allocate_to_write(self, pages: int) -> list[int]:
-        """As `allocate`, for what writes before the next forward: after the copies of what was evicted for it."""
-        taken = self.allocate(pages)
-        if self.offload is not None:
-            self.offload.settle()
-        return taken
 
     def grow(self, sequence: Sequence, tokens: int) -> int:
         """Give a sequence the pages for up to `tokens` more; how many of them it has. Raises OutOfPages."""
@@ -60,7 +47,7 @@ class KvPages:
         Offloaded pages come back into free ones, of which `reserve` are left to the others of this iteration. A prefix
         found by a sequence that was admitted before, and not for the `first` time, is its own and counts as no hit.
         """
-        if self.trie is None:
+        if not self.shares_prefixes:
             return
         pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
         if pages:
@@ -71,18 +58,42 @@ class KvPages:
 
     def share(self, sequence: Sequence) -> None:
         """Let later sequences of the same adapter version use the full pages that this one computed."""
-        if self.trie is not None and sequence.shareable and sequence.computed:
+        if self.shares_prefixes and sequence.shareable and sequence.computed:
             full = sequence.computed // self.page_size
             self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.page_size], sequence.pages[:full])
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's pages back; it has computed nothing from here on."""
-        if sequence.pages:
-            self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.computed = 0
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.computed = [], 0
         sequence.compacted = sequence.watch = None
 
     def release(self, pages: np.ndarray) -> None:
         """Take back the pages of a fine-tune stream."""
         self.pool.release(pages.tolist())
+
+    def report(self, page_bytes: int) -> dict[str, Any]:
+        """The status' parts on pages of so many bytes, and on what sharing prefixes saved.
+
+        `hit_tokens` were not computed again, `restored_tokens` of them were offloaded.
+        """
+        pool, trie, stats, offload = self.pool, self.trie, self.trie.stats, self.offload
+        return {
+            "pages": {
+                "total": pool.pages - 1,
+                "free": pool.free_pages,
+                "cached": pool.evictable_pages,
+                "retired": pool.pages - pool.capacity,
+                "page_size": pool.page_size,
+                "bytes_per_page": page_bytes,
+            },
+            "prefix": {
+                **asdict(stats),
+                "hit_share": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+                "spill": {
+                    "kind": offload.kind if offload is not None else "off",
+                    "pages": trie.spilled_pages,
+                    "capacity": offload.capacity if offload is not None else 0,
+                },
+            },
+        }

@@ -3,61 +3,68 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
 from edged.align.feedback.pair import IterationSample, Record
 from edged.engine.command_queue import CommandQueue
-from edged.engine.heartbeat import Heartbeat
+from edged.engine.kv_pages import KvPages
 from edged.engine.model_runner import RunnerOutput
+from edged.engine.pruner import Pruner
 from edged.engine.recovery import Recovery
 from edged.engine.request import Event
 from edged.engine.sequences import SequenceTable
-from edged.engine.stats.counters import Counters
 from edged.engine.stats.iterations import Iteration
+from edged.runtime.process import give_back_memory
 from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Plan, Resources, Task, TaskOutcome
-from edged.settings.load import SchedulerSettings
+from edged.scheduler.task import IterationResult, Plan, Resources, Task
+from edged.settings.live import Live
+from edged.settings.load import SchedulerSettings, Settings
 
 log = logging.getLogger("edged.engine")
 _SAMPLE_EVERY_S = 1.0
 _CALIBRATED_AFTER = 50
 """Iterations after which the cost model is believed about what this device can do at all."""
+_GIVE_BACK_AFTER_S = 30.0
+"""Idle seconds after which free heap memory is returned to the system."""
 
 
 class Runner(Protocol):
     """Runs plans: `ModelRunner` on a device, `SimulatedRunner` in virtual time."""
 
+    pages: KvPages
+    pruner: Pruner | None
+    max_context_tokens: int
+    """Tokens of the longest sequence."""
+    end_ids: frozenset[int]
+    """Tokens that end an answer."""
     overlaps: bool
     """Whether the device computes while the calling thread does something else."""
 
     def begin_thread(self) -> None:
         """Have the calling thread run plans from now on."""
-        ...
 
     def begin_iteration(self, now: float) -> None:
         """A plan is about to be made: follow what other programs leave of the device."""
-        ...
+
+    def check_device(self) -> None:
+        """Raise the error of a device that does nothing more."""
+
+    def return_memory(self) -> None:
+        """Give memory that is free back to the device."""
 
     def run(
-        self,
-        plan: Plan,
-        sequences: Any,
-        jobs: Any,
-        interrupted: Callable[[], bool],
-        while_waiting: Callable[[], None],
+        self, plan: Plan, sequences: Any, jobs: Any, interrupted: Callable[[], bool], while_waiting: Callable[[], None]
     ) -> RunnerOutput:
         """Run a plan over `sequences` and fine-tune `jobs`, both by task id; see `ModelRunner.run`."""
-        ...
 
     def close(self) -> None:
         """No plan comes any more."""
-        ...
 
 
 class Limits(Protocol):
@@ -66,15 +73,12 @@ class Limits(Protocol):
     @property
     def unsettled(self) -> bool:
         """Whether `apply` has more to do at once."""
-        ...
 
     def apply(self) -> bool:
         """Between two iterations: give pages back or take them again. True when that made plans void."""
-        ...
 
     def resources(self) -> Resources:
         """What the next bin may use."""
-        ...
 
 
 class Finetuning(Protocol):
@@ -85,66 +89,67 @@ class Finetuning(Protocol):
     @property
     def jobs(self) -> Mapping[int, Any]:
         """Steps and tests under way, by task id."""
-        ...
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due; `slots_wanted`: requests wait for LoRA slots."""
-        ...
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; False when the task is no step."""
-        ...
 
-    def process(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
-        """The outcomes of the fine-tune grants."""
-        ...
-
-    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Take finished steps in; see `FinetuneJobs.close_finished`."""
-        ...
+
+    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
+        """Memory ran out in these."""
+
+    def fail(self, task_ids: set[int], reason: str) -> None:
+        """An iteration with these failed."""
 
     def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
         """Hand over the records of the iteration."""
-        ...
 
     def next_due_s(self) -> float | None:
         """When something is due while nothing runs."""
-        ...
 
     def close(self) -> None:
         """End with every version saved."""
-        ...
 
 
 class EngineLoop:
-    """Serving and fine-tuning by turns. Used by one thread alone, but for `error`, `degraded` and `heartbeat`."""
+    """Serving and fine-tuning by turns. Other threads read `recovery.error`, `degraded` and `last_sign_s` alone."""
 
     def __init__(
         self,
+        settings: Live[Settings],
         commands: CommandQueue,
         limits: Limits,
         scheduler: Scheduler,
         runner: Runner,
         sequences: SequenceTable,
         finetuning: Finetuning,
-        recovery: Recovery,
-        stats: Counters,
-        settings: SchedulerSettings,
         deliver: Callable[[list[Event]], None],
-        observe: Callable[[Iteration], None] = lambda _iteration: None,
+        journal: Callable[[list[Record]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        most_failures: int = 3,
     ) -> None:
-        """`deliver` takes the events of an iteration, `observe` its record; both must not block. `clock` in seconds."""
-        self._commands, self._limits, self._scheduler, self._runner = commands, limits, scheduler, runner
-        self._sequences, self._finetuning, self._recovery, self._stats = sequences, finetuning, recovery, stats
-        self._deliver, self._observe, self._clock = deliver, observe, clock
-        self._plan_ahead = settings.plan_ahead
+        """`deliver` takes the events of an iteration, `journal` a sample of it once a second; both must not block.
+
+        `clock` in seconds. So many iterations as `most_failures` that fail in a row end the engine.
+        """
+        self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
+        self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
+        self._deliver, self._journal, self._clock = deliver, journal, clock
+        serving = settings.now.serving
+        self.recovery = Recovery(serving, scheduler, sequences, finetuning, runner, clock, most_failures)
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
         """Seconds that planning ahead has taken already."""
         self.resumes_s = 0.0
         """After a step without work: when there may be some."""
-        self.heartbeat = Heartbeat()
+        self._sampled_at_s = 0.0
+        self._idle_since_s: float | None = None
+        """When the engine ran out of work; -inf once its free memory was given back."""
+        self._sign_s, self._waiting = time.monotonic(), False
 
     def step(self) -> bool:
         """One iteration; False when there is nothing to do before `resumes_s` or the next command."""
@@ -156,13 +161,13 @@ class EngineLoop:
         self._sequences.prepare(now)
         plan, started = self._plan(), self._clock()
         if plan.grants or plan.preempt:
-            with self._recovery.iteration(plan):
+            with self.recovery.iteration(plan):
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
                 sequences, jobs = self._sequences.by_task, self._finetuning.jobs
                 ahead = partial(self._look_ahead, plan, started)
                 output = self._runner.run(plan, sequences, jobs, interrupted=self._interrupted, while_waiting=ahead)
-                self._recovery.computed()
+                self.recovery.computed = True
                 self._complete(plan, output, started)
         self._publish()
         return bool(plan.grants or plan.preempt)
@@ -170,31 +175,31 @@ class EngineLoop:
     def run(self) -> None:
         """The engine thread from its start to its end."""
         last = (self._publish, self._finetuning.close, self._publish, self._runner.close)
-        with self._recovery.thread(self._commands, last):
+        with self.recovery.thread(self._commands, last):
             self._runner.begin_thread()
             while not self._done():
-                self.heartbeat.sign()
-                if self.step():
-                    self.heartbeat.work()
-                    if self._recovery.memory.pause_s:
-                        self._wait(self._clock() + self._recovery.memory.pause_s)
-                else:
+                self._sign_s = time.monotonic()
+                if not self.step():
                     self._wait(self.resumes_s)
+                else:
+                    self._idle_since_s = None
+                    if self.recovery.pause_s:
+                        self._wait(self._clock() + self.recovery.pause_s)
 
     @property
-    def error(self) -> str | None:
-        """Why the thread ended, where it was not stopped."""
-        return self._recovery.error
+    def last_sign_s(self) -> float:
+        """When the thread last went on (monotonic clock): a device call has returned; now, while it waits for work."""
+        return time.monotonic() if self._waiting else self._sign_s
 
     @property
     def degraded(self) -> list[str]:
         """A sentence for everything that is not as it should be."""
-        return [problem for problem in (self._scheduler.degraded, self._recovery.memory.problem) if problem]
+        return [problem for problem in (self._scheduler.degraded, self.recovery.memory_problem) if problem]
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Plan by other settings."""
         self._scheduler.configure(settings)
-        self._plan_ahead, self._ahead = settings.plan_ahead, None
+        self._ahead = None
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
@@ -208,13 +213,14 @@ class EngineLoop:
         return plan
 
     def _resources(self) -> Resources:
-        return self._recovery.memory.limited(self._limits.resources())
+        return self.recovery.limited(self._limits.resources())
 
     def _look_ahead(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
-        if self._plan_ahead == "off" or (self._plan_ahead == "auto" and not self._runner.overlaps):
+        plan_ahead = self._settings.now.scheduler.plan_ahead
+        if plan_ahead == "off" or (plan_ahead == "auto" and not self._runner.overlaps):
             return
-        with self._recovery.logged("the next iteration could not be planned ahead"):
+        with self.recovery.logged("the next iteration could not be planned ahead"):
             begun = time.perf_counter()
             self._ahead = self._scheduler.foresee(plan, started, self._resources())
             self._ahead_s = time.perf_counter() - begun
@@ -229,31 +235,25 @@ class EngineLoop:
 
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
         """Take in what the iteration came to: tokens, finished steps, the cost model's lesson."""
-        now = self._clock()
-        outcomes = self._sequences.process(output, now) + self._finetuning.process(plan, output)
-        result = IterationResult(outcomes, output.forward_s, output.units)
-        self._record(plan, result, started, now)
+        now, sequences = self._clock(), self._sequences
+        outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.jobs)
+        result, cost = IterationResult(outcomes, output.forward_s, output.units), self._scheduler.cost
+        free_pages = self._runner.pages.pool.free_pages
+        iteration = self._stats.record(plan, result, cost, started, now, free_pages, sequences.waiting)
+        if self._journal is not None:
+            self._sample(iteration, self._journal, now)
         self._scheduler.complete(result, now)
-        self._finetuning.close_finished(now, self._sequences.suspects)
+        self._finetuning.close_finished(now, output.failed, sequences.suspects)
 
-    def _record(self, plan: Plan, result: IterationResult, started: float, now: float) -> None:
-        stats = self._stats
-        iteration = stats.iterations.add(
-            plan,
-            result,
-            started_s=started,
-            elapsed_s=now - started,
-            decision_s=stats.decision_ms[-1] * 1e-3,
-            spent_s=stats.busy.add(self._scheduler.cost, result, now - started),
-            free_pages=self._sequences.free_pages,
-            waiting=self._sequences.waiting,
-        )
-        stats.totals.iterations += 1
-        stats.totals.plans_foreseen += plan.foreseen
-        stats.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
-        stats.iteration_ms.append((now - started) * 1e3)
-        stats.mark(now)
-        self._observe(iteration)
+    def _sample(self, iteration: Iteration, journal: Callable[[list[Record]], object], now: float) -> None:
+        """Journal an iteration a second, and warn of targets that the device cannot meet once its times are known."""
+        if iteration.number == _CALIBRATED_AFTER:
+            for problem in self._scheduler.targets.impossible():
+                log.warning("%s", problem)
+        if now - self._sampled_at_s >= _SAMPLE_EVERY_S:
+            self._sampled_at_s = now
+            predicted_ms, pages = iteration.predicted_s * 1e3, iteration.free_pages
+            journal([IterationSample(**iteration.report(), predicted_ms=predicted_ms, free_pages=pages)])
 
     def _publish(self) -> None:
         events = self._sequences.take_events()
@@ -264,38 +264,28 @@ class EngineLoop:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def _wait(self, resume_s: float) -> None:
-        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned."""
-        wait_s = self.heartbeat.wait_s((self._finetuning.next_due_s(), resume_s))
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned.
+
+        Free memory goes back to the system in time.
+        """
+        now = time.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now
+        keep_until_s = self._idle_since_s + _GIVE_BACK_AFTER_S
+        if now >= keep_until_s > 0:
+            give_back_memory()
+            self._idle_since_s = -math.inf
+        dues_s = (self._finetuning.next_due_s(), resume_s, keep_until_s if keep_until_s > now else None)
+        waits = [max(0.0, due_s - now) for due_s in dues_s if due_s is not None and due_s < math.inf]
         if not self._limits.unsettled:
-            self._commands.wait(wait_s, self.heartbeat)
+            self._waiting = True
+            self._commands.wait(min(waits, default=None))
+            self._sign_s, self._waiting = time.monotonic(), False
 
     def _done(self) -> bool:
         if not self._commands.stopping:
             return False
         if self._clock() >= self._commands.deadline_s:
-            self._sequences.cancel_all(self._clock())
+            self._sequences.end_all(self._clock())
             return True
-        return not self._commands.arrived and not self._sequences.busy
-
-
-class IterationSampler:
-    """Journals an iteration a second, and warns of targets that the device cannot meet once its times are known."""
-
-    def __init__(self, scheduler: Scheduler, journal: Callable[[list[Record]], Future[None] | None]) -> None:
-        self._scheduler, self._journal = scheduler, journal
-        self._sampled_at_s = 0.0
-        self._seen = 0
-
-    def observe(self, iteration: Iteration) -> None:
-        """Look at the latest iteration."""
-        self._seen += 1
-        if self._seen == _CALIBRATED_AFTER:
-            for problem in self._scheduler.targets.impossible():
-                log.warning("%s", problem)
-        now = iteration.started_s + iteration.elapsed_s
-        if now - self._sampled_at_s >= _SAMPLE_EVERY_S:
-            self._sampled_at_s = now
-            predicted_s = iteration.predicted_forward_s + iteration.predicted_units_s
-            self._journal(
-                [IterationSample(**iteration.report(), predicted_ms=predicted_s * 1e3, free_pages=iteration.free_pages)]
-            )
+        return not (self._commands.arrived or self._sequences.by_task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import Drawn, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.runtime.process import give_back_memory
-from edged.scheduler.task import Plan, Unit
+from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
 from edged.tensors.cpu_threads import CpuThreads
 from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
@@ -42,11 +41,17 @@ log = logging.getLogger("edged.engine")
 
 @dataclass(slots=True)
 class FineTuneJob:
-    """A step under way, with the slots that its adapters' policy streams use."""
+    """A step under way as a task of the scheduler, with the slots that its adapters' policy streams use."""
 
     step: FineTuneStep
+    task: Task
     slots: dict[str, int]
     opened_s: float
+
+
+Taken = list[tuple[PairForward, Piece]]
+Takes = list[tuple[FineTuneJob, Taken, list[Segment]]]
+"""Pieces of steps in a forward, with their segments."""
 
 
 @dataclass(slots=True)
@@ -61,8 +66,8 @@ class RunnerOutput:
     """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
-    finetuned: list[tuple[object, int]] = field(default_factory=list)
-    """Fine-tune jobs whose forward advanced, with the number of tokens."""
+    finetuned: dict[int, int] = field(default_factory=dict)
+    """Task id of fine-tune jobs whose forward advanced -> the number of tokens."""
     units_run: dict[int, int] = field(default_factory=dict)
     """Task id -> units that ran."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
@@ -70,34 +75,14 @@ class RunnerOutput:
     """Task id of fine-tune jobs whose unit raised -> why."""
     forward_s: float = 0.0
 
-
-class _UnitClock:
-    """Times a row of units, on CUDA by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.lap()
-
-    def lap(self) -> None:
-        """End the present lap and begin the next."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def wait(self) -> None:
-        """Until the device has come to the end of the latest lap."""
-        if self._cuda:
-            self._marks[-1].synchronize()
-
-    def laps(self) -> list[float]:
-        """Seconds of each lap."""
-        if not self._cuda:
-            return [b - a for a, b in itertools.pairwise(self._marks)]
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
+    def finetune_outcomes(self, plan: Plan, jobs: Mapping[int, Any]) -> list[TaskOutcome]:
+        """What the grants of fine-tune `jobs`, by task id, came to."""
+        outcomes = []
+        for task in (grant.task for grant in plan.grants if grant.task.task_id in jobs):
+            tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
+            ended = jobs[task.task_id].step.finished or task.task_id in self.failed
+            outcomes.append(TaskOutcome(task, tokens, units, None if ended else Kind.FINETUNE))
+        return outcomes
 
 
 class ModelRunner:
@@ -109,45 +94,49 @@ class ModelRunner:
         kv: KvStore,
         pages: KvPages,
         backends: Backends,
-        *,
-        end_ids: frozenset[int] = frozenset(),
-        threads: CpuThreads | None = None,
-        graphs: DecodeGraphs | None = None,
-        pruner: Pruner | None = None,
-        why_not: Mapping[str, str] | None = None,
+        max_context_tokens: int,
+        threads: CpuThreads | None,
+        graphs: DecodeGraphs | None,
+        pruner: Pruner | None,
+        why_not: Mapping[str, str],
     ) -> None:
-        """`end_ids` end an answer and are forbidden before `min_tokens`; `graphs` replay iterations of decodes alone.
+        """`graphs` replay iterations of decodes alone.
 
         `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
         """
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
-        self._backends, self._end_ids, self._threads, self._why_not = backends, end_ids, threads, dict(why_not or {})
+        self.max_context_tokens, self.end_ids, self.threads = max_context_tokens, model.end_ids(), threads
+        self._backends, self._why_not = backends, why_not
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
         self.overlaps = model.device.type == "cuda"
-        """Whether the device computes while the calling thread does something else."""
 
-    def report(self) -> dict[str, Any]:
-        """Which implementations compute attention and the adapters' updates, and why not faster ones."""
+    def report(self, sequences: list[Sequence]) -> dict[str, Any]:
+        """The status' parts on pages, on pruned ones of `sequences`, and on what computes which part and why."""
         return {
-            "decode": self._backends.decode,
-            "prefill": "triton" if self._backends.tile_tokens else "gathered",
-            "lora": self._lora.runs.kernel,
-            "why_not": self._why_not,
+            **self.pages.report(self.model.page_bytes(self.pages.page_size)),
+            "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(sequences),
+            "paths": {
+                "decode": self._backends.decode,
+                "prefill": "triton" if self._backends.tile_tokens else "gathered",
+                "lora": self._lora.runs.kernel,
+                "why_not": self._why_not,
+            },
+            "decode_graphs": None if self.graphs is None else self.graphs.report(),
         }
 
     def begin_thread(self) -> None:
         """Have the calling thread compute: with the model's device, or with the cores that other programs leave."""
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
-        if self._threads is not None:
-            self._threads.begin()
+        if self.threads is not None:
+            self.threads.begin()
 
     def begin_iteration(self, now: float) -> None:
         """Compute with the cores that other programs leave now."""
-        if self._threads is not None:
-            self._threads.follow(now)
+        if self.threads is not None:
+            self.threads.follow(now)
 
     def check_device(self) -> None:
         """Raise the error of a device that does nothing more."""
@@ -175,7 +164,7 @@ class ModelRunner:
         if self.pruner is not None:
             self.pruner.begin_iteration()
         segments: list[Segment] = []
-        takes: list[tuple[FineTuneJob, Taken, list[Segment]]] = []
+        takes: Takes = []
         for grant in plan.grants:
             if not grant.tokens:
                 continue
@@ -185,7 +174,7 @@ class ModelRunner:
                 else:
                     job = jobs[grant.task.task_id]
                     taken = job.step.group.take(grant.tokens)
-                    parts = segments_of(taken, job.slots, self.kv.page_size, self._allocate_array)
+                    parts = segments_of(taken, job.slots, self.kv.page_size, self.pages.allocate)
                     takes.append((job, taken, parts))
                     segments += parts
             except OutOfPages:
@@ -197,7 +186,7 @@ class ModelRunner:
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
-                self._run_units(jobs[grant.task.task_id], grant.task.task_id, grant.units, interrupted, work)
+                self._run_units(jobs[grant.task.task_id], grant.units, interrupted, work)
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
@@ -220,15 +209,8 @@ class ModelRunner:
         work.segments.append(segment)
         return segment
 
-    def _allocate_array(self, pages: int) -> np.ndarray:
-        return np.array(self.pages.allocate(pages), np.int64)
-
     def _forward(
-        self,
-        segments: list[Segment],
-        takes: list[tuple[FineTuneJob, Taken, list[Segment]]],
-        work: RunnerOutput,
-        while_waiting: Callable[[], None],
+        self, segments: list[Segment], takes: Takes, work: RunnerOutput, while_waiting: Callable[[], None]
     ) -> None:
         if self.pages.offload is not None:
             self.pages.offload.join()
@@ -241,16 +223,16 @@ class ModelRunner:
             while_waiting()
             if rows is not None:
                 work.drawn = rows.read()
-            elif self._tap.broken is None and self.model.device.type == "cuda":
+            elif self._tap.broken is None:
                 # Nothing is read, but the cost model must see the forward's time, not that of its launches.
-                torch.cuda.current_stream(self.model.device).synchronize()
+                self._wait()
         self._find_broken(work)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
         for job, taken, _ in takes:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
             job.step.group.advance(tokens)
-            work.finetuned.append((job, tokens))
+            work.finetuned[job.task.task_id] = tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
         """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
@@ -269,9 +251,7 @@ class ModelRunner:
         work.sampled = [work.sampled[index] for index in order]
         return graphs.run([segments[index] for index in order], self._sampling_rows(work))
 
-    def _launch(
-        self, segments: list[Segment], takes: list[tuple[FineTuneJob, Taken, list[Segment]]], work: RunnerOutput
-    ) -> SampledRows | None:
+    def _launch(self, segments: list[Segment], takes: Takes, work: RunnerOutput) -> SampledRows | None:
         """A packed forward, kernel by kernel, and the drawing of what was asked for."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
@@ -286,33 +266,36 @@ class ModelRunner:
         return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
 
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
-        return [sequence.row(self._end_ids) for sequence in work.sampled]
+        return [sequence.row(self.end_ids) for sequence in work.sampled]
 
-    def _run_units(
-        self, job: FineTuneJob, task_id: int, units: int, interrupted: Callable[[], bool], work: RunnerOutput
-    ) -> None:
-        clock = _UnitClock(self.model.device)
-        ran: list[Unit] = []
-        for count in range(units):
+    def _run_units(self, job: FineTuneJob, units: int, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
+        ran, started = 0, time.perf_counter()
+        while ran < units:
             # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
-            begun = count or work.units or work.finetuned
+            begun = work.units or work.finetuned
             if job.step.finished or job.step.tokens_left or (begun and interrupted()):
                 break
             try:
-                ran.append(Unit(*job.step.run_unit()))
+                unit = Unit(*job.step.run_unit())
             except Exception as error:
                 if not out_of_memory(error):
                     # Not the step's fault where the device does nothing more: this raises there, too.
                     self.model.check_device()
                     log.exception("a fine-tune unit failed")
                 # Its frames hold what the step computed, which would stay until cycles are collected.
-                work.failed[task_id] = error.with_traceback(None)
+                work.failed[job.task.task_id] = error.with_traceback(None)
                 break
-            clock.lap()
             # A device that had all units queued could not be interrupted.
-            clock.wait()
-        work.units += zip(ran, clock.laps(), strict=True)
-        work.units_run[task_id] = len(ran)
+            self._wait()
+            ended = time.perf_counter()
+            work.units.append((unit, ended - started))
+            ran, started = ran + 1, ended
+        work.units_run[job.task.task_id] = ran
+
+    def _wait(self) -> None:
+        """Until the device has done all that was launched."""
+        if self.overlaps:
+            torch.cuda.current_stream(self.model.device).synchronize()
 
     def close(self) -> None:
         """Nothing runs any more."""
@@ -320,11 +303,8 @@ class ModelRunner:
             self.pages.offload.close()
 
 
-Taken = list[tuple[PairForward, Piece]]
-
-
 def segments_of(
-    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], np.ndarray]
+    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
 ) -> list[Segment]:
     """Segments of taken pieces, in the same order, each under the slot of its pair's adapter.
 
@@ -355,21 +335,11 @@ def take_of(group: MicroBatch, taken: Taken, segments: list[Segment], device: to
     kept: list[np.ndarray] = []
     kept_start = -1
     for (stream, piece), segment in zip(taken, segments, strict=True):
-        n = piece.stop - piece.start
-        packed = np.arange(segment.start, segment.start + n)
-        rows.append(packed)
+        rows.append(np.arange(segment.start, segment.start + piece.stop - piece.start))
         last.append(np.arange(stream.row + piece.start, stream.row + piece.stop))
         if stream.kept >= 0:
-            if not kept:
-                kept_start = stream.kept + piece.start
-            kept.append(packed)
-    tables = [np.concatenate(part) for part in (rows, last, kept) if part]
-    moved = upload(tables, device)
-    return Take(
-        last=group.last,
-        rows=moved[0],
-        last_rows=moved[1],
-        inputs=group.inputs if kept else None,
-        kept_rows=moved[2] if kept else None,
-        kept_start=kept_start,
-    )
+            kept_start = kept_start if kept else stream.kept + piece.start
+            kept.append(rows[-1])
+    moved = upload([np.concatenate(part) for part in (rows, last, kept) if part], device)
+    inputs, kept_rows = (group.inputs, moved[2]) if kept else (None, None)
+    return Take(group.last, moved[0], moved[1], inputs, kept_rows, kept_start)

@@ -35,20 +35,15 @@ class Pruner:
         assert settings.pruning != "off"
         self._mode, self._window, self._least_norm = settings.pruning, settings.prune_window, settings.prune_norm
         self._rule = PruningRule.of(settings)
-        self._pressure = Pressure(settings.pruning)
+        self.pressure = Pressure(settings.pruning)
         self._kv, self._pages, self._pool = kv, pages, pages.pool
         self.prunings = self.pages_returned = 0
         """Since the start; pages that other sequences go on holding are not counted."""
-        self._live = self._kept_tokens = 0
         self._failures = self._iteration = 0
 
     def begin_iteration(self) -> None:
         """The decodes that `observer` is asked for next are of one iteration."""
         self._iteration += 1
-
-    def force(self, forced: bool) -> None:
-        """Prune whatever is free, because others on the box need memory; or no more so."""
-        self._pressure.forced = forced
 
     # -- when --------------------------------------------------------------------------------------------------------
 
@@ -60,7 +55,7 @@ class Pruner:
         if self._failures >= _MOST_FAILURES:
             return
         decoding = [sequence for sequence in sequences if sequence.decoding]
-        pressure = self._pressure
+        pressure = self.pressure
         pressure.update(self._pages.available, self._pool.pages, len(decoding))
         if not pressure.pressed:
             return
@@ -74,22 +69,19 @@ class Pruner:
     def _worth(self, sequence: Sequence) -> bool:
         """Whether the sequence has been observed, and what it would give back is wanted."""
         watch, rows = sequence.watch, sequence.rows
-        looks = 1 if self._pressure.urgent else _FIRST_LOOKS
+        looks = 1 if self.pressure.urgent else _FIRST_LOOKS
         if watch is None or watch.observations < looks or not self._rule.returned_pages(rows):
             return False
-        old = sequence.pages[: self._rule.old_pages(rows)]
-        freed = self._alone(old) - self._rule.budget_pages
-        # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
-        return freed > 0 or (self._mode == "on" and self._pages.available + freed >= self._pressure.wanted_pages)
-
-    def _alone(self, pages: list[int]) -> int:
-        """How many of a sequence's pages no other sequence holds."""
         references, adopted = self._pool.references, self._pool.is_adopted
-        return sum(references(page) - adopted(page) == 1 for page in pages)
+        # Those of its old pages that no other sequence holds.
+        alone = (references(page) - adopted(page) == 1 for page in sequence.pages[: self._rule.old_pages(rows)])
+        freed = sum(alone) - self._rule.budget_pages
+        # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
+        return freed > 0 or (self._mode == "on" and self._pages.available + freed >= self.pressure.wanted_pages)
 
     def observer(self, sequence: Sequence) -> AttentionStats | None:
         """What shall observe the decode that `sequence` is about to do, if it is time for that."""
-        if not self._pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
+        if not self.pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
             return None
         watch, iteration = sequence.watch, sequence.computed
         if watch is None:
@@ -124,9 +116,13 @@ class Pruner:
         # for nothing else runs meanwhile: so the pages for what is kept may be some of those that were given up.
         pages = list(sequence.pages)
         self._pool.release(pages[:old])
-        own = self._pages.allocate_to_write(slabs)
+        own = self._pages.allocate(slabs)
+        if self._pages.offload is not None:
+            # They are written before the next forward: after the copies of what was evicted for them.
+            self._pages.offload.settle()
         sequence.compact(own, old, PrunedLayout(slabs, counts, before.removed + (old - slabs) * kv.page_size))
-        self._count(before, self._pages.available - free)
+        self.prunings += 1
+        self.pages_returned += max(0, self._pages.available - free)
         self._move(pages[:old], before, keep, own)
         _rearrange(watch, keep, have * kv.page_size, recent)
 
@@ -153,28 +149,14 @@ class Pruner:
         if self._failures == _MOST_FAILURES:
             log.error("K/V is not pruned any more: it failed %d times", _MOST_FAILURES)
 
-    # -- counting ----------------------------------------------------------------------------------------------------
-
-    def _count(self, before: PrunedLayout, returned: int) -> None:
-        self.prunings += 1
-        self.pages_returned += max(0, returned)
-        if not before.slabs:
-            self._live += 1
-            self._kept_tokens += self._rule.budget_pages * self._pool.page_size
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence gives its pages back."""
-        if sequence.compacted is not None:
-            self._live -= 1
-            self._kept_tokens -= sequence.compacted.slabs * self._pool.page_size
-
-    def report(self) -> dict[str, object]:
+    def report(self, sequences: Iterable[Sequence]) -> dict[str, object]:
         """What the status shows; `tokens_kept` of the compacted part of each pruned sequence, on the mean of heads."""
+        compacted = [part for part in (sequence.compacted for sequence in sequences) if part is not None]
         return {
             "mode": self._mode,
-            "pressed": self._pressure.pressed,
-            "sequences": self._live,
-            "tokens_kept": self._kept_tokens,
+            "pressed": self.pressure.pressed,
+            "sequences": len(compacted),
+            "tokens_kept": sum(part.slabs for part in compacted) * self._pool.page_size,
             "prunings": self.prunings,
             "pages_returned": self.pages_returned,
         }

@@ -1,43 +1,70 @@
-"""Failures of the engine loop: an iteration's ends the tasks that were in it, the third in a row ends the engine."""
+"""Failures of the engine loop: an iteration's ends the tasks that were in it, the third in a row ends the engine.
+
+Want of memory in the middle of an iteration is no failure: less is done at once, and no request fails for it.
+"""
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from edged.engine.command_queue import STOPPING, CommandQueue
-from edged.engine.oom_recovery import FinetuneTasks, OomRecovery
 from edged.engine.sequences import SequenceTable
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Plan
+from edged.scheduler.task import Plan, Resources, Task
+from edged.settings.load import ServingSettings
 from edged.tensors.oom import out_of_memory
 
+if TYPE_CHECKING:
+    from edged.engine.loop import Finetuning, Runner
+
 log = logging.getLogger("edged.engine")
-_MOST_FAILURES = 3
+_LEAST_TOKENS = 16
+"""Chunks are not cut below this: a prompt's page."""
+_MOST_STRIKES = 4
+"""How often the smallest iteration of a single request is tried before that request fails."""
+_PAUSE_S = 0.2
+"""Rest before the smallest iteration is tried again: a neighbour may give memory back."""
+_EASES_AFTER = 64
+"""Iterations that must have gone well before limits are doubled."""
 
 
 class Recovery:
-    """Has every `except` of the loop. Want of memory during a forward is `memory`'s matter and no failure."""
+    """Has every `except` of the loop.
+
+    For want of memory fine-tuning gives way first, then chunks shrink, then sequences are preempted; last, one request
+    fails.
+    """
 
     def __init__(
         self,
+        settings: ServingSettings,
         scheduler: Scheduler,
         sequences: SequenceTable,
-        finetuning: FinetuneTasks,
-        memory: OomRecovery,
-        check_device: Callable[[], None],
+        finetuning: Finetuning,
+        runner: Runner,
         clock: Callable[[], float],
-        most_failures: int = _MOST_FAILURES,
+        most_failures: int,
     ) -> None:
-        """`check_device` raises where the device does nothing more; `most_failures` in a row are raised."""
-        self._scheduler, self._sequences, self._finetuning, self.memory = scheduler, sequences, finetuning, memory
-        self._check_device, self._clock, self._most_failures = check_device, clock, most_failures
+        """`most_failures` in a row are raised."""
+        self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
+        self._runner, self._clock, self._most_failures = runner, clock, most_failures
         self._failures = 0
-        self._computed = False
+        self.computed = False
+        """Whether the iteration has computed all: an error from there on is none of memory."""
         self.error: str | None = None
         """Why the engine thread ended, where it was not stopped."""
+        self._most: dict[str, int] = {}
+        """What an iteration may have of "tokens" and "sequences" while memory is short."""
+        self._strikes = 0
+        self._went_well = 0
+        self.pause_s = 0.0
+        """How long to rest before the next iteration."""
 
     @contextmanager
     def thread(self, commands: CommandQueue, last: tuple[Callable[[], object], ...]) -> Iterator[None]:
@@ -47,14 +74,11 @@ class Recovery:
         except Exception as error:
             log.exception("the engine stopped")
             self.error = f"the engine stopped: {error}"
-            self._sequences.fail_all(self.error, self._clock())
+            self._sequences.end_all(self._clock(), self.error)
         finally:
             commands.close(self.error or STOPPING)
             commands.run_pending()
-            if self.error:
-                self._sequences.fail_all(self.error, self._clock())
-            else:
-                self._sequences.cancel_all(self._clock())
+            self._sequences.end_all(self._clock(), self.error or "")
             for end in last:
                 with self.logged("the engine did not end as it should"):
                     end()
@@ -69,29 +93,25 @@ class Recovery:
 
     @contextmanager
     def iteration(self, plan: Plan) -> Iterator[None]:
-        """Around one iteration; `computed` tells where its forward and units have ended."""
-        self._computed = False
+        """Around one iteration, which sets `computed` when its forward and units have ended."""
+        self.computed = False
         try:
             yield
         except Exception as error:
-            if not self._computed and out_of_memory(error):
-                self.memory.relieve(plan, error, self._clock())
+            if not self.computed and out_of_memory(error):
+                self._relieve(plan, error, self._clock())
                 return
             self._failures += 1
             if self._failures >= self._most_failures:
                 raise
             self._fail(plan, error)
         else:
-            self.memory.calm()
+            self._ease()
             self._failures = 0
-
-    def computed(self) -> None:
-        """The iteration has computed all: an error from here on is none of memory."""
-        self._computed = True
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         # A device that does nothing more raises here, before the pairs of a step are blamed.
-        self._check_device()
+        self._runner.check_device()
         ids = {grant.task.task_id for grant in plan.grants}
         hit = self._sequences.fail(ids, f"the iteration failed: {error}", self._clock())
         self._finetuning.fail(ids, str(error))
@@ -100,3 +120,75 @@ class Recovery:
             self._scheduler.remove(task_id)
         name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
         logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
+
+    # -- want of memory ----------------------------------------------------------------------------------------------
+
+    def limited(self, resources: Resources) -> Resources:
+        """What the next bin may use while memory is short."""
+        if not self._most:
+            return resources
+        most = {f"max_{what}": min(number, getattr(resources, f"max_{what}")) for what, number in self._most.items()}
+        return replace(resources, **most)
+
+    @property
+    def memory_problem(self) -> str:
+        """What is limited now, for people; "" when nothing is."""
+        most = " and ".join(f"{number} {what}" for what, number in self._most.items())
+        return most and f"memory ran out: an iteration has at most {most} for now"
+
+    def _relieve(self, plan: Plan, error: Exception, now: float) -> None:
+        """An iteration ran out of memory before anything came of it: free some, and have less tried."""
+        self._went_well = 0
+        # Its frames hold what the iteration had computed.
+        traceback.clear_frames(error.__traceback__)
+        self._runner.return_memory()
+        tasks = [grant.task for grant in plan.grants]
+        for task in tasks:
+            # A sequence whose K/V went ahead of what the scheduler knows is computed again.
+            sequence = self._sequences.by_task.get(task.task_id)
+            if sequence is not None and sequence.admitted and sequence.computed != task.context:
+                self._sequences.preempt(task.task_id, now)
+        tuning = {task.task_id for task in tasks} & self._finetuning.jobs.keys()
+        if tuning:
+            _warn("memory ran out beside fine-tuning, which waits", error)
+            self._finetuning.starved(tuning, logs.first_line(error, with_kind=True), now)
+            # What was computed of sequences in this iteration does not count; they are as they were.
+            return
+        serving = [task for task in tasks if task.task_id in self._sequences.by_task]
+        tokens = sum(grant.tokens for grant in plan.grants if grant.task.task_id in self._sequences.by_task)
+        if len(serving) <= 1 and tokens <= _LEAST_TOKENS:
+            self._try_again(serving, error, now)
+        elif tokens > max(_LEAST_TOKENS, 2 * len(serving)):
+            self._most["tokens"] = max(_LEAST_TOKENS, len(serving), tokens // 2)
+            _warn(f"memory ran out: iterations of at most {self._most['tokens']} tokens follow", error)
+        else:
+            keep = self._most["sequences"] = max(1, len(serving) // 2)
+            _warn(f"memory ran out: at most {keep} sequences at once follow", error)
+            # The pages of all but those that came first are computed again when there is room.
+            for task in sorted(serving, key=lambda task: (task.arrival_s, task.task_id))[keep:]:
+                if self._sequences.by_task[task.task_id].admitted:
+                    self._sequences.preempt(task.task_id, now)
+
+    def _try_again(self, tasks: list[Task], error: Exception, now: float) -> None:
+        """The smallest iteration there is: a few times more, then its request fails."""
+        self._strikes += 1
+        self.pause_s = _PAUSE_S
+        if self._strikes >= _MOST_STRIKES:
+            self._strikes, self.pause_s = 0, 0.0
+            why = logs.first_line(error, with_kind=True)
+            logs.event(log, logging.ERROR, "out_of_memory", f"a request fails for want of memory: {why}")
+            reason = f"out of memory, also alone and in small pieces: {why}"
+            self._sequences.fail([task.task_id for task in tasks], reason, now)
+
+    def _ease(self) -> None:
+        """An iteration went well; after enough of them limits are doubled."""
+        self._strikes, self.pause_s = 0, 0.0
+        self._went_well += bool(self._most)
+        if self._went_well >= _EASES_AFTER:
+            self._went_well = 0
+            whole = {"tokens": self._settings.max_batch_tokens, "sequences": self._settings.max_sequences}
+            self._most = {what: 2 * number for what, number in self._most.items() if 2 * number < whole[what]}
+
+
+def _warn(what: str, error: Exception) -> None:
+    logs.event(log, logging.WARNING, "memory_short", f"{what} ({logs.first_line(error, with_kind=True)})")

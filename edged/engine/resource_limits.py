@@ -10,7 +10,6 @@ from edged.engine.finetuning import FinetuneJobs
 from edged.engine.kv_pages import KvPages
 from edged.engine.model_runner import ModelRunner
 from edged.engine.sequences import SequenceTable
-from edged.engine.stats.counters import Counters
 from edged.governors.limits import EngineLimits, Use
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources
@@ -48,17 +47,15 @@ class ResourceLimits:
         scheduler: Scheduler,
         sequences: SequenceTable,
         finetuning: FinetuneJobs,
-        stats: Counters,
-        max_context_tokens: int,
     ) -> None:
-        self._settings, self._runner, self._scheduler, self._stats = settings, runner, scheduler, stats
+        self._settings, self._runner, self._scheduler = settings, runner, scheduler
         self._sequences, self._finetuning = sequences, finetuning
         self._pages, self._pool, self._kv = runner.pages, runner.pages.pool, runner.kv
         self._all_pages = self._pool.pages - 1
         page_size = self._pool.page_size
         self._page_bytes = runner.model.page_bytes(page_size)
         self._most_moved = max(1, _MOST_MOVED // self._page_bytes)
-        self._longest = -(-max_context_tokens // page_size)
+        self._longest = -(-runner.max_context_tokens // page_size)
         """Pages of the longest request that may come."""
         self._gives_back = self._kv.gives_back and not has_own_memory(runner.model.device)
         self.limits = EngineLimits()
@@ -69,7 +66,7 @@ class ResourceLimits:
 
     def use(self) -> Use:
         """What the engine holds and has done."""
-        stats = self._stats
+        stats = self._sequences.stats
         resident = self._pool.touched if self._runner.model.device.type == "cpu" else self._pool.capacity
         return Use(
             page_bytes=self._page_bytes,
@@ -95,7 +92,7 @@ class ResourceLimits:
         self._scheduler.throttle.share = limits.finetune_share
         self._finetuning.hold(limits.finetune_share == 0.0)
         if self._runner.pruner is not None:
-            self._runner.pruner.force(limits.prune)
+            self._runner.pruner.pressure.forced = limits.prune
         if limits.release:
             self._runner.return_memory()
 
@@ -120,7 +117,8 @@ class ResourceLimits:
         """As limited, but enough for the largest request at hand: somebody can always be answered."""
         pages = self._all_pages if self.limits.pages is None else self.limits.pages
         if pages < min(self._longest, self._all_pages):
-            pages = max(pages, min(self._sequences.largest_pages(), self._all_pages), 1)
+            largest = max((len(sequence.table) for sequence in self._sequences.by_task.values()), default=0)
+            pages = max(pages, min(largest, self._all_pages), 1)
         return min(pages, self._all_pages)
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -128,11 +126,16 @@ class ResourceLimits:
     def apply(self) -> bool:
         """Between two iterations: give back pages and what is idle, or take pages again.
 
-        True when pages changed: what was planned with the earlier ones is void. Want of memory is told and tried again.
+        True when pages changed: what was planned with the earlier ones is void. Where memory lacks it is tried again.
         """
         self._starved = False
         try:
-            return self._apply()
+            if self.limits.release and self._finetuning.release(self._sequences.adapters):
+                self._runner.return_memory()
+            wanted = self._usable_pages() + 1
+            if wanted > self._pool.capacity:
+                return not self._full and self._grow(wanted)
+            return wanted < self._pool.capacity and self._shrink(wanted)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -140,16 +143,6 @@ class ResourceLimits:
             self._starved = True
             self._runner.return_memory()
             return True
-
-    def _apply(self) -> bool:
-        if self.limits.release and self._finetuning.release(self._sequences.adapters):
-            self._runner.return_memory()
-        wanted = self._usable_pages() + 1
-        if wanted == self._pool.capacity:
-            return False
-        if wanted > self._pool.capacity:
-            return not self._full and self._grow(wanted)
-        return self._shrink(wanted)
 
     @property
     def unsettled(self) -> bool:
@@ -170,8 +163,7 @@ class ResourceLimits:
         """Evict what nobody uses, move what lies above the pages that stay, give the rest back: a part each time."""
         pool, pages, before = self._pool, self._pages, self._pool.capacity
         wanted = max(wanted, self._live_pages)
-        if pages.trie is not None:
-            pages.trie.evict(before - pool.free_pages - wanted)
+        pages.trie.evict(before - pool.free_pages - wanted)
         self._finetuning.restart_above(wanted)
         held = pool.held_from(wanted)
         if len(held) > self._most_moved:
@@ -179,26 +171,21 @@ class ResourceLimits:
             wanted = held[0]
         if wanted >= before:
             return False
-        if held:
-            self._move(held, wanted)
-        pool.resize(wanted)
         if pages.offload is not None:
             pages.offload.settle()
+        if held:
+            moved = pool.places(held, wanted)
+            # The copy needs memory: where there is none, everything is as it was.
+            with torch.inference_mode():
+                self._kv.move_pages(moved)
+            pool.move(moved)
+            pages.trie.move(moved)
+            for sequence in self._sequences.by_task.values():
+                sequence.move_pages(moved)
+        pool.resize(wanted)
         try:
             self._kv.give_back(wanted)
         except RuntimeError as error:
             log.warning("retired pages keep their memory: %s", error)
         self._runner.return_memory()
         return True
-
-    def _move(self, held: list[int], below: int) -> None:
-        """Move pages below a number, and tell their holders."""
-        if self._pages.offload is not None:
-            self._pages.offload.settle()
-        # The copy needs memory: where there is none, everything is as it was.
-        with torch.inference_mode():
-            self._kv.move_pages(self._pool.places(held, below))
-        moved = self._pool.move(held, below)
-        if self._pages.trie is not None:
-            self._pages.trie.move(moved)
-        self._sequences.move_pages(moved)

@@ -40,34 +40,23 @@ class SequenceStatus(Enum):
 
     def may_become(self, status: SequenceStatus) -> bool:
         """Whether a sequence of this status may get that one next."""
-        return status in _NEXT[self]
+        if status is SequenceStatus.FINISHED:
+            return self is not SequenceStatus.FINISHED
+        return status in _NEXT.get(self, ())
 
 
+_TO_SCHEDULE = {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING}
 _NEXT = {
-    SequenceStatus.ARRIVED: {
-        SequenceStatus.WAITING_ADAPTER,
-        SequenceStatus.WAITING_PREFIX,
-        SequenceStatus.WAITING,
-        SequenceStatus.FINISHED,
-    },
-    SequenceStatus.WAITING_ADAPTER: {
-        SequenceStatus.WAITING_ADAPTER,
-        SequenceStatus.WAITING_PREFIX,
-        SequenceStatus.WAITING,
-        SequenceStatus.FINISHED,
-    },
-    SequenceStatus.WAITING_PREFIX: {
-        SequenceStatus.WAITING_PREFIX,
-        SequenceStatus.WAITING,
-        SequenceStatus.FINISHED,
-    },
-    SequenceStatus.WAITING: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL, SequenceStatus.FINISHED},
-    SequenceStatus.WAITING_SLOT: {SequenceStatus.SLOT_OFFERED, SequenceStatus.FINISHED},
-    SequenceStatus.SLOT_OFFERED: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL, SequenceStatus.FINISHED},
-    SequenceStatus.PREFILL: {SequenceStatus.DECODE, SequenceStatus.WAITING, SequenceStatus.FINISHED},
-    SequenceStatus.DECODE: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
-    SequenceStatus.FINISHED: set[SequenceStatus](),
+    SequenceStatus.ARRIVED: _TO_SCHEDULE,
+    SequenceStatus.WAITING_ADAPTER: _TO_SCHEDULE,
+    SequenceStatus.WAITING_PREFIX: {SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING},
+    SequenceStatus.WAITING: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL},
+    SequenceStatus.WAITING_SLOT: {SequenceStatus.SLOT_OFFERED},
+    SequenceStatus.SLOT_OFFERED: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL},
+    SequenceStatus.PREFILL: {SequenceStatus.DECODE, SequenceStatus.WAITING},
+    SequenceStatus.DECODE: {SequenceStatus.WAITING},
 }
+"""Besides FINISHED, which any other may become."""
 
 
 @dataclass(slots=True, eq=False)

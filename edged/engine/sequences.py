@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from edged.engine.kv_pages import KvPages
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
-from edged.engine.pruner import Pruner
 from edged.engine.request import Event, FinishReason, Request, TokenEvent
-from edged.engine.sampling.sampler import NOT_A_TOKEN
+from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
 from edged.settings.load import ServingSettings
+
+if TYPE_CHECKING:
+    from edged.engine.loop import Runner
 
 log = logging.getLogger("edged.engine")
 
@@ -31,15 +32,12 @@ class AdapterVersions(Protocol):
 
     def version(self, adapter: str | None) -> int:
         """The current version; 0 of an adapter that has not learned."""
-        ...
 
     def resident(self, adapter: str) -> bool:
         """Whether `get` need not read files."""
-        ...
 
     def get(self, adapter: str) -> Any:
         """The current state, with `name` and `version`; a slot takes its weights."""
-        ...
 
 
 class AdapterSlots(Protocol):
@@ -48,46 +46,37 @@ class AdapterSlots(Protocol):
     @property
     def idle(self) -> int:
         """Slots that no sequence or step uses."""
-        ...
 
     def held(self, adapter: str, version: int) -> bool:
         """Whether a slot has these weights."""
-        ...
 
     def acquire(self, state: Any, spare: int = 0) -> int | None:
         """A slot with the state's weights, for one more user of it; None when none is idle beyond `spare`."""
-        ...
 
     def release(self, slot: int) -> None:
         """One user of a slot has ended."""
-        ...
 
     def publish(self, state: Any, previous: int, hot: bool) -> int | None:
         """Put a new version's weights in the slot of the one before where it is `hot`; the slot."""
-        ...
 
 
 class SequenceTable:
-    """The open requests' sequences. Used by the engine thread alone, but for `waiting`, `busy` and `queue_report`."""
+    """The open requests' sequences. Other threads read `waiting`, `queue_report` and a copy of `by_task` alone."""
 
     def __init__(
         self,
         settings: ServingSettings,
         scheduler: Scheduler,
-        pages: KvPages,
-        pruner: Pruner | None,
+        runner: Runner,
         slots: AdapterSlots,
-        adapters: AdapterVersions,
+        adapter_cache: AdapterVersions,
         fetch: Callable[[str], None],
         stats: Counters,
-        task_ids: Iterator[int],
-        max_context_tokens: int,
-        end_ids: frozenset[int],
     ) -> None:
-        """`fetch` has an adapter's state read from disk: `on_fetched` is the answer. `end_ids` end an answer."""
-        self._scheduler, self._pages, self._pruner, self._slots = scheduler, pages, pruner, slots
-        self._adapters, self._fetch, self._stats, self._task_ids = adapters, fetch, stats, task_ids
-        self._max_context, self._end_ids = max_context_tokens, end_ids
+        """`fetch` has an adapter's state read from disk: `on_fetched` is the answer."""
+        self._scheduler, self._slots, self.stats = scheduler, slots, stats
+        self._pages, self._pruner, self._end_ids = runner.pages, runner.pruner, runner.end_ids
+        self._max_context, self.adapter_cache, self._fetch = runner.max_context_tokens, adapter_cache, fetch
         self._pins = settings.on_update == "pin"
         self.by_task: dict[int, Sequence] = {}
         """Sequences of open requests by their tasks' ids."""
@@ -95,9 +84,7 @@ class SequenceTable:
         self._by_status: dict[SequenceStatus, dict[int, Sequence]] = {status: {} for status in SequenceStatus}
         self.admitted = 0
         """Requests that hold pages."""
-        self._prefix_wait = PrefixWait(
-            pages, scheduler, adapters.version, self.by_task, self.move, self._schedule, stats.totals
-        )
+        self._prefix_wait = PrefixWait(self, runner.pages, scheduler)
         self._events: list[Event] = []
         self.suspects: deque[tuple[str, int]] = deque()
         """(adapter, version) of answers that were not finite, for who takes them back to remove."""
@@ -121,9 +108,9 @@ class SequenceTable:
         Its turn counts from now on, its latency from `asked_s`: who waited for a turn among users does not overtake
         those who had theirs before.
         """
-        task = Task(next(self._task_ids), Kind.PREFILL, now, tokens=len(request.prompt_ids), service=request.service)
+        task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
+        task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
         task.tenant = request.user or request.adapter or ""
-        most = len(request.prompt_ids) + request.sampling.max_tokens
         seed = request.sampling.seed
         sequence = Sequence(
             request=request,
@@ -131,19 +118,18 @@ class SequenceTable:
             seed=self._random.getrandbits(63) if seed is None else seed,
             submitted_s=now if asked_s is None else asked_s,
             tokens=list(request.prompt_ids),
-            table=np.zeros(-(-most // self._pages.page_size), np.int64),
+            table=np.zeros(-(-(tokens + request.sampling.max_tokens) // self._pages.page_size), np.int64),
         )
         # Known before it is scheduled: who waits for whom depends on who is due first.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
-        self._stats.totals.requests += 1
-        self._stats.labels.append((task.task_id, request.request_id, request.adapter or ""))
+        self.stats.totals.requests += 1
         self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
         """Give a sequence to the scheduler; or have it wait for its adapter, which is on disk, or for its prefix."""
         adapter = sequence.request.adapter
-        if adapter is not None and self._adapters.version(adapter) and not self._adapters.resident(adapter):
+        if adapter is not None and self.adapter_cache.version(adapter) and not self.adapter_cache.resident(adapter):
             self.move(sequence, SequenceStatus.WAITING_ADAPTER)
             self._fetch(adapter)
         else:
@@ -169,7 +155,8 @@ class SequenceTable:
         """Whose adapters answer somebody now."""
         return {sequence.request.adapter for sequence in self._by_request.values() if sequence.request.adapter}
 
-    def _schedule(self, sequence: Sequence) -> None:
+    def schedule(self, sequence: Sequence) -> None:
+        """Give a sequence to the scheduler."""
         self.move(sequence, SequenceStatus.WAITING)
         task = sequence.task
         self._scheduler.add(task, task.arrival_s)
@@ -188,8 +175,18 @@ class SequenceTable:
         """Between two iterations: offer LoRA slots to sequences that found none, and make room in the cache."""
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots()
-        if self._pruner is not None and self._by_status[SequenceStatus.DECODE]:
-            self._prune(self._pruner, now)
+        if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
+            return
+        for sequence in self._pruner.due(self.by_task.values()):
+            try:
+                self._pruner.prune(sequence)
+                self._count_pages(sequence)
+            except Exception:
+                log.exception("a sequence could not be pruned: it is computed again")
+                self._pruner.failed()
+                self.preempt(sequence.task.task_id, now)
+        totals = self.stats.totals
+        totals.prunings, totals.pruned_pages = self._pruner.prunings, self._pruner.pages_returned
 
     def _offer_slots(self) -> None:
         """Have those planned again that may find a slot now, in the order of the policy."""
@@ -197,7 +194,7 @@ class SequenceTable:
         without = self._by_status[SequenceStatus.WAITING_SLOT].values()
         for sequence in sorted(without, key=lambda sequence: self._scheduler.order(sequence.task)):
             adapter, task = sequence.request.adapter or "", sequence.task
-            version = self._adapters.version(adapter)
+            version = self.adapter_cache.version(adapter)
             takes = bool(version) and not slots.held(adapter, version)
             if takes and not idle:
                 continue
@@ -217,8 +214,8 @@ class SequenceTable:
 
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter, task = sequence.request.adapter, sequence.task
-        if adapter is not None and not sequence.pinned and self._adapters.version(adapter):
-            state = self._adapters.get(adapter)
+        if adapter is not None and not sequence.pinned and self.adapter_cache.version(adapter):
+            state = self.adapter_cache.get(adapter)
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
             if slot is None:
                 self.move(sequence, SequenceStatus.WAITING_SLOT)
@@ -243,42 +240,31 @@ class SequenceTable:
         task.held_pages, task.pruned = len(sequence.pages), sequence.computed - sequence.rows
         task.capacity = task.held_pages * self._pages.page_size + task.pruned
 
-    def _prune(self, pruner: Pruner, now: float) -> None:
-        for sequence in pruner.due(self.by_task.values()):
-            try:
-                pruner.prune(sequence)
-                self._count_pages(sequence)
-            except Exception:
-                log.exception("a sequence could not be pruned: it is computed again")
-                pruner.failed()
-                self.preempt(sequence.task.task_id, now)
-        self._stats.totals.prunings, self._stats.totals.pruned_pages = pruner.prunings, pruner.pages_returned
-
     # -- after an iteration ------------------------------------------------------------------------------------------
 
     def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
         """Append sampled tokens, finish sequences that ended; the outcomes of all serving grants."""
         drawn = work.drawn
-        tokens = dict(zip((id(s) for s in work.sampled), range(len(work.sampled)), strict=True))
+        rows = {id(sequence): row for row, sequence in enumerate(work.sampled)}
         outcomes = []
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
-            row = tokens.get(id(sequence))
+            row = rows.get(id(sequence))
             if sequence.task.task_id in work.broken or (row is not None and drawn and drawn.tokens[row] == NOT_A_TOKEN):
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, None))
                 self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
                 continue
             if row is None or drawn is None:
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, Kind.PREFILL))
-                self._stats.totals.prompt_tokens += computed
+                self.stats.totals.prompt_tokens += computed
                 self._prefix_wait.advanced(sequence)
                 continue
             if sequence.task.kind is Kind.PREFILL:
-                self._stats.totals.prompt_tokens += computed
+                self.stats.totals.prompt_tokens += computed
                 self._pages.share(sequence)
                 self._prefix_wait.leave(sequence)
                 self.move(sequence, SequenceStatus.DECODE)
-            self._append(sequence, drawn.tokens[row], drawn.logprobs[row], drawn.tops[row], now)
+            self._append(sequence, drawn, row, now)
             reason = sequence.end(drawn.tokens[row], self._end_ids, self._max_context)
             outcomes.append(TaskOutcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
             if reason:
@@ -287,17 +273,14 @@ class SequenceTable:
 
     def _not_finite(self, sequence: Sequence) -> str:
         """Why such a sequence ends. Nothing that its version computed is found by others any more."""
-        if self._pages.trie is not None:
-            self._pages.trie.expire(sequence.trie_key)
+        self._pages.trie.expire(sequence.trie_key)
         if sequence.version and sequence.request.adapter is not None:
             self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
 
-    def _append(
-        self, sequence: Sequence, token: int, logprob: float | None, top: list[tuple[int, float]] | None, now: float
-    ) -> None:
-        stats, task = self._stats, sequence.task
+    def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
+        stats, task, token = self.stats, sequence.task, drawn.tokens[row]
         if not sequence.first_token_s:
             sequence.first_token_s = now
             stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
@@ -306,7 +289,8 @@ class SequenceTable:
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1
-        self._events.append(TokenEvent(sequence.request.request_id, token, sequence.version, logprob, top))
+        event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
+        self._events.append(event)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:
         """The last thing that happens to a sequence: its pages are shared or freed, its event is queued."""
@@ -318,17 +302,12 @@ class SequenceTable:
         if sequence.admitted:
             if not error:
                 self._pages.share(sequence)
-            self._free(sequence)
+            self._pages.free(sequence)
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
-        self._stats.outcomes[reason] += 1
+        self.stats.outcomes[reason] += 1
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        if self._pruner is not None:
-            self._pruner.forget(sequence)
-        self._pages.free(sequence)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         self._slots.release(sequence.slot)
@@ -338,7 +317,7 @@ class SequenceTable:
         """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
         sequence = self.by_task[task_id]
         self._pages.share(sequence)
-        self._free(sequence)
+        self._pages.free(sequence)
         self.move(sequence, SequenceStatus.WAITING)
         if not sequence.pinned:
             self._leave_slot(sequence)
@@ -346,7 +325,7 @@ class SequenceTable:
         self._scheduler.restart(sequence.task, len(sequence.tokens), now)
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
-        self._stats.totals.preemptions += 1
+        self.stats.totals.preemptions += 1
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -356,11 +335,6 @@ class SequenceTable:
         if sequence is not None:
             self._end(sequence, reason, now, error)
 
-    def cancel_all(self, now: float) -> None:
-        """End everything, as when a drain ran out of time."""
-        for request_id in list(self._by_request):
-            self.cancel(request_id, "cancelled", now)
-
     def fail(self, task_ids: Iterable[int], error: str, now: float) -> list[str]:
         """End the sequences among `task_ids` with an error; returns their requests' ids."""
         failed = [self.by_task[task_id] for task_id in task_ids if task_id in self.by_task]
@@ -368,10 +342,10 @@ class SequenceTable:
             self._end(sequence, "error", now, error)
         return [sequence.request.request_id for sequence in failed]
 
-    def fail_all(self, error: str, now: float) -> None:
-        """End everything with an error."""
+    def end_all(self, now: float, error: str = "") -> None:
+        """End everything: with an error, or as cancelled, as when a drain ran out of time."""
         for sequence in list(self._by_request.values()):
-            self._end(sequence, "error", now, error)
+            self._end(sequence, "error" if error else "cancelled", now, error)
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
@@ -382,7 +356,7 @@ class SequenceTable:
             for sequence in self.by_task.values():
                 if sequence.admitted and sequence.request.adapter == state.name:
                     self._move_slot(sequence, state, slot)
-        if self._pages.trie is not None and previous:
+        if previous:
             self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
 
@@ -409,25 +383,6 @@ class SequenceTable:
     def waiting(self) -> int:
         """Requests that hold no pages yet."""
         return max(0, len(self._by_request) - self.admitted)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that hold nothing, not even a shared prefix."""
-        return self._pages.pool.free_pages
-
-    def largest_pages(self) -> int:
-        """Pages of the largest request at hand, with the longest answer that it may get."""
-        return max((len(sequence.table) for sequence in self._by_request.values()), default=0)
-
-    def move_pages(self, moved: Mapping[int, int]) -> None:
-        """Follow pages that the pool has moved from the keys to the values."""
-        for sequence in self.by_task.values():
-            sequence.move_pages(moved)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._by_request)
 
     def queue_report(self) -> dict[str, int]:
         """Requests by stage."""

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from edged.engine.engine import Engine
-from edged.engine.stats.counters import MIXES
-from edged.engine.stats.iterations import Iteration
-from edged.engine.stats.latency import LatencyRing
+from edged.engine.stats.counters import LatencyRing
+from edged.engine.stats.iterations import MIXES, Iteration
 from edged.observe.catalogue import Buckets
 from edged.scheduler.task import Kind, ServiceClass
 
@@ -80,7 +79,7 @@ class Observer:
             self._lost["iteration"] += fresh[0].number - self._seen["iteration"] - 1
             self._seen["iteration"] = fresh[-1].number
             for mix, histogram in self._histograms["edged_iteration_seconds"].items():
-                histogram.observe([record.elapsed_s for record in fresh if mix_of(record) == mix])
+                histogram.observe([record.elapsed_s for record in fresh if record.mix == mix])
             self._histograms["edged_decision_seconds"][()].observe([record.decision_s for record in fresh])
             self._over_budget += sum(r.budget_s is not None and r.elapsed_s > r.budget_s for r in fresh)
 
@@ -106,15 +105,8 @@ class Observer:
                 "edged_slo_tokens_total": dict(self._results),
                 "edged_iterations_over_budget_total": self._over_budget,
                 "edged_records_lost_total": dict(self._lost),
-                **_bins(engine.stats.iterations.latest(LATEST)),
+                **_bins(engine.stats.latest(LATEST)),
             }
-
-
-def mix_of(record: Iteration) -> str:
-    """What an iteration held, in the words of `MIXES`."""
-    kinds = {member.kind for member in record.members}
-    trained, served = bool(record.units) or Kind.FINETUNE in kinds, bool(kinds - {Kind.FINETUNE})
-    return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
 
 
 def _bins(latest: list[Iteration]) -> dict[str, Any]:

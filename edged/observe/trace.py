@@ -15,7 +15,6 @@ from typing import Any
 
 from edged.engine.stats.counters import Label
 from edged.engine.stats.iterations import Iteration, IterationShare
-from edged.observe.observer import mix_of
 from edged.scheduler.task import Kind
 
 Event = dict[str, Any]
@@ -54,7 +53,7 @@ class Tracer:
     def _iteration(self, record: Iteration) -> Iterator[Event]:
         started, end, starts = record.started_s, record.started_s + record.elapsed_s, _units(record)
         yield _slice(ENGINE, DECISIONS, "plan", started - record.decision_s, started, number=record.number)
-        yield _slice(ENGINE, ITERATIONS, mix_of(record), started, end, **_facts(record))
+        yield _slice(ENGINE, ITERATIONS, record.mix, started, end, **_facts(record))
         forward = max(started, starts[0] - record.forward_s), starts[0]
         if record.forward_s:
             yield _slice(ENGINE, FORWARDS, "forward", *forward, **_tokens(record))
@@ -112,7 +111,7 @@ def _facts(record: Iteration) -> dict[str, Any]:
         "number": record.number,
         "members": record.member_count,
         "budget_ms": None if record.budget_s is None else record.budget_s * 1e3,
-        "predicted_ms": (record.predicted_forward_s + record.predicted_units_s) * 1e3,
+        "predicted_ms": record.predicted_s * 1e3,
         **{f"{part}_ms": getattr(record, f"{part}_s") * 1e3 for part in ("forward", "prefill", "decode", "finetune")},
     }
 

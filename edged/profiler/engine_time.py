@@ -8,7 +8,6 @@ import time
 from itertools import count, pairwise
 
 from edged.bench.recorder import ReplayRecorder
-from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
@@ -26,7 +25,7 @@ _ROUNDS, _QUICK_ROUNDS = 12, 3
 _LONGEST_WAIT_S = 300.0
 
 
-def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progress: Progress) -> tuple[float, float]:
+def engine_time(parts: Engine, recorder: ReplayRecorder, quick: bool, progress: Progress) -> tuple[float, float]:
     """Seconds of an iteration outside its forward and units: (of every one, of one that finds the engine at rest).
 
     Of every one are planning, bookkeeping, delivery; besides, after a rest, the thread sleeps, caches and clocks are
@@ -45,10 +44,10 @@ def engine_time(parts: EngineParts, recorder: ReplayRecorder, quick: bool, progr
 class _Running:
     """An engine that is asked."""
 
-    def __init__(self, parts: EngineParts, recorder: ReplayRecorder) -> None:
+    def __init__(self, parts: Engine, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self.engine = Engine(parts)
+        self.engine = parts
         self.engine.start()
 
     def overhead_s(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
-from edged.engine.build import EngineParts
+from edged.engine.engine import Engine
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import FineTuneJob, RunnerOutput
 from edged.engine.request import Request
@@ -93,7 +93,7 @@ class StepShape:
         return f"a step of {self.adapters} over {self.pairs} x {self.tokens} tokens"
 
 
-def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
+def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
     """The grid of serving forwards, as far as batch, pages and context of this engine allow.
 
     An adapter answers in all of them: whoever has given feedback has one, and it costs time for every token.
@@ -127,7 +127,7 @@ def forward_shapes(parts: EngineParts, quick: bool) -> list[Shape]:
     )
 
 
-def step_shapes(parts: EngineParts, quick: bool) -> list[StepShape]:
+def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
     """Steps of several window sizes, with their graph kept and without; none where the model cannot be trained."""
     align = parts.settings.align
     if parts.model.trainable_error:
@@ -144,7 +144,7 @@ def step_shapes(parts: EngineParts, quick: bool) -> list[StepShape]:
 
 
 def measure(
-    parts: EngineParts, quick: bool, progress: Progress = lambda _done, _all, _what: None
+    parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None
 ) -> tuple[list[ForwardTime], list[UnitTime]]:
     """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
     prober, chance = Prober(parts), random.Random(0)
@@ -174,7 +174,7 @@ class Prober:
     Made on the thread that runs them.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: Engine) -> None:
         # With the threads and the device that the engine's own thread would have.
         parts.runner.begin_thread()
         self._parts = parts
@@ -232,7 +232,7 @@ class Prober:
 
     def _sequence(self, tokens: int, context: int, slot: int) -> Running:
         """A sequence with `tokens` to compute after `context` others, which have pages."""
-        task = Task(next(self._parts.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
+        task = Task(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
         prompt = self._tokens(tokens + context)
         size = self._pages.page_size
         sequence = Running(
@@ -269,7 +269,8 @@ class Prober:
         """One DPO step: its packed forwards and its units. RuntimeError when one of these fails."""
         running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
         step, began = self._open(shape), time.monotonic()
-        job = FineTuneJob(step, dict.fromkeys(step.adapters, NO_SLOT), began)
+        task = Task(next(self._parts.stats.task_ids), Kind.FINETUNE, 0.0)
+        job = FineTuneJob(step, task, dict.fromkeys(step.adapters, NO_SLOT), began)
         try:
             while not step.finished:
                 work, chunk = self._advance(job, running)
@@ -288,7 +289,7 @@ class Prober:
 
     def _advance(self, job: FineTuneJob, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
         """The step's next piece of forward, or all units that are known; and the piece's tokens."""
-        task = Task(next(self._parts.task_ids), Kind.FINETUNE, 0.0)
+        task = job.task
         left, most = job.step.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
         if not left:
             units = len(job.step.units_left())

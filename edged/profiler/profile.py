@@ -12,7 +12,7 @@ import torch
 
 import edged
 from edged.bench.recorder import ReplayRecorder
-from edged.engine.build import EngineParts, build_parts_apart
+from edged.engine.engine import Engine
 from edged.engine.model.loading import pick_device
 from edged.engine.model.memory_model import free_bytes, iteration_bytes, lone_step_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
@@ -50,7 +50,7 @@ def profile_device(
     """
     room = _device_memory(pick_device(settings.model.device))
     recorder = ReplayRecorder()
-    parts = build_parts_apart(_for_measuring(settings), model_dir, None, recorder.deliver)
+    parts = Engine.build(_for_measuring(settings), model_dir, recorder.deliver, lambda _records: None, None)
     try:
         # First, while the heap has no holes that others left.
         progress(0, 1, "memory")
@@ -91,7 +91,7 @@ def _device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(kind=kind, total_bytes=total_bytes(device), available_bytes=free_bytes(device)[0])
 
 
-def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
+def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
     """By piece: the largest forward, and a step of full windows with and without its graph.
 
     Pages, weights and adapters are there before. Empty where this system does not tell a process's peak; RuntimeError
@@ -121,7 +121,7 @@ def _peaks(parts: EngineParts) -> dict[str, MemoryPeak]:
         return {}
 
 
-def _largest_forward(parts: EngineParts) -> Shape:
+def _largest_forward(parts: Engine) -> Shape:
     """As many tokens as an iteration may have: a few decodes, and one chunk that ends at the longest context."""
     serving, page, pages = parts.settings.serving, parts.runner.pages.page_size, parts.runner.pages.pool.pages - 1
     decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, pages // 4) - 1

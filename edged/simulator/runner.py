@@ -6,7 +6,6 @@ requests share.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ import numpy as np
 from edged.bench.load_run import ADAPTER
 from edged.bench.recorder import ReplayRecorder
 from edged.cache.page_pool import OutOfPages, PagePool
-from edged.cache.prefix_trie import PrefixTrie, TrieStats
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.command_queue import CommandQueue
 from edged.engine.kv.pruned_layout import PrunedLayout
@@ -25,9 +23,7 @@ from edged.engine.kv_pages import KvPages
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.oom_recovery import OomRecovery
 from edged.engine.pruner import Pruner
-from edged.engine.recovery import Recovery
 from edged.engine.request import EngineBusy, Request
 from edged.engine.resource_limits import bin_resources
 from edged.engine.sampling.sampler import Drawn
@@ -36,6 +32,7 @@ from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Unit
+from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 from edged.simulator.bench import Bench
 from edged.simulator.roofline import Device, Pass
@@ -110,7 +107,7 @@ class SimulatedPruner(Pruner):
 
     def look(self, sequence: Sequence) -> None:
         """A decode of `sequence` is observed, if it is time for that."""
-        if self._pressure.near and self._rule.nears(sequence.rows):
+        if self.pressure.near and self._rule.nears(sequence.rows):
             if sequence.watch is None:
                 sequence.watch = _Observations()
             sequence.watch.observations += 1
@@ -124,16 +121,27 @@ class SimulatedPruner(Pruner):
         own = self._pages.allocate(slabs)
         removed = before.removed + (old - slabs) * self._pool.page_size
         sequence.compact(own, old, PrunedLayout(slabs, before.counts, removed))
-        self._count(before, self._pages.available - free)
+        self.prunings += 1
+        self.pages_returned += max(0, self._pages.available - free)
 
 
 class SimulatedRunner:
     """Runs plans on a simulated device: the clock moves on by the device's times. See `ModelRunner`."""
 
     overlaps = False
+    end_ids: frozenset[int] = frozenset()
 
-    def __init__(self, device: Device, clock: VirtualClock, pages: KvPages, pruner: SimulatedPruner | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        clock: VirtualClock,
+        pages: KvPages,
+        pruner: SimulatedPruner | None,
+        max_context_tokens: int,
+    ) -> None:
         self._device, self._clock, self._pages, self._pruner = device, clock, pages, pruner
+        self.pages, self.max_context_tokens = pages, max_context_tokens
+        self.pruner: Pruner | None = pruner
         self.at_rest = True
         """Whether nothing has run since the device was idle."""
 
@@ -142,6 +150,12 @@ class SimulatedRunner:
 
     def begin_iteration(self, now: float) -> None:
         """No other program uses the device."""
+
+    def check_device(self) -> None:
+        """No device fails."""
+
+    def return_memory(self) -> None:
+        """No memory is taken."""
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -164,7 +178,7 @@ class SimulatedRunner:
                 if task_id in sequences:
                     self._serve(sequences[task_id], grant.tokens, work, load)
                 else:
-                    work.finetuned.append((jobs[task_id], self._tune(jobs[task_id], grant.tokens, load)))
+                    work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, load)
             except OutOfPages:
                 # As in the model's runner: the task waits an iteration.
                 continue
@@ -288,12 +302,11 @@ class SimulatedEngine:
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, no sequence owns page 0.
         self.pool.allocate(1)
-        self.trie = PrefixTrie(self.pool) if cache.prefix_sharing and policy.shares_prefixes else None
-        kv_pages = KvPages(self.pool, self.trie)
+        kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes)
+        self.trie = kv_pages.trie
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner)
-        task_ids = itertools.count(1)
+        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens)
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
@@ -305,36 +318,30 @@ class SimulatedEngine:
             self._may_keep_graph,
             self.pool.release,
             lambda state, previous: self._sequences.on_publish(state, previous),
-            task_ids,
+            self.stats.task_ids,
         )
         self.recorder.pairs = self.learning.pairs
         self._sequences = SequenceTable(
             settings.serving,
             self.scheduler,
-            kv_pages,
-            self.pruner,
+            self.runner,
             _OneSlot(),
             self.learning,
             lambda _adapter: None,
             self.stats,
-            task_ids,
-            self.max_context_tokens,
-            frozenset(),
         )
-        memory = OomRecovery(settings.serving, self._sequences, self.learning, lambda: None)
         self._loop = EngineLoop(
+            Live(settings),
             self.commands,
             _AllPages(settings.serving, kv_pages),
             self.scheduler,
             self.runner,
             self._sequences,
             self.learning,
-            # An error of a simulation is one of its code: none is survived.
-            Recovery(self.scheduler, self._sequences, self.learning, memory, lambda: None, self.clock, 1),
-            self.stats,
-            settings.scheduler,
             self.recorder.deliver,
             clock=self.clock,
+            # An error of a simulation is one of its code: none is survived.
+            most_failures=1,
         )
 
     def _may_keep_graph(self) -> bool:
@@ -359,7 +366,7 @@ class SimulatedEngine:
             "model": self._bench.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,
             "busy": self.busy(),
-            "prefix": asdict(self.trie.stats if self.trie is not None else TrieStats()),
+            "prefix": asdict(self.trie.stats),
             "scheduler": {"decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5)},
             "cost_model": self.scheduler.cost.report(),
         }
@@ -372,7 +379,7 @@ class SimulatedEngine:
 
     def cancel_all(self) -> None:
         """End every request that is not answered."""
-        self._sequences.cancel_all(self.now)
+        self._sequences.end_all(self.now)
         self.recorder.deliver(self._sequences.take_events())
 
     def run(self, until_s: float, drained: bool = False) -> None:
@@ -380,7 +387,7 @@ class SimulatedEngine:
         while self.now < until_s:
             self.commands.run_pending()
             coming = self.commands.coming
-            if drained and not coming and not self._sequences.busy:
+            if drained and not coming and not self._sequences.by_task:
                 return
             if not self._loop.step():
                 self.runner.at_rest = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from edged.align.dpo.step_plan import StepPlan
@@ -15,9 +15,8 @@ from edged.align.dpo.step_plan import Work as UnitWork
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, StepBatch
 from edged.bench.recorder import SentPair
-from edged.engine.model_runner import RunnerOutput
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import Kind, Task, Unit
 from edged.settings.load import AlignSettings
 
 
@@ -191,20 +190,6 @@ class SimulatedFinetuning:
         self._release(job.pages)
         job.pages = []
 
-    def process(self, plan: Plan, work: RunnerOutput) -> list[TaskOutcome]:
-        """The outcomes of the fine-tune grants."""
-        tokens = {id(job): count for job, count in work.finetuned}
-        return [
-            TaskOutcome(
-                grant.task,
-                tokens.get(id(job), 0),
-                work.units_run.get(grant.task.task_id, 0),
-                None if job.step.finished else Kind.FINETUNE,
-            )
-            for grant in plan.grants
-            if (job := self.jobs.get(grant.task.task_id)) is not None
-        ]
-
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Memory does not run out in a simulation."""
 
@@ -221,7 +206,7 @@ class SimulatedFinetuning:
     def close(self) -> None:
         """Nothing is to be saved."""
 
-    def close_finished(self, now: float, suspects: deque[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Publish what finished steps learned; bring the others' tasks up to date."""
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:

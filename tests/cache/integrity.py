@@ -50,6 +50,11 @@ def _check_node(node: _TrieNode, key: Key, page_size: int) -> None:
     assert (node.page < 0) == (node.handle is not None), f"page {node.page} has the handle {node.handle}, too"
 
 
+def waits(prefixes: InflightPrefixes, name: int) -> bool:
+    """Whether a prompt waits for another one."""
+    return name in prefixes._prompts and prefixes._prompts[name].leader is not None
+
+
 def check_prefixes(prefixes: InflightPrefixes) -> None:
     """Who waits for whom, and the tree."""
     for prompt in prefixes._prompts.values():

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.cache.prefix_trie import Key
-from tests.cache.integrity import check_prefixes
+from tests.cache.integrity import check_prefixes, waits
 
 BASE = Key(None, 0)
 ALICE = Key("alice", 1)
@@ -34,12 +34,12 @@ def test_a_prompt_waits_for_the_one_ahead_until_their_shared_pages_are_computed(
     pending = make()
     assert enter(pending, 1, "abcd") is None
     assert enter(pending, 2, "abxy") == 1
-    assert pending.waits(2)
+    assert waits(pending, 2)
     assert pending.followed(1)
     assert pending.computed(1, SIZE) == []
     assert pending.computed(1, 2 * SIZE - 1) == []
     assert pending.computed(1, 2 * SIZE) == [2]
-    assert not pending.waits(2)
+    assert not waits(pending, 2)
     assert not pending.followed(1)
     check_prefixes(pending)
 
@@ -89,7 +89,7 @@ def test_followers_of_one_that_leaves_find_the_next_leader() -> None:
     for name, text in ((2, "abxy"), (3, "abxz"), (4, "abxyq"), (5, "azzz")):
         enter(pending, name, text)
     assert pending.leave(1) == [2]
-    assert pending.waits(3)
+    assert waits(pending, 3)
     assert pending.computed(2, SIZE) == [5]
     assert pending.computed(2, 5 * SIZE) == [3, 4]
     check_prefixes(pending)
@@ -133,12 +133,12 @@ def test_a_thousand_that_wait_are_all_handed_on() -> None:
         pending.enter(name, BASE, tokens, (float(name), name))
     check_prefixes(pending)
     # All of them are computed, each handing its followers on.
-    ready = [name for name in range(len(prompts)) if not pending.waits(name)]
+    ready = [name for name in range(len(prompts)) if not waits(pending, name)]
     for name in ready:
         ready += pending.computed(name, 1_000)
         ready += pending.leave(name)
     assert sorted(ready) == list(range(len(prompts)))
-    assert len(pending) == 0
+    assert not pending._prompts
     assert not pending._roots
 
 
@@ -228,14 +228,14 @@ class PendingMachine(RuleBasedStateMachine):
     def nobody_waits_without_a_reason(self) -> None:
         check_prefixes(self.pending)
         for name in self.prompts:
-            assert self.pending.waits(name) == (name not in self.scheduled)
+            assert waits(self.pending, name) == (name not in self.scheduled)
 
     def teardown(self) -> None:
         """Whatever happened, everybody is computed in the end."""
         while self.prompts:
             assert self.scheduled, "all wait"
             self.go(next(iter(self.scheduled)))
-        assert len(self.pending) == 0
+        assert not self.pending._prompts
 
 
 TestPendingMachine = PendingMachine.TestCase

@@ -117,11 +117,12 @@ class PoolMachine(RuleBasedStateMachine):
         above = sorted(page for page in held if page >= capacity)
         if len(held) > capacity:
             with pytest.raises(OutOfPages):
-                self.pool.move(above, capacity)
+                self.pool.places(above, capacity)
             with pytest.raises(ValueError, match="is held"):
                 self.pool.resize(capacity)
             return
-        moved = self.pool.move(above, capacity)
+        moved = self.pool.places(above, capacity)
+        self.pool.move(moved)
         assert sorted(moved) == above
         self.holders = [[moved.get(page, page) for page in holder] for holder in self.holders]
         self.adopted = {moved.get(page, page) for page in self.adopted}

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from edged.align.feedback.pair import Record, TokenPair
-from edged.engine.build import EngineParts
 from edged.engine.engine import Engine
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
+from edged.governors.limits import EngineLimits
 from edged.settings.load import Settings, load_settings
-from tests.cache.integrity import check_pool, check_trie
+from tests.cache.integrity import check_trie
 from tests.models import save_tiny
 
 
@@ -58,25 +58,29 @@ class Client:
 
 
 class BuiltEngine(Engine):
-    """An engine whose parts the test put together, checks after every iteration, and may replace methods of."""
+    """An engine whose parts the test checks after every iteration, and may replace methods of."""
 
-    def __init__(self, built: EngineParts) -> None:
-        super().__init__(built)
-        self.built = built
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.built = self
         self.broken: list[str] = []
         """Invariants of pool or trie that an iteration broke."""
-        runner = built.runner
+        runner = self.runner
         run = runner.run
 
         def checked(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
             try:
-                check_pool(runner.pages.pool) if runner.pages.trie is None else check_trie(runner.pages.trie)
+                check_trie(runner.pages.trie)
             except AssertionError as error:
                 self.broken.append(str(error))
             return work
 
         runner.run = checked  # type: ignore[method-assign]
+
+    def pause_finetuning(self, paused: bool) -> None:
+        """Open no steps, as governors have it, or go on."""
+        self.limit(EngineLimits(finetune_share=0.0 if paused else 1.0))
 
 
 @contextmanager

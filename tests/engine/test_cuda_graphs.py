@@ -28,7 +28,6 @@ from edged.engine import cuda_graphs
 from edged.engine.cuda_graphs import (
     CudaGraphRecorder,
     DecodeGraphs,
-    GraphRecorder,
     OutOfGraphMemory,
     Replay,
     is_too_much,
@@ -54,7 +53,7 @@ class Again:
         return run
 
 
-def recorder() -> GraphRecorder:
+def recorder() -> CudaGraphRecorder | Again:
     return CudaGraphRecorder(DEVICE, 1 << 30) if DEVICE.type == "cuda" else Again()
 
 
@@ -110,7 +109,7 @@ class Rig:
         ]
         return sorted(segments, key=lambda segment: segment.slot)
 
-    def graphs(self, made_by: GraphRecorder) -> DecodeGraphs:
+    def graphs(self, made_by: CudaGraphRecorder | Again) -> DecodeGraphs:
         return DecodeGraphs(self.model, self.kv, Backends("triton"), made_by, 3, WIDTH)
 
 

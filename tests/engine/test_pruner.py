@@ -181,7 +181,7 @@ def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch:
         driver.end(sequence)
     check_pool(pool)
     assert pool.free_pages == pool.pages - 1
-    assert driver.parts.report()["pruning"]["sequences"] == 0
+    assert driver.parts.status()["pruning"]["sequences"] == 0
 
 
 def test_rows_go_by_the_conditions_of_the_paper() -> None:

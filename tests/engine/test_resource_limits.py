@@ -50,7 +50,7 @@ def test_cached_pages_are_given_up_down_to_the_limit_and_come_back(tmp_path: Pat
         engine.limit(EngineLimits(pages=40))
         until(lambda: pages(engine)["retired"] == total - 40, "pages were not given up")
         assert pages(engine)["cached"] == 40
-        assert engine.use().resident_pages <= 41
+        assert engine.limits.use().resident_pages <= 41
         # Answers do not depend on it, whether their prefixes are still there or not, and wait for each other's pages.
         assert answer(engine, client, *(request(f"b{n}", ids) for n, ids in enumerate(prompts))) == first
         engine.limit(EngineLimits())
@@ -123,7 +123,7 @@ def test_no_more_sequences_run_than_are_allowed(tmp_path: Path) -> None:
         for n in range(8):
             engine.submit(request(f"r{n}", random_ids(20, n), 30))
         while len(client.finished) < 8:
-            most = max(most, engine.use().running)
+            most = max(most, engine.limits.use().running)
             time.sleep(0.001)
         assert 1 <= most <= 2
 
@@ -172,7 +172,9 @@ def test_pruning_is_forced_where_memory_is_plenty(tmp_path: Path) -> None:
         answer(engine, client, request("b", random_ids(100, 2), 200))
         assert engine.status()["pruning"]["prunings"] > 0
         engine.limit(EngineLimits())
-        until(lambda: not engine.status()["pruning"]["pressed"] or not engine.use().running, "pruning is still on")
+        until(
+            lambda: not engine.status()["pruning"]["pressed"] or not engine.limits.use().running, "pruning is still on"
+        )
 
 
 def test_given_back_pages_leave_memory_and_the_others_stay() -> None:

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edged.engine.stats import latency
-from edged.engine.stats.latency import LatencyRing
+from edged.engine.stats import counters
+from edged.engine.stats.counters import LatencyRing
 from edged.observe.catalogue import CATALOGUE, Samples
-from edged.observe.observer import Histogram, Observer, mix_of
+from edged.observe.observer import Histogram, Observer
 from edged.scheduler.task import ServiceClass
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
@@ -35,7 +35,7 @@ def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
 
 
 def test_waits_are_numbered_and_read_from_where_a_reader_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "KEPT", 4)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 4)
     ring = LatencyRing()
     assert ring.since(0) == ring.latest(3) == []
     for index in range(6):
@@ -47,7 +47,7 @@ def test_waits_are_numbered_and_read_from_where_a_reader_was(monkeypatch: pytest
 
 
 def test_waits_are_read_whole_while_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "KEPT", 64)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 64)
     ring, classes, done = LatencyRing(), list(ServiceClass), threading.Event()
 
     def add() -> None:
@@ -92,11 +92,11 @@ def test_every_token_and_iteration_is_in_a_histogram_once(tmp_path: Path) -> Non
     met = sum(seen["edged_slo_tokens_total", (*of, ("result", r), ("target", "tbt"))] for r in ("met", "missed"))
     assert met == 3 * 5
     for mix in ("serving", "finetune", "hybrid"):
-        mine = [record.elapsed_s for record in records if mix_of(record) == mix]
+        mine = [record.elapsed_s for record in records if record.mix == mix]
         assert seen["edged_iteration_seconds_count", (("mix", mix),)] == len(mine)
         assert seen["edged_iteration_seconds_sum", (("mix", mix),)] == pytest.approx(sum(mine))
     assert engine.status()["busy"]["iterations"] == {
-        mix: sum(mix_of(record) == mix for record in records) for mix in ("serving", "finetune", "hybrid")
+        mix: sum(record.mix == mix for record in records) for mix in ("serving", "finetune", "hybrid")
     }
     assert seen["edged_decision_seconds_count", ()] == len(records)
     assert seen["edged_records_lost_total", (("record", "token"),)] == 0
@@ -106,7 +106,7 @@ def test_every_token_and_iteration_is_in_a_histogram_once(tmp_path: Path) -> Non
 def test_records_that_were_overwritten_unseen_are_counted_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latency, "KEPT", 4)
+    monkeypatch.setattr(counters, "WAITS_KEPT", 4)
     with running_engine(tmp_path) as (engine, client):
         engine.submit(request("r", random_ids(20, 1), tokens=12))
         client.wait(lambda: "r" in client.finished)

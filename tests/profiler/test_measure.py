@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from edged.bench.recorder import ReplayRecorder
 from edged.cli.main import cli
-from edged.engine.build import build_parts
+from edged.engine.engine import Engine
 from edged.profiler.engine_time import engine_time
 from edged.scheduler.cost.profile import Profile
 from edged.settings.load import load_settings
@@ -58,7 +58,7 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
 def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
     recorder = ReplayRecorder()
     settings = load_settings(environ={}, overrides=SETTINGS)
-    parts = build_parts(settings, save_tiny(tmp_path / "tiny"), None, recorder.deliver)
+    parts = Engine(settings, save_tiny(tmp_path / "tiny"), recorder.deliver)
     run, ended_s = parts.runner.run, time.monotonic()
 
     def falls_asleep(*arguments: Any, **named: Any) -> Any:
@@ -79,8 +79,8 @@ def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
 
 def test_the_engine_starts_with_the_profile_of_its_data_folder(measured: tuple[Path, Path, dict[str, Any]]) -> None:
     model, data, printed = measured
-    parts = build_parts(load_settings(environ={}, overrides=SETTINGS), model, data)
-    assert parts.report()["cost_model"]["source"] == printed["path"]
+    parts = Engine(load_settings(environ={}, overrides=SETTINGS), model, data_dir=data)
+    assert parts.status()["cost_model"]["source"] == printed["path"]
     assert parts.scheduler.cost.token_s == pytest.approx(max(printed["prices"]["forward"][2], 1e-9))
 
 
@@ -91,11 +91,11 @@ def test_a_profile_of_another_model_is_refused_in_one_line_and_latencies_are_gue
     other = save_tiny(tmp_path / "other", hidden_size=128)
     settings = load_settings(environ={}, overrides={**SETTINGS, "scheduler.profile": printed["path"]})
     with caplog.at_level(logging.WARNING, logger="edged.engine"):
-        parts = build_parts(settings, other, tmp_path / "data")
+        parts = Engine(settings, other, data_dir=tmp_path / "data")
     (line,) = [record.getMessage() for record in caplog.records if "profile" in record.getMessage()]
     for side in ("tiny", "other", "fingerprint"):
         assert side in line
-    assert parts.report()["cost_model"]["source"] == "guess"
+    assert parts.status()["cost_model"]["source"] == "guess"
 
 
 def test_a_model_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:

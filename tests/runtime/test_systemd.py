@@ -41,7 +41,7 @@ start = Engine.start
 
 def start_and_hang(engine):
     start(engine)
-    hang = lambda: engine._commands.post(lambda: time.sleep(3600))
+    hang = lambda: engine.commands.post(lambda: time.sleep(3600))
     threading.Thread(target=lambda: (sys.stdin.read(), hang()), daemon=True).start()
 
 Engine.start = start_and_hang

@@ -5,18 +5,19 @@ Written by the engine thread, read by any: deques and integers are replaced, nev
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
-from edged.engine.stats.iterations import IterationLog
-from edged.engine.stats.latency import LatencyRing, Wait
+from edged.engine.stats.iterations import KEPT, MIXES, Iteration, pack_member
 from edged.scheduler.cost.model import CostModel, load_of
-from edged.scheduler.task import IterationResult, Kind, TaskOutcome
+from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, TaskOutcome
 
-MIXES = ("serving", "finetune", "hybrid")
-"""What an iteration can hold: requests alone, fine-tuning alone, both."""
+_NOBODY_WAITS_S = 1e6
 
 
 @dataclass(slots=True)
@@ -33,18 +34,13 @@ class TimeShares:
     iteration_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MIXES, 0.0))
     """Whole iterations, from before the pages are taken until the tokens are delivered."""
 
-    def add(self, cost: CostModel, result: IterationResult, elapsed_s: float) -> tuple[float, float, float]:
-        """Count an iteration, before its tasks advance; returns what `split` says of it."""
-        prefill_s, decode_s, finetune_s = split(cost, result)
-        self.prefill_s += prefill_s
-        self.decode_s += decode_s
-        self.finetune_s += finetune_s
-        trained = bool(result.units) or any(outcome.task.kind is Kind.FINETUNE for outcome in result.outcomes)
-        served = any(outcome.task.kind is not Kind.FINETUNE for outcome in result.outcomes)
-        mix = MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
-        self.iterations[mix] += 1
-        self.iteration_s[mix] += elapsed_s
-        return prefill_s, decode_s, finetune_s
+    def add(self, iteration: Iteration) -> None:
+        """Count an iteration."""
+        self.prefill_s += iteration.prefill_s
+        self.decode_s += iteration.decode_s
+        self.finetune_s += iteration.finetune_s
+        self.iterations[iteration.mix] += 1
+        self.iteration_s[iteration.mix] += iteration.elapsed_s
 
 
 def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float]:
@@ -71,6 +67,56 @@ def _forward_s(cost: CostModel, outcomes: list[TaskOutcome]) -> float:
     return cost.forward_s(load_of(IterationResult(outcomes)))
 
 
+WAITS_KEPT = 1 << 15
+"""Records that are kept: a reader that looks once a second misses none below so many tokens a second."""
+
+Wait = tuple[int, float, bool, ServiceClass]
+"""Number (from 1, without gaps), seconds, whether the target was met, whose targets."""
+
+_CLASSES = tuple(ServiceClass)
+_WAIT_CODES = {service: 2 * place for place, service in enumerate(_CLASSES)}
+
+
+class LatencyRing:
+    """The latest `WAITS_KEPT` waits of one sort: for first tokens, or from a token to the next.
+
+    The ring has its full size from the start, 9 bytes a record, whatever is recorded.
+    """
+
+    __slots__ = ("_codes", "_seconds", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Waits since start."""
+        # One place more, which is written while the others are read.
+        self._seconds = array("d", bytes(8 * (WAITS_KEPT + 1)))
+        self._codes = bytearray(WAITS_KEPT + 1)
+        """Twice the place of the class, and one more where the target was met."""
+
+    def add(self, seconds: float, met: bool, service: ServiceClass) -> None:
+        """Record one; the engine thread alone calls it."""
+        place = self.count % len(self._codes)
+        self._seconds[place] = seconds
+        self._codes[place] = _WAIT_CODES[service] + met
+        self.count += 1
+
+    def since(self, number: int) -> list[Wait]:
+        """Records after `number` that are still kept, newest first."""
+        newest = self.count
+        seconds, codes = self._seconds[:], bytes(self._codes)
+        # Meanwhile the oldest may have been overwritten, and one more may be about to be.
+        oldest = max(number, self.count + 1 - len(codes))
+        return [
+            (each, seconds[place], bool(codes[place] & 1), _CLASSES[codes[place] >> 1])
+            for each in range(newest, oldest, -1)
+            for place in ((each - 1) % len(codes),)
+        ]
+
+    def latest(self, count: int) -> list[Wait]:
+        """The last `count` records, newest first."""
+        return self.since(max(0, self.count - count))[:count]
+
+
 _RATE_SPAN_S = 10.0
 _RATES = {
     **{name: name for name in ("output_tokens", "prompt_tokens", "finetune_tokens", "requests")},
@@ -79,8 +125,8 @@ _RATES = {
 """What the status calls a rate -> the total that it is of."""
 _BINS = 32
 """Iterations that the status shows."""
-_WAITS = 1000
-"""Latest tokens over which percentiles and attainment go."""
+_LATEST = 1000
+"""Latest tokens, iterations and decisions over which percentiles and attainment go."""
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused")
 """How a request can end; "refused": the queue was full."""
 _LABELS = 8192
@@ -131,17 +177,67 @@ class Counters:
     tbt: LatencyRing = field(default_factory=LatencyRing)
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     """Requests that ended, by how."""
+    task_ids: Iterator[int] = field(default_factory=partial(count, 1))
     labels: deque[Label] = field(default_factory=partial(deque, maxlen=_LABELS))
     """What the latest tasks are, for those who read records of iterations."""
-    iteration_ms: deque[float] = field(default_factory=partial(deque, maxlen=1000))
-    decision_ms: deque[float] = field(default_factory=partial(deque, maxlen=1000))
-    iterations: IterationLog = field(default_factory=IterationLog)
+    decision_ms: deque[float] = field(default_factory=partial(deque, maxlen=_LATEST))
+    iterations: deque[Iteration] = field(default_factory=partial(deque, maxlen=KEPT))
+    """Records of the latest ones, oldest first."""
     _marks: deque[tuple[float, Totals]] = field(default_factory=partial(deque, maxlen=256))
 
-    def mark(self, now: float) -> None:
-        """Remember the totals, at most ten times a second, so that rates can be told."""
+    def new_task(self, request_id: str, adapter: str) -> int:
+        """The id of a new task, which is labelled with the request and the adapter that it is for."""
+        task_id = next(self.task_ids)
+        self.labels.append((task_id, request_id, adapter))
+        return task_id
+
+    def record(
+        self,
+        plan: Plan,
+        result: IterationResult,
+        cost: CostModel,
+        started_s: float,
+        now: float,
+        free_pages: int,
+        waiting: int,
+    ) -> Iteration:
+        """Count an iteration and keep a record of it; call it before its tasks advance, for it reads their contexts."""
+        prefill_s, decode_s, finetune_s = split(cost, result)
+        iteration = Iteration(
+            number=self.totals.iterations + 1,
+            started_s=started_s,
+            elapsed_s=now - started_s,
+            decision_s=self.decision_ms[-1] * 1e-3,
+            budget_s=plan.budget_s if plan.budget_s < _NOBODY_WAITS_S else None,
+            predicted_s=plan.predicted_forward_s + plan.predicted_units_s,
+            forward_s=result.forward_s,
+            units=tuple((unit.kind, unit.tokens, seconds) for unit, seconds in result.units),
+            packed=b"".join(map(pack_member, result.outcomes)),
+            preempted=tuple(task.task_id for task in plan.preempt),
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            finetune_s=finetune_s,
+            free_pages=free_pages,
+            waiting=waiting,
+        )
+        self.iterations.append(iteration)
+        self.busy.add(iteration)
+        self.totals.iterations += 1
+        self.totals.plans_foreseen += plan.foreseen
+        self.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
+        # The totals, at most ten times a second, for the rates.
         if not self._marks or now - self._marks[-1][0] >= 0.1:
             self._marks.append((now, replace(self.totals)))
+        return iteration
+
+    def since(self, number: int) -> list[Iteration]:
+        """Records of the iterations after `number` that are still kept, oldest first."""
+        kept = list(self.iterations.copy())
+        return kept[max(0, number + 1 - kept[0].number) :] if kept else []
+
+    def latest(self, count: int) -> list[Iteration]:
+        """Records of the last `count` iterations, oldest first."""
+        return list(self.iterations.copy())[-count:]
 
     def rates(self, now: float) -> dict[str, float]:
         """Per second, over the last ten seconds at most."""
@@ -165,15 +261,15 @@ class Counters:
         def share(waits: list[Wait]) -> float | None:
             return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
 
-        ttft, tbt = self.ttft.latest(_WAITS), self.tbt.latest(_WAITS)
+        ttft, tbt = self.ttft.latest(_LATEST), self.tbt.latest(_LATEST)
         return {
             "rates": self.rates(now),
             "latency": {
                 "ttft_ms": halves(milliseconds(ttft)),
                 "tbt_ms": halves(milliseconds(tbt)),
-                "iteration_ms": halves(list(self.iteration_ms)),
+                "iteration_ms": halves([each.elapsed_s * 1e3 for each in self.latest(_LATEST)]),
             },
-            "bins": [iteration.report() for iteration in self.iterations.latest(_BINS)],
+            "bins": [iteration.report() for iteration in self.latest(_BINS)],
             "totals": asdict(self.totals),
             "outcomes": dict(self.outcomes),
             "busy": asdict(self.busy),

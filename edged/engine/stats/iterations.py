@@ -6,21 +6,21 @@ Written by the engine thread, read by any: records are never changed.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, TaskOutcome
+from edged.scheduler.task import Kind, ServiceClass, TaskOutcome
 
-_NOBODY_WAITS_S = 1e6
+MIXES = ("serving", "finetune", "hybrid")
+"""What an iteration can hold: requests alone, fine-tuning alone, both."""
 KEPT = 8192
 """Records that are kept: at ten milliseconds an iteration, more than a minute."""
 _MEMBER = struct.Struct("<BqiiiB?")
 _KINDS, _CLASSES = tuple(Kind), tuple(ServiceClass)
 _KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _CLASS_CODES = {service: code for code, service in enumerate(_CLASSES)}
+_FINETUNE = _KIND_CODES[Kind.FINETUNE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Iteration:
     decision_s: float
     budget_s: float | None
     """None: nobody was waiting."""
-    predicted_forward_s: float
-    predicted_units_s: float
+    predicted_s: float
+    """Of its forward and units."""
     forward_s: float
     units: tuple[tuple[str, int, float], ...]
     """Kind, tokens and seconds of each unit, in the order in which they ran."""
@@ -83,6 +83,13 @@ class Iteration:
         """How many tasks did something."""
         return len(self.packed) // _MEMBER.size
 
+    @property
+    def mix(self) -> str:
+        """What it held, in the words of `MIXES`."""
+        kinds = {code for code, *_ in _MEMBER.iter_unpack(self.packed)}
+        trained, served = bool(self.units) or _FINETUNE in kinds, bool(kinds - {_FINETUNE})
+        return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
+
     def tokens(self, kind: Kind) -> int:
         """Forward tokens of a kind."""
         code = _KIND_CODES[kind]
@@ -98,66 +105,3 @@ class Iteration:
             "latency_ms": self.elapsed_s * 1e3,
             "budget_ms": None if self.budget_s is None else self.budget_s * 1e3,
         }
-
-
-class IterationLog:
-    """The latest `KEPT` records."""
-
-    def __init__(self) -> None:
-        self._kept: deque[Iteration] = deque(maxlen=KEPT)
-
-    def add(
-        self,
-        plan: Plan,
-        result: IterationResult,
-        *,
-        started_s: float,
-        elapsed_s: float,
-        decision_s: float,
-        spent_s: tuple[float, float, float],
-        free_pages: int,
-        waiting: int,
-    ) -> Iteration:
-        """Record an iteration; call it before its tasks advance, for it reads their contexts.
-
-        `spent_s` is what prefill, decode and fine-tuning had of it.
-        """
-        prefill_s, decode_s, finetune_s = spent_s
-        record = Iteration(
-            number=self.newest + 1,
-            started_s=started_s,
-            elapsed_s=elapsed_s,
-            decision_s=decision_s,
-            budget_s=plan.budget_s if plan.budget_s < _NOBODY_WAITS_S else None,
-            predicted_forward_s=plan.predicted_forward_s,
-            predicted_units_s=plan.predicted_units_s,
-            forward_s=result.forward_s,
-            units=tuple((unit.kind, unit.tokens, seconds) for unit, seconds in result.units),
-            packed=b"".join(map(pack_member, result.outcomes)),
-            preempted=tuple(task.task_id for task in plan.preempt),
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            finetune_s=finetune_s,
-            free_pages=free_pages,
-            waiting=waiting,
-        )
-        self._kept.append(record)
-        return record
-
-    @property
-    def newest(self) -> int:
-        """Number of the latest record; 0 before the first."""
-        return self._kept[-1].number if self._kept else 0
-
-    def since(self, number: int) -> list[Iteration]:
-        """Records after `number` that are still kept, oldest first."""
-        kept = self._kept.copy()
-        return _last(kept, kept[-1].number - number if kept else 0)
-
-    def latest(self, count: int) -> list[Iteration]:
-        """The last `count` records, oldest first."""
-        return _last(self._kept.copy(), count)
-
-
-def _last(kept: deque[Iteration], count: int) -> list[Iteration]:
-    return list(islice(kept, max(0, len(kept) - count), None))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from edged.engine.build import build_parts
+from edged.engine.engine import Engine
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.packed_linear import PackedLinear
 from edged.engine.model.served_model import ServedModel
@@ -104,7 +104,7 @@ def test_the_setting_decides_and_the_log_says_it(
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
     settings = Settings.model_validate({"model": {"narrow_weights": setting, "device": "cpu"}})
     with caplog.at_level(logging.INFO, "edged.engine"):
-        parts = build_parts(settings, tmp_path / "model", tmp_path / "data")
+        parts = Engine(settings, tmp_path / "model", data_dir=tmp_path / "data")
     assert {part.narrow is not None for part in parts_of(parts.model)} == {setting}
     assert ("22 of 22 weights are numbers of 16 bits" in caplog.text) == setting
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edged.engine.stats.counters import TimeShares, split
+from edged.engine.stats.counters import Counters, split
 from edged.scheduler.cost.model import CostModel
-from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome, Unit
+from edged.scheduler.task import IterationResult, Kind, Plan, Task, TaskOutcome, Unit
 
 COST = CostModel.guess(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11)
 
@@ -32,9 +32,13 @@ def test_a_forward_of_one_kind_is_all_its_own(kind: Kind, place: int) -> None:
 
 
 def test_iterations_are_counted_by_what_they_hold() -> None:
-    busy = TimeShares()
-    busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1), 0.2)
-    busy.add(COST, IterationResult([outcome(Kind.DECODE, 1)], 0.1, [(Unit("head", 8), 0.1)]), 0.4)
-    busy.add(COST, IterationResult([], 0.0, [(Unit("head", 8), 0.1)]), 0.1)
-    assert busy.iterations == {"serving": 1, "finetune": 1, "hybrid": 1}
-    assert busy.iteration_s == {"serving": 0.2, "finetune": 0.1, "hybrid": 0.4}
+    counters = Counters()
+    counters.decision_ms.append(0.1)
+    for result, elapsed_s in (
+        (IterationResult([outcome(Kind.DECODE, 1)], 0.1), 0.2),
+        (IterationResult([outcome(Kind.DECODE, 1)], 0.1, [(Unit("head", 8), 0.1)]), 0.4),
+        (IterationResult([], 0.0, [(Unit("head", 8), 0.1)]), 0.1),
+    ):
+        counters.record(Plan(), result, COST, 0.0, elapsed_s, free_pages=0, waiting=0)
+    assert counters.busy.iterations == {"serving": 1, "finetune": 1, "hybrid": 1}
+    assert counters.busy.iteration_s == {"serving": 0.2, "finetune": 0.1, "hybrid": 0.4}

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from edged.engine.stats.iterations import KEPT, IterationLog, IterationShare
+from edged.engine.stats.counters import Counters
+from edged.engine.stats.iterations import KEPT, Iteration, IterationShare
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, Task, TaskOutcome
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
+
+COST = CostModel.guess(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11)
+
+
+def record_of(counters: Counters, outcomes: list[TaskOutcome], started_s: float = 0.0) -> Iteration:
+    counters.decision_ms.append(0.1)
+    return counters.record(Plan(), IterationResult(outcomes), COST, started_s, started_s + 0.01, 1, 0)
 
 
 def test_every_token_served_and_every_unit_trained_is_in_a_record(tmp_path: Path) -> None:
@@ -46,11 +55,7 @@ def test_members_are_read_as_they_were_packed() -> None:
         )
         for its in members
     ]
-    times = {"started_s": 0.0, "elapsed_s": 0.0, "decision_s": 0.0, "spent_s": (0.0, 0.0, 0.0)}
-    empty, record = (
-        IterationLog().add(Plan(), IterationResult(own), **times, free_pages=0, waiting=0)  # type: ignore[arg-type]
-        for own in ([], outcomes)
-    )
+    empty, record = record_of(Counters(), []), record_of(Counters(), outcomes)
     assert list(record.members) == members
     assert record.member_count == len(members)
     for kind in Kind:
@@ -59,20 +64,11 @@ def test_members_are_read_as_they_were_packed() -> None:
 
 
 def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:
-    iterations = IterationLog()
+    counters = Counters()
     for number in range(KEPT + 5):
-        iterations.add(
-            Plan(),
-            IterationResult(),
-            started_s=float(number),
-            elapsed_s=0.01,
-            decision_s=0.0,
-            spent_s=(0.0, 0.0, 0.0),
-            free_pages=1,
-            waiting=0,
-        )
-    assert [record.number for record in iterations.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
-    assert iterations.since(KEPT + 5) == []
-    assert iterations.since(0)[0].number == 6
-    assert [record.number for record in iterations.latest(2)] == [KEPT + 4, KEPT + 5]
-    assert iterations.latest(1)[0].budget_s is None
+        record_of(counters, [], float(number))
+    assert [record.number for record in counters.since(KEPT + 2)] == [KEPT + 3, KEPT + 4, KEPT + 5]
+    assert counters.since(KEPT + 5) == []
+    assert counters.since(0)[0].number == 6
+    assert [record.number for record in counters.latest(2)] == [KEPT + 4, KEPT + 5]
+    assert counters.latest(1)[0].budget_s is None

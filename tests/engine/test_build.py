@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edged.engine import initial_prices
+from edged.engine import build
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.scheduler.cost.model import CostModel, Load
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 def last_token_s(model: ServedModel, tokens: int) -> float:
     """What the last of so many tokens adds to a guessed forward."""
-    cost = CostModel(initial_prices.guess_of(model))
+    cost = CostModel(build.guess_of(model))
     return cost.forward_s(Load(prefill_tokens=tokens)) - cost.forward_s(Load(prefill_tokens=tokens - 1))
 
 
@@ -32,6 +32,6 @@ def test_a_step_is_guessed_to_cost_more_at_once_where_the_kernels_end(model: Ser
 def test_without_kernels_the_number_of_tokens_where_they_end_is_like_any(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initial_prices, "kernels", lambda: None)
+    monkeypatch.setattr(build, "kernels", lambda: None)
     around = [last_token_s(model, FEW_ROWS + beside) for beside in (-1, 0, 1, 2)]
     assert around == pytest.approx([around[0]] * 4)

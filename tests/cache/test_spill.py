@@ -40,7 +40,7 @@ def test_evicted_pages_come_back_when_they_are_matched() -> None:
     assert (trie.stats.spilled_pages, trie.stats.restored_tokens, trie.stats.hit_tokens) == (3, 6, 6)
     check_trie(trie)
     pool.release(pages)
-    assert trie.evictable_pages == 3
+    assert pool.evictable_pages == 3
 
 
 def test_only_as_many_come_back_as_pages_may_be_taken() -> None:
@@ -103,7 +103,7 @@ def test_a_page_behind_one_that_does_not_come_back_is_not_kept_for_nobody() -> N
     shelf.busy = True
     assert trie.match(BASE, [1, 1, 2, 2, 9]) == []
     pool.release(running)
-    assert trie.evictable_pages == 1
+    assert pool.evictable_pages == 1
     shelf.busy = False
     assert trie.match(BASE, [1, 1, 2, 2, 9])[1] == running[1]
     check_trie(trie)
@@ -185,7 +185,7 @@ class SpillMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 8))
     def evict(self, count: int) -> None:
-        free, wanted = self.pool.free_pages, min(count, self.trie.evictable_pages)
+        free, wanted = self.pool.free_pages, min(count, self.pool.evictable_pages)
         freed = self.trie.evict(count)
         assert freed >= wanted
         assert self.pool.free_pages == free + freed
@@ -204,7 +204,7 @@ class SpillMachine(RuleBasedStateMachine):
         check_trie(self.trie)
         assert len(self.shelf.copies) == self.trie.spilled_pages <= 4
         held = {page for sequence in self.running for page in sequence.pages}
-        assert self.pool.free_pages + self.trie.evictable_pages + len(held) == 8
+        assert self.pool.free_pages + self.pool.evictable_pages + len(held) == 8
 
 
 TestSpillMachine = SpillMachine.TestCase
