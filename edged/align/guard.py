@@ -1,7 +1,6 @@
-"""When a version is taken back by itself, as its test of language and of held-out pairs came out, and what is known of
-an adapter for that.
+"""The guard: its state of each adapter, and whether a version's test of language and held-out pairs takes it back.
 
-Language comes first: an adapter that breaks it tells nothing true of any pair.
+Language comes first: the scores of an adapter that breaks it say nothing about any pair.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from edged.align.feedback.pair import PairScored
 from edged.settings.load import GuardSettings
 
 _CHANCE = 0.05
-"""Most probability of a loss of accuracy by chance alone at which a version is taken back."""
+"""Highest probability that a loss of accuracy is chance at which a version is taken back."""
 _CALM_NLL, _CALM_KL = 0.05, 0.3
-"""Shares of the bounds on language up to which steps are taken whole."""
+"""Shares of the bounds on language up to which steps keep their full size."""
 
 _CHANGE_ENDS = 8
-"""Pairs at either end whose mean losses are compared."""
+"""Number of first and of last pairs whose mean losses are compared."""
 _CHANGE_LEAST, _CHANGE_MOST = 12, 64
-"""Pairs after which a change may be recognised, and after which pairs that teach nothing are confusion."""
+"""Pairs after which a change may be recognised, and after which pairs without one count as confusion."""
 _OPPOSED = 0.6
-"""A change is one where so many of the first pairs contradict what was learned, and not just some of them."""
+"""Share of the first pairs that must contradict what was learned for a change."""
 _FALLEN = 0.8
-"""A change is coherent where new pairs' losses have fallen to this share: what was learned from some tells others."""
+"""Share of the first pairs' mean loss to which new pairs' must fall: pairs of a coherent change predict each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestScore:
-    """One version's test: held-out pairs that were right, KL to the base, change of neutral text's NLL."""
+    """The score of a version's test: held-out pairs that were right, KL to the base, change of neutral text's NLL."""
 
     __test__ = False
 
     version: int
     correct: Mapping[int, float]
-    """1 right, 0 wrong, 0.5 undecided, by pair id."""
+    """Correctness by pair id: 1 right, 0 wrong, 0.5 undecided."""
     kl_nats: float | None
-    """Mean over the tokens of the held-out answers; None without any."""
+    """Mean KL to the base over the tokens of the held-out answers; None without any."""
     nll_change: float | None = None
-    """Of neutral text, relative to the base: 0.02 is 2 % more; None without such text."""
+    """Change of neutral text's NLL relative to the base: 0.02 is 2 % more; None without such text."""
 
     @classmethod
     def of(cls, version: int, scores: Sequence[PairScored], neutral: tuple[float, float] | None = None) -> TestScore:
-        """The score that a test's figures come to; `neutral` is the NLL under (the adapter, the base)."""
+        """The score made of a test's pair scores; `neutral` is the NLL under (the adapter, the base)."""
         tokens = [score.chosen_tokens + score.rejected_tokens or 1 for score in scores]
         kl = sum((score.kl_nats or 0.0) * count for score, count in zip(scores, tokens, strict=True))
         return cls(
@@ -63,7 +62,7 @@ class TestScore:
         return sum(self.correct[pair] for pair in pairs) / len(pairs)
 
     def better_than(self, best: TestScore | None, settings: GuardSettings) -> bool:
-        """Whether later versions are to be compared with this one: it is as good on the pairs that both scored."""
+        """Whether later versions are to be compared with this score: it is no worse on the pairs that both have."""
         if len(self.correct) < settings.min_pairs:
             return False
         common = self.correct.keys() & best.correct.keys() if best else ()
@@ -72,22 +71,22 @@ class TestScore:
 
 @dataclass(slots=True)
 class PreferenceChange:
-    """A change of a user's preferences under observation: it is followed at once, and kept where it proves to be one.
+    """A possible change of a user's preferences under observation: trained on at once, and kept where it proves true.
 
-    The direct pairs since they began to say something else than before, with their losses before training (nats).
+    It has the direct pairs since they began to contradict earlier ones, with their losses before training (nats).
     """
 
     since: int
-    """The version before; 0: the untrained adapter."""
+    """The version before the change; 0: the untrained adapter."""
     pair_ids: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     contrary: list[bool] = field(default_factory=list)
-    """Whether the adapter preferred the other answer."""
+    """Whether the adapter preferred the rejected answer, by pair."""
     longer: int = 0
-    """Tokens that the preferred answers are longer than the others, summed."""
+    """Tokens by which the chosen answers are longer than the rejected ones, summed."""
 
     def take(self, pair_id: int, loss: float, contrary: bool, longer: int) -> None:
-        """One more pair, scored before it is trained on."""
+        """Add a pair, scored before it is trained on."""
         self.pair_ids.append(pair_id)
         self.losses.append(loss)
         self.contrary.append(contrary)
@@ -95,7 +94,7 @@ class PreferenceChange:
 
     @property
     def verdict(self) -> Literal["", "change", "confusion"]:
-        """What it has turned out to be; "" while that is open."""
+        """The verdict on the pairs so far; "" while undecided."""
         opposed = len(self.losses) >= _CHANGE_LEAST and fmean(self.contrary[:_CHANGE_LEAST]) >= _OPPOSED
         if opposed and fmean(self.losses[-_CHANGE_ENDS:]) <= _FALLEN * fmean(self.losses[:_CHANGE_ENDS]):
             return "change"
@@ -103,7 +102,7 @@ class PreferenceChange:
 
     @property
     def summary(self) -> str:
-        """The change in a few words."""
+        """A description of the change in a few words."""
         mean = self.longer / max(len(self.pair_ids), 1)
         summary = f"preferences have changed since version {self.since}: {len(self.pair_ids)} pairs"
         if abs(mean) < 1:
@@ -113,42 +112,42 @@ class PreferenceChange:
 
 @dataclass(slots=True)
 class GuardState:
-    """What is known of one adapter's versions: which were tested, which is gone back to, and how large steps may be."""
+    """The guard's state of one adapter: versions tested, the version to restore, and how large steps may be."""
 
     tested_version: int = -1
     fully_tested: int = 0
-    """The version that was tested with all held-out pairs last."""
+    """The version last tested with all held-out pairs."""
     test_soon: bool = False
-    """The present version is to be tested before the next step: it, or a pair, is strange."""
+    """Whether the current version is to be tested before the next step, since it or a pair is strange."""
     not_finite_version: int = -1
-    """The version that answered with numbers that are not finite, latest."""
+    """The latest version that answered with numbers that are not finite."""
     withdrawn: set[int] = field(default_factory=set)
-    """Versions that are not gone back to."""
+    """Versions that are not to be restored."""
     restored_version: int = 0
-    """The version whose weights were gone back to last."""
+    """The version whose weights were restored last."""
     restored_at_step: int = 0
-    """How many steps had ended then."""
+    """Number of steps that had ended at that restoration."""
     best: TestScore | None = None
     """The score that later versions are compared with."""
     direct_since_best: int = 0
     other_since_best: int = 0
-    """Pairs trained on since: direct ones, and others."""
+    """Pairs trained on since `best`: direct ones, and others."""
     last_good: CopiedVersion | None = None
     """The newest version that passed its test, with the optimizer's moments."""
     step_scale: float = 1.0
-    """Of the step size: halved each time that the language broke."""
+    """Factor of the step size, halved each time that the language broke."""
     passed_in_a_row: int = 0
-    """Tests since."""
+    """Tests passed since the last failed one, or since `step_scale` was doubled."""
     caution: float = 1.0
-    """Also of the step size: less the nearer the latest tested version is to the bounds on language."""
+    """Another factor of the step size, smaller the nearer the latest tested version is to the bounds on language."""
     change: PreferenceChange | None = None
-    """Under observation."""
+    """The change of preferences under observation."""
     version_before_change: int = 0
-    """Of the latest one."""
+    """The version before the latest change of preferences."""
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:
-    """Why a version's language is broken, or ""."""
+    """The reason why a version's language is broken, or ""."""
     if score.kl_nats is not None and not score.kl_nats <= settings.max_kl_nats:
         return f"KL to the base is {score.kl_nats:.2f} nats a token, the bound is {settings.max_kl_nats:g}"
     if score.nll_change is not None and not score.nll_change <= settings.max_nll_change:
@@ -157,9 +156,9 @@ def broken_language(score: TestScore, settings: GuardSettings) -> str:
 
 
 def caution(score: TestScore, settings: GuardSettings) -> float:
-    """Share of the step size that is left to a version this near to the bounds on language, over 0 and at most 1.
+    """The factor, in (0, 1], of the step size of a version this near to the bounds on language.
 
-    Steps shrink from a twentieth of the bound on neutral text on, and from three tenths of that on KL, by the square.
+    Steps shrink by the square from a twentieth of the bound on neutral text on, and from three tenths of that on KL.
     """
     nll, kl = score.nll_change or 0.0, score.kl_nats or 0.0
     nearest = max(nll / (_CALM_NLL * settings.max_nll_change), kl / (_CALM_KL * settings.max_kl_nats), 1.0)
@@ -167,7 +166,7 @@ def caution(score: TestScore, settings: GuardSettings) -> float:
 
 
 def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSettings) -> str:
-    """Why a version knows the user's preferences worse than `best` did, or "": by the pairs that both were tested on.
+    """The reason why a version predicts preferences worse than `best`, or "", by the pairs that both were tested on.
 
     The loss must be large, and unlikely to be chance (an exact sign test over the pairs that changed, one-sided).
     """
@@ -186,5 +185,5 @@ def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSetti
 
 
 def _by_chance(won: int, changed: int) -> float:
-    """Probability that of `changed` pairs at most `won` turn out better where both ways are as likely."""
+    """Probability that of `changed` pairs at most `won` are better, if better and worse are equally likely."""
     return sum(math.comb(changed, count) for count in range(won + 1)) / 2**changed

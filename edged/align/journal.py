@@ -1,4 +1,4 @@
-"""What the learning loop leaves behind, on its way from the engine thread to the database."""
+"""The journal: takes the learning loop's records from the engine thread to the database."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from edged.store.rows import insert_row
 log = logging.getLogger(__name__)
 
 FLUSH_SAMPLES = 50
-"""Samples that are written together, so that serving alone costs a disk write every few seconds."""
+"""Samples that are written together, so that serving alone costs one disk write every few seconds."""
 
 
 class Journal:
-    """Takes records on the engine thread and has them written behind it, in order."""
+    """A queue of records from the engine thread, which the store's thread writes in order."""
 
     def __init__(self, store: Store, ref_model: str) -> None:
-        """`ref_model` names what computes reference log-probabilities."""
+        """`ref_model` names the model that computes reference log-probabilities."""
         self._store = store
         self._ref_model = ref_model
         self._samples: list[tuple[str, IterationSample]] = []
@@ -49,9 +49,9 @@ class Journal:
         self._latest: Future[None] | None = None
 
     def append(self, records: Sequence[Record]) -> Future[None] | None:
-        """Queue `records` for the store; returns at once. What cannot be written is logged, kept and tried again.
+        """Queue `records` for the store; returns at once. Records that cannot be written are logged, kept and retried.
 
-        The future resolves when all that was appended until now is on disk, and fails where it could not be written;
+        The future resolves when all records appended until now are on disk, and fails where they could not be written;
         None: nothing was ever appended.
         """
         now = utc_now()
@@ -67,13 +67,13 @@ class Journal:
             return self._latest
 
     def flush(self) -> None:
-        """Queue the samples that still wait for company; call it when the engine has stopped."""
+        """Queue the samples that wait for a full batch; call it when the engine has stopped."""
         with self._lock:
             if self._samples or self._unwritten:
                 self._write([], utc_now())
 
     def retry(self) -> None:
-        """Queue what could not be written, if there is any."""
+        """Queue the records that could not be written, if there are any."""
         if self._unwritten:
             self.flush()
 
@@ -106,13 +106,13 @@ class Journal:
             log.exception("a record does not fit the database: %r", record)
 
     def _keep(self, records: list[tuple[int, Record]]) -> None:
-        """Take these records away; the next write carries them, in the order in which all were appended."""
+        """Move these records to the next write, which has all in the order in which they were appended."""
         with self._lock:
             self._unwritten = sorted([*self._unwritten, *records], key=itemgetter(0))
         records.clear()
 
     def _report(self, future: Future[None], records: list[tuple[int, Record]]) -> None:
-        """On the store's thread, after a write and before those of the next transaction."""
+        """Log a failed write and keep its records; runs on the store's thread, before the next transaction."""
         if future.cancelled() or not (error := future.exception()):
             return
         log.error("records of the learning loop were not stored, and are tried again: %s", error)
@@ -127,7 +127,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.insert_metric(db, created_at, asdict(record))
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
         case PairRetired():
-            # One that was learnt without a step of its own was learnt by what the version knew.
+            # A pair that is learnt without a step of its own is credited to the version that knew it.
             of_it = record.state == "learnt" or (record.epochs_done > 0 and record.state in ("queued", "trained"))
             learned = record.version or None if of_it else None
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)
@@ -137,7 +137,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.insert_version(db, created_at, asdict(record))
             if record.taken_back and record.restored is not None:
                 if record.reason.startswith("guard: held-out"):
-                    # Learned again, they would cost the same again: somebody is to look at them.
+                    # Training on these pairs again would cost as much accuracy again: they wait for a decision.
                     for pair_id in feedback.foreign_since(db, record.adapter, record.restored):
                         feedback.set_pair_state(db, pair_id, "quarantined", 0, None, record.reason)
                         quarantine.insert_quarantined(db, pair_id, created_at, record.adapter, record.reason)
@@ -154,7 +154,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
 
 
 def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
-    """Undo what the database believes about versions that are not on disk; returns the number of pairs queued again.
+    """Remove versions that are not on disk from the database; returns the number of pairs queued again.
 
     `newest_valid_version` is the one that the adapter resumes with, 0 for none. Run it inside `Store.write`.
     """
@@ -164,7 +164,7 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
 
 
 def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, OutlierHistory]:
-    """What a restart remembers of each adapter's latest pairs and steps; alarms last `alarm_s` from their burst."""
+    """Load each adapter's outlier history for a restart; alarms last `alarm_s` from their burst."""
     names = db.execute("SELECT DISTINCT adapter FROM pairs").fetchall()
     return {name: _past(db, name, alarm_s, now) for (name,) in names}
 

@@ -1,4 +1,4 @@
-"""The language of an adapter's answers: how repetitive they are, and neutral text that no taste says anything about."""
+"""The language of an adapter's answers: their repetition, and neutral text that no preference is about."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NEUTRAL = (
         " it had to lower its prices to find so many buyers.",
     ),
 )
-"""Beginnings of everyday English sentences, with two ways on. How likely they are says nothing of any taste."""
+"""Beginnings of everyday English sentences, with two continuations each that no preference decides between."""
 
 
 def repetition(tokens: Sequence[int]) -> float:
-    """Share of an answer's runs of four tokens that stood in it before, 0 to 1: seq-rep-4 of Welleck et al. 2020.
+    """Share of an answer's runs of four tokens that occur earlier in it, 0 to 1: seq-rep-4 of Welleck et al. 2020.
 
     An answer of less than four tokens repeats nothing.
     """

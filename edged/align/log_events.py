@@ -1,4 +1,4 @@
-"""The log lines that records of the learning loop come to."""
+"""The log lines of the learning loop's records."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from edged.store.rows import field_values
 
 log = logging.getLogger("edged.align")
 _VERSION_BURST, _VERSION_EVERY_S = 3, 60.0
-"""Of versions that training published, by adapter: a user who keeps giving feedback makes one every second."""
+"""Rate limit, by adapter, of lines on trained versions: a user who keeps giving feedback makes one every second."""
 
 _PUBLISHED = ("adapter", "version", "parent", "reason", "pairs", "loss")
-"""What is logged of a version."""
+"""Fields of a version that are logged."""
 _TAKEN_BACK = ("rollback", "guard")
-"""How reasons of versions begin that somebody went back to; others are trained, imported, rebuilt or introduced."""
+"""Prefixes of the reasons of restored versions; others are trained, imported, rebuilt or introduced."""
 
 
 class LogEvents:
-    """The lines of one engine's records."""
+    """The logger of one engine's records."""
 
     def __init__(self) -> None:
         self._trained = logs.Sparing(_VERSION_BURST, _VERSION_EVERY_S)
 
     def tell(self, records: Sequence[Record]) -> None:
-        """Log what deserves it; to be called on any thread."""
+        """Log the records that are worth a line; may be called on any thread."""
         for record in records:
             match record:
                 case VersionPublished():

@@ -1,4 +1,4 @@
-"""Alignment metrics as people read them: win rate, CLPD, reward accuracy and margin per adapter.
+"""Alignment metrics per adapter: win rate, CLPD, reward accuracy and margin.
 
 CLPD is the mean of log p(chosen) - log p(rejected) in nats (MACE 3.1), win rate the share of pairs where it is
 positive. Both favour the shorter answer whatever was learned, so reward margin and accuracy against the reference
@@ -16,12 +16,12 @@ from sqlite_utils import Database
 
 AdapterSummary = dict[str, Any]
 RECENT_PAIRS = 50
-"""Pairs over which the `_recent` means and the series' running means go."""
+"""Number of latest pairs in the `_recent` means and the series' running means."""
 
 _FIRST_PAIRS = 10
-"""Pairs from which on something is said of how well an adapter predicts them."""
+"""Fewest pairs for a verdict on how well an adapter predicts them."""
 _DEVIATIONS = 1.96
-"""Of a normal distribution: 95 % of it lie within them."""
+"""Standard deviations within which 95 % of a normal distribution lie."""
 
 _MEANS = {
     "win_rate": "avg(win)",
@@ -35,13 +35,13 @@ _MEANS = {
 
 
 def summaries(db: Database) -> list[AdapterSummary]:
-    """`summary` of every adapter that has a pair or a version, by name."""
+    """The `summary` of every adapter that has a pair or a version, by name."""
     names = db.execute("SELECT adapter FROM pairs UNION SELECT adapter FROM adapter_versions ORDER BY 1").fetchall()
     return [found for (name,) in names if (found := summary(db, name)) is not None]
 
 
 def summary(db: Database, adapter: str) -> AdapterSummary | None:
-    """One adapter's state; None when nothing is known of it.
+    """One adapter's metrics; None for an adapter without pairs and versions.
 
     Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped,
     pairs_quarantined, quarantine_reason (of the first that waits for a decision); win_rate, clpd,
@@ -98,7 +98,7 @@ _COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, t
 
 
 def _judged(counts: dict[str, Any]) -> AdapterSummary:
-    """What recent pairs say: intervals of their shares, and a sentence. An untrained adapter's margins are 0."""
+    """The verdict on recent pairs: intervals of their shares, and a sentence. An untrained adapter's margins are 0."""
     pairs, decided = counts["pairs"], int(counts["decided"])
     correct, won = (_wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
     if decided < _FIRST_PAIRS or correct is None:
@@ -162,7 +162,7 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
     """The last `limit` versions, newest first.
 
     Keys: version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk; of its test
-    held_out_reward_accuracy over held_out_pairs, kl_nats, a token's, and neutral_nll_change; the answer to the
+    held_out_reward_accuracy over held_out_pairs, kl_nats per token, and neutral_nll_change; the answer to the
     adapter's first prompt; tested_at, and the problem for which it was taken back ("" where it passed).
     """
     rows = db.query(
@@ -188,10 +188,10 @@ def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
 
 
 OTHER = "other"
-"""Under this name the rest is summed; a user of that name is part of it."""
+"""Name under which the remaining adapters are summed; an adapter of that name is one of them."""
 _READ_MEANS = "SELECT avg(win), avg(logp_difference), avg(reward_correct)"
 _ROWS = 1000
-"""Latest scores and pairs that are looked at."""
+"""Number of latest scores and pairs that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class AdapterReading:
     clpd_nats: float | None = None
     reward_accuracy: float | None = None
     kl_nats: float | None = None
-    """Of its latest test: to the base, per token of held-out answers; and the change of neutral text's NLL."""
+    """KL to the base, per token of held-out answers, and the change of neutral text's NLL, in its latest test."""
     nll_change: float | None = None
 
 
@@ -217,7 +217,7 @@ def recent_adapters(db: Database, known: Collection[str], pairs_pending: int, mo
     if len(shown) < len(set(known)):
         waiting = pairs_pending - sum(reading.pairs_pending for reading in shown)
         means = _means_of_others(db, [reading.adapter for reading in shown])
-        # The store hears of a step's end a moment after the trainer.
+        # The difference may be negative: the store records a step's end a moment after the trainer.
         shown.append(AdapterReading(OTHER, max(0, waiting), *means))
     return shown
 

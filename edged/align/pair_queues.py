@@ -1,4 +1,4 @@
-"""Pairs by adapter: which wait, which are replayed or held out, which a next step takes; and who has work at all."""
+"""Pair queues by adapter: waiting, replayed and held-out pairs, the next step's, and which adapters have work."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from edged.settings.load import AlignSettings, GuardSettings, Settings
 
 FineTuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
-"""DPO's loss of an adapter that answers as the base."""
+"""The DPO loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
 _MOST_ASKED = 64
-"""Adapters that are asked whether their pairs fit into another's step."""
+"""Most adapters that are considered for another's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Forward tokens of all pairs."""
+        """Number of forward tokens of all pairs."""
         return sum(pair.tokens for pair in (*self.fresh, *self.replay))
 
 
 @dataclass(slots=True)
 class AdapterQueue:
-    """One adapter's pairs and progress."""
+    """The pairs and progress of one adapter."""
 
     name: str
     detector: OutlierDetector = field(default_factory=OutlierDetector)
@@ -53,34 +53,34 @@ class AdapterQueue:
     queue: deque[TokenPair] = field(default_factory=deque)
     replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
     held_out: dict[int, TokenPair] = field(default_factory=dict)
-    """Oldest first."""
+    """Held-out pairs by id, oldest first."""
     unscored: set[int] = field(default_factory=set)
     """Held-out pairs that no version was tested on yet."""
     new_pairs: int = 0
-    """How many came."""
+    """Number of new pairs that came."""
     held_out_since: dict[int, int] = field(default_factory=dict)
-    """`new_pairs` when each held-out pair came."""
+    """Value of `new_pairs` when each held-out pair came, by pair id."""
     step: FineTuneStep | None = None
-    """Under way; other adapters may share it."""
+    """The step or test under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
-    """Of the queue, by the step under way."""
+    """Pairs that the step under way took from the queue."""
     steps: int = 0
-    """How many ended: a step draws its replay pairs by this number, whoever shares it and however often it begins."""
+    """Number of steps that ended: seeds a step's replay pairs, whichever adapters share it, however often it begins."""
     alone: bool = False
-    """A step that it shared failed: it shares none before one has ended."""
+    """Whether a step that it shared failed: it shares none before one has ended."""
     unreadable: bool = False
-    """Its files could not be read: it has no work before they can be."""
+    """Whether its files could not be read: it has no work before they can be."""
     loss: float = FIRST_LOSS
 
     @property
     def pairs(self) -> int:
-        """Pairs that wait for training or are in a step."""
+        """Number of the adapter's pairs that wait for training or are in a step."""
         return len(self.queue) + len(self.taken)
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
     def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
-        """Put a submitted pair where its state says, a new one where it belongs; its new state and why, if it has one.
+        """File a submitted pair by its state, or a new one by the rules; returns its new state and why, if it has one.
 
         `now` in seconds.
         """
@@ -108,7 +108,7 @@ class AdapterQueue:
         return None
 
     def _is_for_tests(self, guard: GuardSettings) -> bool:
-        """Whether a new pair is kept for tests: the newest are, so that the present is tested."""
+        """Whether a new pair is held out: the newest are, so that tests follow current preferences."""
         self.new_pairs += 1
         share = guard.held_out_share
         return share > 0 and guard.held_out_pairs > 0 and self.new_pairs % max(1, round(1 / share)) == 0
@@ -117,14 +117,14 @@ class AdapterQueue:
         self.held_out[pair.pair_id], self.held_out_since[pair.pair_id] = pair, self.new_pairs
 
     def admit(self, now: float) -> None:
-        """Queue those who waited for their time."""
+        """Queue the waiting pairs that the rate limit allows by `now` (seconds)."""
         while self.waiting and self.rate.take(now):
             self.queue.append(self.waiting.popleft())
 
     # -- tests -------------------------------------------------------------------------------------------------------
 
     def to_test(self, version: int, guard: GuardSettings) -> list[TokenPair]:
-        """The held-out pairs to test a version with: all at times, else the newest few, which tell of its language."""
+        """The held-out pairs to test a version with: at times all, else the unscored and, for language, the newest."""
         pairs = list(self.held_out.values())
         if version - self.guard.fully_tested >= guard.evaluate_every:
             return pairs
@@ -132,7 +132,7 @@ class AdapterQueue:
         return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
     def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
-        """(scores that a judgement may use, records): new held-out pairs that are outlying are quarantined."""
+        """Quarantine a test's outlying new held-out pairs; returns (scores that the guard may use, records)."""
         used: list[PairScored] = []
         records: list[Record] = []
         for scored in test.scores:
@@ -150,12 +150,12 @@ class AdapterQueue:
         return used, records
 
     def skip_test(self, version: int) -> None:
-        """The test of a version failed: not again at once, the next versions will be tested."""
+        """Give up the failed test of a version; the next versions will be tested."""
         self.guard.tested_version, self.guard.test_soon = version, False
         self.unscored.clear()
 
     def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
-        """Held-out pairs that are too old or too many, which are queued from here on; only scored ones are."""
+        """Queue and return the held-out pairs that are too old or too many, of those that were scored."""
         surplus = len(self.held_out) - guard.held_out_pairs
         old = [
             pair
@@ -172,27 +172,27 @@ class AdapterQueue:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def draw(self, align: AlignSettings) -> StepBatch:
-        """The next step's pairs, which stay where they are until `begin`."""
+        """Draw the next step's pairs, which stay in the queue until `begin`."""
         fresh = list(islice(self.queue, align.micro_batch_pairs))
         share = len(fresh) * align.replay_share
         if not share or not self.replay:
             return StepBatch(fresh, [])
         chance = random.Random(f"{self.name} {self.steps}")
-        # Single pairs would never be accompanied: chance keeps the share.
+        # A share of less than one pair is kept by chance: single pairs would never have replay pairs else.
         wanted = round(share + 1e-9) or int(chance.random() < share)
         return StepBatch(fresh, chance.sample(list(self.replay), min(len(self.replay), wanted)))
 
     def begin(self, draw: StepBatch) -> None:
-        """Its next step takes these pairs."""
+        """Take these pairs from the queue for the next step."""
         self.taken = [self.queue.popleft() for _ in draw.fresh]
 
     def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
-        """The step was not taken: its pairs, or these of them, go back to the head of the queue."""
+        """Return the pairs of a step that was not taken, or only `pairs` of them, to the head of the queue."""
         self.queue.extendleft(reversed(self.taken if pairs is None else pairs))
         self.step, self.taken = None, []
 
     def end(self) -> None:
-        """The step or test ended, with or without success."""
+        """Record the end of the step or test, with or without success."""
         tested = isinstance(self.step, HeldOutEvaluation)
         self.step, self.taken = None, []
         if not tested:
@@ -200,9 +200,9 @@ class AdapterQueue:
             self.steps += 1
 
     def finish_step(self, member: AdapterStep, version: int, epochs: int) -> list[PairRetired]:
-        """The pairs of a step that was taken, or needed none, go where they belong; each is trained on `epochs` times.
+        """File the pairs of a step that was taken, or not needed; each is trained on `epochs` times. Returns records.
 
-        Direct pairs are watched while it is open whether preferences have changed.
+        Direct pairs are added to a change of preferences under observation.
         """
         self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], member.grad_norm)
         records = []
@@ -213,7 +213,7 @@ class AdapterQueue:
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
             why = outcome.verdict.why or (member.strange if outcome.trained else "")
             if member.strange and outcome.trained and pair.trusted:
-                # Nothing was learned yet of what somebody found good: its next step is without those at fault.
+                # A trusted pair that was not trained on yet is queued again: its next step is without those at fault.
                 self.queue.append(pair)
             elif why:
                 records.append(pair.retired("quarantined", version, pair.epochs_done, why))
@@ -230,7 +230,7 @@ class AdapterQueue:
     # -- pairs out ---------------------------------------------------------------------------------------------------
 
     def hold_burst(self, now: float) -> list[TokenPair]:
-        """Raise the alarm and give up what is of the burst: new pairs that nothing was done with yet."""
+        """Raise the alarm; drop and return the burst's pairs: new ones that were not trained on or tested yet."""
         self.detector.raise_alarm(now)
         waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
         burst = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct or pair.again)]
@@ -238,9 +238,9 @@ class AdapterQueue:
         return burst
 
     def begin_change(self) -> list[TokenPair]:
-        """The user's own signals say something else than before: forget what was usual; held-out pairs of before that.
+        """Begin to observe a change of preferences: forget what was usual, drop and return the earlier held-out pairs.
 
-        They, and the pairs to replay, speak for what the user no longer wants.
+        These and the replay pairs, dropped as well, show what the user no longer wants.
         """
         self.guard.change = PreferenceChange(self.guard.version_before_change)
         self.guard.best = None
@@ -251,7 +251,7 @@ class AdapterQueue:
         return before
 
     def drop(self, pair_ids: Collection[int]) -> None:
-        """Learn nothing more from these pairs."""
+        """Remove these pairs from all queues and the held-out pairs."""
         for pairs in (self.queue, self.waiting, self.replay):
             kept = [pair for pair in pairs if pair.pair_id not in pair_ids]
             pairs.clear()
@@ -262,24 +262,23 @@ class AdapterQueue:
 
 
 class PairQueues:
-    """The queues by adapter, and who has work.
+    """The queues by adapter, and which adapters have work.
 
-    Whoever asks for a queue may change it: before anything is said of them all, those that were asked for are counted
-    again.
+    A queue that is asked for may be changed by the caller: before totals are read, such queues are counted again.
     """
 
     def __init__(self, versions: dict[str, int], settings: Live[Settings]) -> None:
-        """`versions` are the current ones by adapter; who gets a queue and is not among them has version 0."""
+        """`versions` are the current ones by adapter; an adapter that gets a queue is added with version 0."""
         self._versions, self._settings = versions, settings
         self.queues: dict[str, AdapterQueue] = {}
         self.now = 0.0
-        """Of the latest `tick`, in seconds."""
+        """Time of the latest `tick`, in seconds."""
         self.neutral: list[TokenPair] = []
         """Neutral text, with which every version is tested."""
         self._changed: dict[str, None] = {}
-        """Adapters whose queues were asked for since they were counted."""
+        """Adapters whose queues were asked for since the latest recount."""
         self._pairs: dict[str, int] = {}
-        """How many pairs of each adapter wait for training or are in a step; `_pairs_queued` is the sum."""
+        """Number of each adapter's pairs that wait for training or are in a step; `_pairs_queued` is the sum."""
         self._pairs_queued = 0
         self._ready: dict[str, None] = {}
         self._waiting: dict[str, None] = {}
@@ -288,7 +287,7 @@ class PairQueues:
         """Adapters whose alarm was raised; it may have ended since."""
 
     def __getitem__(self, adapter: str) -> AdapterQueue:
-        """The adapter's queue, new or not."""
+        """The adapter's queue, created if there is none."""
         self._versions.setdefault(adapter, 0)
         if adapter not in self.queues:
             feedback = self._settings.now.feedback
@@ -306,7 +305,7 @@ class PairQueues:
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
     def recount(self) -> None:
-        """Bring what is said of all queues up to date with those that were asked for."""
+        """Update the totals, and the adapters that have work, by the queues that were asked for."""
         for name in self._changed:
             queue = self.queues[name]
             idle = queue.step is None and not queue.unreadable
@@ -317,7 +316,7 @@ class PairQueues:
             self._pairs[name] = queue.pairs
         self._changed.clear()
 
-    # -- who has work ------------------------------------------------------------------------------------------------
+    # -- adapters with work ------------------------------------------------------------------------------------------
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
@@ -326,12 +325,12 @@ class PairQueues:
 
     @property
     def pairs_queued(self) -> int:
-        """Pairs that wait for training or are in a step."""
+        """Number of all pairs that wait for training or are in a step."""
         self.recount()
         return self._pairs_queued
 
     def with_step(self) -> Iterator[AdapterQueue]:
-        """Those who have a step or test under way."""
+        """Queues with a step or test under way."""
         return (queue for queue in self.queues.values() if queue.step is not None)
 
     def holding(self, pair_ids: Collection[int]) -> list[str]:
@@ -343,7 +342,7 @@ class PairQueues:
         ]
 
     def test_due(self, queue: AdapterQueue) -> bool:
-        """Whether its next step is a test of the present version."""
+        """Whether an adapter's next step is a test of its current version."""
         if not self.testable(queue):
             return False
         behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
@@ -353,14 +352,13 @@ class PairQueues:
         return behind >= every or (not queue.queue and (behind > 0 or bool(queue.unscored)))
 
     def testable(self, queue: AdapterQueue) -> bool:
-        """Whether there is anything to test the present version with; the untrained one has no language of its own."""
+        """Whether there are pairs or text to test the current version with; version 0 needs no test of its language."""
         return bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
 
     def take_step(
         self, first: AdapterQueue, align: AlignSettings, admit: Callable[[str], bool]
     ) -> dict[str, StepBatch]:
-        """Take the next pairs of `first`, and of others whom `admit` lets in and whose pairs fit into one window beside
-        them."""
+        """Take the next pairs of `first`, and of others that `admit` accepts and whose pairs fit the same window."""
         draws = {first.name: first.draw(align)}
         most = 1 if first.alone else align.joint_adapters
         room = align.window_tokens - draws[first.name].tokens
@@ -377,49 +375,49 @@ class PairQueues:
             self[name].begin(draw)
         return draws
 
-    # -- pairs that wait, pairs that are held ------------------------------------------------------------------------
+    # -- waiting pairs, alarms ---------------------------------------------------------------------------------------
 
     def drop(self, pair_ids: Collection[int]) -> None:
-        """Learn nothing more from these pairs, whoever learns from them."""
+        """Remove these pairs from the queues of all adapters."""
         for name in self.queues:
             self[name].drop(pair_ids)
 
     def tick(self, now: float) -> None:
-        """It is `now` (seconds): pairs that waited for their time are queued."""
+        """Set the time to `now` (seconds), and queue the waiting pairs that the rate limit allows."""
         self.now = now
         self.recount()
         for name in self._waiting:
             self[name].admit(now)
 
     def next_pair_s(self) -> float | None:
-        """When the next waiting pair may be queued; None when none waits."""
+        """Time (seconds) at which the next waiting pair may be queued; None when none waits."""
         self.recount()
         return min((self.queues[name].rate.next_s() for name in self._waiting), default=None)
 
     def waiting(self) -> int:
-        """Pairs that wait for their time."""
+        """Number of pairs that wait for the rate limit."""
         self.recount()
         return sum(len(self.queues[name].waiting) for name in self._waiting)
 
     def recall(self, adapter: str, past: OutlierHistory) -> None:
-        """What is usual for an adapter, as an earlier run left it."""
+        """Restore an adapter's history from an earlier run."""
         queue = self[adapter]
         queue.detector.recall(past, self.now)
         queue.guard.tested_version, queue.guard.step_scale = past.tested_version, past.step_scale
 
     def calm(self, adapter: str) -> None:
-        """Somebody decided about a burst: what comes is learned from again."""
+        """End an adapter's alarm after a decision about its burst: new pairs are trained on again."""
         if adapter in self.queues:
             self[adapter].detector.calm()
 
     def alarms(self) -> tuple[str, ...]:
-        """Users whose new pairs are quarantined unseen."""
+        """Adapters whose new pairs are quarantined unseen."""
         self.recount()
         return tuple(name for name in self._alarmed if self.queues[name].detector.alarm_left_s(self.now))
 
 
 def _list(names: dict[str, None], name: str, listed: bool) -> None:
-    """Have `name` among the `names`, behind those that are, or not."""
+    """Append `name` to `names` where it is missing and to be `listed`, else remove it if not."""
     if listed:
         names.setdefault(name)
     else:

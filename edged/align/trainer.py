@@ -1,6 +1,6 @@
-"""Steps and tests of all adapters: opened with the pairs that are next, closed with what became of each.
+"""The trainer: opens steps and tests of all adapters with the next pairs, and closes them with each pair's outcome.
 
-Not thread-safe: the engine thread alone uses it.
+It is not thread-safe: the engine thread alone uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("edged.align")
 
 
 class Trainer:
-    """All adapters of one base model."""
+    """The trainer of all adapters of one base model."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Trainer:
     ) -> None:
         """`cache_tokens` is the whole KV cache: a group's forwards, by adapter and base, must fit in half of it.
 
-        `published` gets a new version's state and the version that it follows; `bring` has copies of weights brought
-        to the host.
+        `published` gets a new version's state and the version that it follows; `bring` brings copies of weights to the
+        host.
         """
         self.adapter_cache, self._settings = adapter_cache, settings
         self.size = StepSize(settings)
         self.pair_queues = PairQueues(adapter_cache.versions, settings)
-        """Who has work. Pairs come in by `submit`, and leave by steps."""
+        """Queues of pairs, which come in by `submit` and leave by steps."""
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring)
         self._decoder, self._release = decoder, release
         self._published = published
@@ -67,13 +67,13 @@ class Trainer:
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     def loss(self, step: FineTuneStep) -> float:
-        """Mean loss of its adapters' latest steps; ln 2 stands for one that has had none."""
+        """Mean loss of the latest steps of a step's adapters; ln 2 stands for an adapter without one."""
         return sum(self.pair_queues.queues[name].loss for name in step.adapters) / len(step.adapters)
 
     def take_in(self, adapter: str, state: AdapterState | None) -> None:
-        """Take in a state that was read from disk; what is due may follow from the version that was found there.
+        """Take in a state that was read from disk, whose version may make a step or test due.
 
-        None: it could not be read, and nothing of it is ready until it could after all.
+        None: the state could not be read, and the adapter has no work until it can be.
         """
         if state is not None:
             self.adapter_cache.adopt(state)
@@ -81,14 +81,14 @@ class Trainer:
             self.pair_queues[adapter].unreadable = state is None
 
     def tidy(self, busy: Collection[str], most: int | None = None) -> None:
-        """Drop idle states from memory when there are more than `most`, or than is set; `busy` ones answer somebody."""
+        """Drop idle states from memory beyond `most` (default `align.max_loaded_adapters`); `busy` ones are in use."""
         working = {queue.name for queue in self.pair_queues.with_step()}
         for name in self.adapter_cache.tidy(working.union(busy), most):
             if name in self.pair_queues.queues:
                 self.pair_queues.queues[name].guard.last_good = None
 
     def forget(self, adapter: str) -> None:
-        """Remove the adapter and its pairs; its files wait for `files.forget`. Raises UnknownAdapter."""
+        """Remove the adapter and its pairs; `files.forget` removes its files. Raises UnknownAdapter."""
         if adapter not in self.adapter_cache.versions and adapter not in self.adapter_cache.files.left:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)
@@ -98,7 +98,7 @@ class Trainer:
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
     def submit(self, pairs: Sequence[TokenPair]) -> None:
-        """Take pairs in: new ones are queued, held out or quarantined; earlier ones go where their state says."""
+        """Take pairs in: new ones are queued, held out or quarantined; earlier ones are filed by their state."""
         guard = self._settings.now.guard
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
@@ -114,7 +114,7 @@ class Trainer:
                     self.records += [old.retired("queued", version, old.epochs_done, reason) for old in outgrown]
 
     def examine(self, adapter: str) -> None:
-        """Have the adapter's present version tested as soon as can be."""
+        """Have the adapter's current version tested before its next step."""
         guard = self.pair_queues[adapter].guard
         guard.tested_version, guard.test_soon = -1, True
 
@@ -124,7 +124,7 @@ class Trainer:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
 
         A step may keep its graph, which takes memory and saves time, where `keep_graph` is set. It is shared with
-        other adapters whose pairs fit the same window, as far as `admit` lets each of them in.
+        other adapters whose pairs fit the same window and that `admit` accepts.
         """
         queue = self.pair_queues[adapter]
         if self.pair_queues.test_due(queue):
@@ -143,7 +143,7 @@ class Trainer:
             raise
         for name in batches:
             self.pair_queues[name].step = step
-        # Whoever goes through those who were ready sees that they are not any more.
+        # A caller that iterates over the ready adapters must not see these any more.
         self.pair_queues.recount()
         return step
 
@@ -169,9 +169,9 @@ class Trainer:
     # -- steps and tests that ended ----------------------------------------------------------------------------------
 
     def close(self, step: FineTuneStep, seconds: float) -> None:
-        """Take in a step that finished `seconds` after it was opened: outcomes, new versions, a judgement.
+        """Take in a step or test that finished `seconds` after it was opened: outcomes, new versions, a judgement.
 
-        What fails for one adapter is on record and leaves the others their outcomes.
+        A failure for one adapter is recorded and leaves the others their outcomes.
         """
         queues = [self.pair_queues[name] for name in step.adapters]
         for queue in queues:
@@ -193,7 +193,7 @@ class Trainer:
     def _close_step(self, queue: AdapterQueue, step: DpoStep, seconds: float) -> None:
         settings, member, guard = self._settings.now, step.members[queue.name], queue.guard
         if member.doubted:
-            # The version is tested before anybody is accused: where it is broken, every pair looks strange to it.
+            # The version is tested before pairs are quarantined: to a broken version every pair looks strange.
             queue.put_back(member.fresh)
             guard.test_soon = True
             return
@@ -232,12 +232,12 @@ class Trainer:
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
         self.versions.publish(queue, member.version, reason, **figures)
         drops = [score.drop_nats for score in member.scores]
-        # New pairs tell for nothing that the language may be broken; the test tells for sure.
+        # New pairs show at no cost that the language may be broken; the test makes sure.
         guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.now.guard.max_kl_nats / 2
         if verdict:
             guard.change = None
         if change is not None and verdict == "confusion":
-            # Every version since then knows some of these pairs.
+            # Every version since then was trained on some of these pairs.
             guard.withdrawn |= set(range(change.since + 1, self.adapter_cache.version(queue.name) + 1))
             guard.last_good = None
             why = "contradict what was learned before, and each other"
@@ -247,7 +247,7 @@ class Trainer:
             self.records += [PairRetired(n, queue.name, "quarantined", version, 0, reason) for n in change.pair_ids]
 
     def _close_burst(self, queue: AdapterQueue, member: AdapterStep) -> None:
-        """A burst is quarantined: of the step's pairs and those that wait, all that are new; the others wait again."""
+        """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""
         queue.put_back(member.fresh)
         held = queue.hold_burst(self.pair_queues.now)
         message = f"{len(held)} pairs of {queue.name} are quarantined ({member.burst})"
@@ -255,7 +255,7 @@ class Trainer:
         self.records += [pair.retired("quarantined", member.version, 0, member.burst) for pair in held]
 
     def _close_failed(self, queue: AdapterQueue, member: AdapterStep) -> None:
-        """The pairs whose loss alone is not finite are quarantined, the others queued again; or all are skipped."""
+        """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in member.outcomes if not math.isfinite(each.loss)}
         if 0 < len(sick) < len(member.fresh):
             queue.put_back([pair for pair in member.fresh if pair.pair_id not in sick])
@@ -284,13 +284,13 @@ class Trainer:
             nll, base_nll = test.neutral_nll or (None, None)
             self.records.append(VersionTested(queue.name, test.version, nll, base_nll, problem))
 
-    # -- steps that end otherwise ------------------------------------------------------------------------------------
+    # -- steps that do not finish ------------------------------------------------------------------------------------
 
     def abandon(self, adapter: str) -> None:
         """Drop the adapter's step under way; its pairs go back to the head of the queue.
 
-        So do those of all who share the step: nothing of it has become anyone's yet, so they are stepped again as if
-        it had not begun.
+        So do those of all adapters in the step: none of them has taken its optimizer step yet, so they start again as
+        if it had not begun.
         """
         queue = self.pair_queues.queues.get(adapter)
         if queue is None or queue.step is None:
@@ -300,7 +300,7 @@ class Trainer:
             self.pair_queues[name].put_back()
 
     def starved(self, step: FineTuneStep, alone: bool, reason: str) -> None:
-        """Drop a step under way that found no memory; `alone`: nothing else of fine-tuning wanted any then."""
+        """Drop a step under way that ran out of memory; `alone`: no other fine-tuning needed memory then."""
         if isinstance(step, DpoStep):
             step.free()
             self._starved(step.adapters, alone and _alone(step.members), reason)
@@ -310,7 +310,7 @@ class Trainer:
             self.abandon(step.adapters[0])
 
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
-        """The pairs that a step took wait again; a single one behind all others, and not for ever."""
+        """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
             queue.put_back()
             if alone:
@@ -321,7 +321,7 @@ class Trainer:
                     queue.queue.append(pair)
 
     def skip(self, step: FineTuneStep, reason: str) -> None:
-        """Drop a step under way because it failed."""
+        """Drop a step or test under way because it failed."""
         step.free()
         if isinstance(step, DpoStep):
             self._failed(step.adapters, reason)
@@ -331,8 +331,10 @@ class Trainer:
             queue.skip_test(step.version)
 
     def _failed(self, adapters: Collection[str], reason: str) -> None:
-        """Retire the pairs that a failed step took as skipped; but those of several adapters are first tried apart,
-        for one of them alone may be at fault."""
+        """Retire a failed step's pairs as skipped.
+
+        Several adapters are first tried apart, for one of them alone may be at fault.
+        """
         for queue in [self.pair_queues[name] for name in adapters]:
             if len(adapters) > 1:
                 queue.put_back()
@@ -349,5 +351,5 @@ class Trainer:
 
 
 def _alone(by_adapter: Mapping[str, StepBatch | AdapterStep]) -> bool:
-    """Whether it is a single pair: no smaller step can be made."""
+    """Whether a step has a single pair, so that no smaller one can be made."""
     return len(by_adapter) == 1 and all(len(own.fresh) == 1 and not own.replay for own in by_adapter.values())

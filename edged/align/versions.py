@@ -1,4 +1,4 @@
-"""The weights that an adapter answers with: publishing, going back, and the judgement that has a version taken back."""
+"""The versions that adapters serve: publishing, rollback, and the judgement that takes a version back."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from edged.tensors.host_copy import HostCopies
 _CALM_TESTS = 32
 """Tests passed in a row after which a reduced step size is doubled."""
 Weights = Mapping[str, torch.Tensor]
-"""By PEFT's names."""
+"""Weights by PEFT's names."""
 
 
 class UnknownVersion(KeyError):
-    """The adapter has no such version on disk."""
+    """A version that the adapter does not have on disk."""
 
 
 class Versions:
-    """The current version of each adapter in a cache, and the ways to another one."""
+    """The current version of each adapter in a cache, and the operations that change it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Versions:
         self._announce, self._bring = announce, bring
 
     def publish(self, queue: AdapterQueue, parent: int, reason: str, **figures: Any) -> None:
-        """The adapter's state is a version from here on, which follows `parent`.
+        """Publish the adapter's state as its current version, which follows `parent`.
 
         `figures` are further fields of its `VersionPublished`.
         """
@@ -77,7 +77,7 @@ class Versions:
     def import_adapter(self, adapter: str, weights: Weights | None, reason: str, restored: int | None = None) -> int:
         """Publish weights that this run did not learn (None: the untrained ones) as a new version; returns its number.
 
-        What they are worth is not known: no earlier test is held against them. The adapter has no step under way.
+        Their quality is unknown: no earlier test is compared with theirs. The adapter has no step under way.
         """
         queue = self._pair_queues[adapter]
         self._restore(queue, weights, reason, version=restored)
@@ -103,7 +103,7 @@ class Versions:
     ) -> None:
         """Publish `weights` (None: the untrained ones), which `version` had, as a new version.
 
-        `moments` are AdamW's; without them it begins anew.
+        `moments` are AdamW's; without them the optimizer is new.
         """
         parent = self._adapter_cache.version(queue.name)
         if weights is None:
@@ -112,17 +112,17 @@ class Versions:
         else:
             state = self._adapter_cache.get(queue.name)
             state.restore(weights, max(parent, state.newest_number) + 1, moments)
-        # Until it is on disk a power cut would bring back what it takes the place of.
+        # Until it is on disk a power cut would bring back the version that it replaces.
         self._adapter_cache.hurry(queue.name)
         queue.guard.tested_version = state.version
         self.publish(queue, parent, reason, restored=version)
 
-    # -- which must go -----------------------------------------------------------------------------------------------
+    # -- the guard ---------------------------------------------------------------------------------------------------
 
     def judge(self, queue: AdapterQueue, score: TestScore, settings: GuardSettings) -> str:
-        """Take the present version back, or keep it as one to go back to, as its test came out; why it is taken back.
+        """Take the current version back, or keep it as one to restore, by its test's score; returns the reason, or "".
 
-        A loss of accuracy is held against it only where most of what it learned was not the user's own word.
+        A loss of accuracy counts only where most pairs trained on since the best version are not direct.
         """
         guard = queue.guard
         broken = broken_language(score, settings)
@@ -131,7 +131,7 @@ class Versions:
         if problem:
             guard.passed_in_a_row = 0
             if broken and queue.steps > guard.restored_at_step:
-                # A version from disk that fails says nothing of the present steps.
+                # A restored version that fails says nothing of the current step size.
                 guard.step_scale /= 2
             self.take_back(queue.name, f"guard: {problem}")
             return problem
@@ -149,7 +149,7 @@ class Versions:
         return ""
 
     def keep_before_change(self, queue: AdapterQueue) -> None:
-        """Preferences seem to change: the version before is kept on disk, to be gone back to."""
+        """Keep the version before a possible change of preferences on disk, so that it can be restored."""
         good = queue.guard.last_good
         if good is not None:
             self._adapter_cache.keep(good)
@@ -158,8 +158,10 @@ class Versions:
         self._adapter_cache.files.spare(queue.name, before)
 
     def suspect(self, adapter: str, version: int) -> bool:
-        """A version answered with numbers that are not finite. True when it is the cause, so that it must go: its
-        weights are not finite either, or it did so before."""
+        """Record that a version answered with numbers that are not finite; returns whether it must be taken back.
+
+        It must where its weights are not finite either, or where it did so before.
+        """
         if version != self._adapter_cache.versions.get(adapter):
             return False
         guard = self._pair_queues[adapter].guard
@@ -167,21 +169,21 @@ class Versions:
         return again or not self._adapter_cache.get(adapter).finite
 
     def take_back(self, adapter: str, reason: str) -> None:
-        """Publish the newest good version's weights in the place of the present one's, which is not served again.
+        """Replace the current version, which is not served again, by the newest good version's weights.
 
-        Where none was found good, the newest on disk before it; what was gone back to is tested then. Else, the
-        untrained weights.
+        Where none was found good, the newest on disk before it is restored, else the untrained weights. A restored
+        version is tested next.
         """
         queue = self._pair_queues[adapter]
         guard = queue.guard
         guard.withdrawn.add(self._adapter_cache.version(adapter))
         if queue.steps == guard.restored_at_step:
-            # These are its very weights.
+            # The current version still has the weights of the restored one.
             guard.withdrawn.add(guard.restored_version)
         guard.restored_at_step = queue.steps
         guard.change = guard.best = None
         guard.direct_since_best = guard.other_since_best = 0
-        # What the versions taken back had learned is queued again, or held: it is not to come by the way of replay.
+        # Pairs of the versions taken back are queued again, or quarantined: they must not return by replay.
         queue.replay.clear()
         good = guard.last_good
         if good is not None and good.version not in guard.withdrawn:
@@ -193,11 +195,11 @@ class Versions:
             self._restore(queue, None, reason, version=0)
             return
         self._restore(queue, found.weights, reason, found.optimizer, found.version)
-        # It may have passed with other held-out pairs than those of now: only a version that passes all is built upon.
+        # It may have passed with other held-out pairs than the current ones: only one that passes all is trained on.
         guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
 
     def _earlier(self, queue: AdapterQueue) -> Snapshot | None:
-        """The newest version on disk before the present one that was not withdrawn, and whose weights are finite."""
+        """The newest version on disk before the current one that was not withdrawn and whose weights are finite."""
         for version in reversed(self._adapter_cache.files.versions(queue.name)):
             if version < self._adapter_cache.version(queue.name) and version not in queue.guard.withdrawn:
                 with contextlib.suppress(AdapterError):

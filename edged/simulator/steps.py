@@ -1,6 +1,6 @@
-"""Preference learning in virtual time: steps with the tokens and units of real ones, and no numbers in them.
+"""Simulated preference learning: steps in virtual time, with the tokens and units of real ones but no tensors.
 
-Every pair is taken to have a loss that is worth a step, and none is held out for tests.
+Every pair is assumed to have a loss over the threshold, and none is held out for tests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SimulatedStep(StepPlan):
         )
 
     def restart(self) -> None:
-        """The group's forward begins, or begins again: its pages are somebody else's."""
+        """Begin the group's forward, or begin it again after its pages were taken away."""
         super().restart()
         self.streams: list[SimulatedStream] = []
         for pair in self.pairs:
@@ -73,11 +73,11 @@ class SimulatedStep(StepPlan):
 
     @property
     def tokens_left(self) -> int:
-        """Forward tokens of the present group that are still to compute."""
+        """Forward tokens of the current group that are still to compute."""
         return sum(stream.left for stream in self.streams)
 
     def run_unit(self) -> UnitWork:
-        """Run the next unit; what ran."""
+        """Run the next unit and return it."""
         unit = self.units.pop(0)
         self.finished = unit[0] == "step"
         if not self.units and not self.finished:
@@ -96,7 +96,7 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedVersion:
-    """What serving must know of an adapter's state."""
+    """The part of an adapter's state that serving needs."""
 
     name: str
     version: int
@@ -125,11 +125,11 @@ class SimulatedFinetuning:
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
         self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
-        # As a replay introduces its adapter: untrained weights that cost what trained ones do.
+        # A replay introduces its adapter as version 1: untrained weights that cost as much as trained ones.
         self.state = SimulatedVersion(adapter, 1)
         self._queue = AdapterQueue(adapter)
         self.pairs: dict[int, SentPair] = {}
-        """By pair id."""
+        """Submitted pairs by pair id."""
         self.jobs: dict[int, SimulatedJob] = {}
         self.pairs_trained = self.steps = 0
 
@@ -144,11 +144,11 @@ class SimulatedFinetuning:
         return self.state.version if adapter == self.state.name else 0
 
     def resident(self, _adapter: str) -> bool:
-        """Nothing is on disk."""
+        """Whether the adapter is in memory, as it always is in a simulation."""
         return True
 
     def get(self, _adapter: str) -> SimulatedVersion:
-        """The current state."""
+        """The adapter's current state."""
         return self.state
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
@@ -191,23 +191,23 @@ class SimulatedFinetuning:
         job.pages = []
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
-        """Memory does not run out in a simulation."""
+        """Do nothing: memory does not run out in a simulation."""
 
     def fail(self, task_ids: set[int], reason: str) -> None:
-        """No step fails in a simulation."""
+        """Do nothing: no step fails in a simulation."""
 
     def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
-        """Nothing is on record."""
+        """Do nothing: a simulation keeps no records."""
 
     def next_due_s(self) -> float | None:
-        """Nothing is due but steps."""
+        """Return None: only steps become due in a simulation."""
         return None
 
     def close(self) -> None:
-        """Nothing is to be saved."""
+        """Do nothing: a simulation saves nothing."""
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
-        """Publish what finished steps learned; bring the others' tasks up to date."""
+        """Publish the versions of finished steps, and update the tasks of the others."""
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:
                 del self.jobs[task_id]

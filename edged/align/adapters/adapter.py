@@ -30,33 +30,33 @@ _DRAFT = ".draft"
 
 
 class UnknownAdapter(KeyError):
-    """No adapter of that name."""
+    """An adapter of that name does not exist."""
 
 
 class AdapterError(ValueError):
-    """An adapter's files cannot be used; the message names the folder and the reason."""
+    """Files of an adapter that cannot be used; the message names the folder and the reason."""
 
 
 class GradientTooLarge(ValueError):
-    """A step's gradient is far outside of what this adapter's steps had; the message says how large it was."""
+    """A step's gradient norm is far above those of the adapter's earlier steps; the message gives the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """What the adapters of one base model look like: `shapes` maps a linear's name to (in_features, out_features)."""
+    """The LoRA configuration of one base model's adapters; `shapes` maps a linear to (in_features, out_features)."""
 
     shapes: Mapping[str, tuple[int, int]]
     rank: int
     alpha: float
     base_model: str
     fingerprint: str
-    """Identifies the base model's weights: adapters and reference log-probabilities of another base are not used."""
+    """Identifier of the base model's weights: adapters and reference log-probabilities of another base are not used."""
     peft_targets: tuple[str, ...]
-    """`target_modules` as PEFT's config shall name them."""
+    """`target_modules` as written to PEFT's config."""
 
     @property
     def scaling(self) -> float:
-        """alpha / rank."""
+        """LoRA's scaling factor, alpha / rank."""
         return self.alpha / self.rank
 
     def peft_shapes(self) -> dict[str, tuple[int, int]]:
@@ -76,15 +76,15 @@ class AdapterState:
     """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them."""
 
     def __init__(self, name: str, spec: LoraSpec, settings: Live[Settings], device: torch.device) -> None:
-        """Each step is taken by the settings of its time."""
+        """Read `settings` anew at each step, so that changes apply to the next one."""
         self.name, self.spec, self.settings, self.device = name, spec, settings, device
         self.version = self.newest_number = 0
-        """`newest_number` is the highest version number that was ever given out."""
+        """`newest_number` is the highest version number ever assigned."""
         self.weights = self._initial()
         self._new_optimizer()
 
     def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Version 0 answers as the base: A uniform as PEFT's Kaiming start, B zero."""
+        """Version 0's weights, which answer as the base: A uniform as PEFT's Kaiming initialization, B zero."""
         generator = torch.Generator().manual_seed(
             int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
         )
@@ -97,11 +97,11 @@ class AdapterState:
 
     @property
     def finite(self) -> bool:
-        """Whether all weights are numbers that are not infinite."""
+        """Whether all weights are finite."""
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
 
     def parameters(self) -> list[torch.Tensor]:
-        """All A and B, in a fixed order."""
+        """All A and B matrices, in a fixed order."""
         return [tensor for pair in self.weights.values() for tensor in pair]
 
     def _new_optimizer(self) -> None:
@@ -115,11 +115,11 @@ class AdapterState:
         most_norm: float = math.inf,
         scale: float = 1.0,
     ) -> float:
-        """Clip, AdamW, next version. `gradients` are summed over `pairs`. Returns their mean's L2 norm before clipping.
+        """Clip the gradient, take AdamW's step and begin the next version. Returns the mean's L2 norm before clipping.
 
-        `weight` is the sum of the pairs' weights, by default their number; `scale` multiplies the step size.
-        Raises FloatingPointError when the norm is
-        not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing has changed then.
+        `gradients` are summed over `pairs`. `weight` is the sum of the pairs' weights, by default their number; `scale`
+        multiplies the step size. Raises FloatingPointError when the norm is not finite, GradientTooLarge when it is
+        over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
         align, group = self.settings.now.align, self._optimizer.param_groups[0]
         try:
@@ -143,7 +143,7 @@ class AdapterState:
         return norm
 
     def _whole_optimizer_step(self) -> None:
-        """AdamW, or nothing of it: without memory it fails between its operations on moments and weights."""
+        """Take AdamW's step, or undo it: out of memory it fails between its operations on moments and weights."""
         weights = [parameter.detach().clone() for parameter in self.parameters()]
         optimizer = copy.deepcopy(self._optimizer.state_dict())
         try:
@@ -159,7 +159,7 @@ class AdapterState:
         return HostCopies(self._peft_weights()).on_host()
 
     def copied(self) -> CopiedVersion:
-        """The present version, copied where it is."""
+        """A copy of the current version, on the device that it is on."""
         moments = {
             f"{index}.{key}": value
             for index, parameter in enumerate(self.parameters())
@@ -177,7 +177,7 @@ class AdapterState:
     def restore(
         self, tensors: Mapping[str, torch.Tensor], version: int, moments: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Take over weights (PEFT's names) as `version`, and AdamW's state as a `Snapshot` has it, else a fresh one.
+        """Load weights (by PEFT's names) as `version`, and AdamW's state in `Snapshot`'s form, else a new one.
 
         Raises AdapterError on a mismatch.
         """
@@ -209,7 +209,7 @@ class Snapshot:
     adapter: str
     version: int
     weights: dict[str, torch.Tensor]
-    """By PEFT's names."""
+    """Weights by PEFT's names."""
     optimizer: dict[str, torch.Tensor]
     """AdamW's moments and step counts: "<index of the parameter>.<name>"."""
 
@@ -224,29 +224,29 @@ class CopiedVersion:
     optimizer: HostCopies
 
     def snapshot(self) -> Snapshot:
-        """The version, brought to the host."""
+        """The version, copied to the host."""
         return Snapshot(self.adapter, self.version, self.weights.on_host(), self.optimizer.on_host())
 
 
 class AdapterFiles:
-    """The versions on disk under `root`."""
+    """The adapter versions on disk under `root`."""
 
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
         self._spared: dict[str, tuple[int, ...]] = {}
         self.left: set[str] = set()
-        """Forgotten adapters of whom files, here or of another base, could not be removed: nothing new is saved."""
+        """Forgotten adapters whose files, here or of another base, could not be removed; nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
-        # What is synced in a folder is lost with the folder's own entry.
+        # Synced files are lost with their folder where the folder's own entry is not synced.
         for folder in (root.parent, root.parent.parent):
             sync(folder)
-        # What a power cut left half written is nobody's.
+        # A draft is a version that a power cut left half written.
         for draft in root.glob(f"*/.v*{_DRAFT}"):
             shutil.rmtree(draft, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
-        """Write a version so that it is there whole or not at all; returns its folder and the versions removed."""
+        """Write a version atomically; returns its folder and the versions removed by retention."""
         folder = self.root / snapshot.adapter
         folder.mkdir(exist_ok=True)
         final = folder / f"v{snapshot.version:06d}"
@@ -258,7 +258,7 @@ class AdapterFiles:
             shutil.rmtree(final, ignore_errors=True)
             os.rename(draft, final)
         except BaseException:
-            # A full disk has no room for half a version.
+            # Half a version would take room on a full disk.
             shutil.rmtree(draft, ignore_errors=True)
             raise
         sync(folder)
@@ -283,7 +283,7 @@ class AdapterFiles:
         sync(draft)
 
     def spare(self, adapter: str, *versions: int) -> None:
-        """Keep these versions of an adapter beside the newest, in place of those spared before."""
+        """Exempt these versions of an adapter from retention, in place of those exempt before."""
         self._spared[adapter] = versions
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
@@ -294,11 +294,11 @@ class AdapterFiles:
         return tuple(old)
 
     def path(self, adapter: str, version: int) -> Path:
-        """The folder of a version."""
+        """The folder of an adapter's version."""
         return self.root / adapter / f"v{version:06d}"
 
     def adapters(self) -> list[str]:
-        """Names with at least one version."""
+        """Names of adapters with at least one version."""
         return sorted(p.name for p in self.root.iterdir() if p.is_dir() and self.versions(p.name))
 
     def versions(self, adapter: str) -> list[int]:
@@ -309,7 +309,7 @@ class AdapterFiles:
         return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir())
 
     def check(self, adapter: str, version: int) -> Path:
-        """The folder of a version whose files are whole and fit the base model. Raises AdapterError."""
+        """Verify that a version's files are whole and fit the base model; returns its folder. Raises AdapterError."""
         folder = self.path(adapter, version)
         if self.hidden(adapter):
             raise AdapterError(f"{folder}: the adapter was forgotten")
@@ -355,7 +355,7 @@ class AdapterFiles:
         )
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:
-        """The newest version that is whole (0: none), and what was wrong with newer ones."""
+        """The newest undamaged version (0: none), and the problems of newer ones."""
         problems: list[str] = []
         for version in reversed(self.versions(adapter)):
             try:
@@ -366,16 +366,16 @@ class AdapterFiles:
         return 0, problems
 
     def hide(self, adapter: str) -> None:
-        """Have nobody find an adapter's versions until `forget` has removed them; from any thread."""
+        """Hide an adapter's versions from look-ups until `forget` has removed them; may be called on any thread."""
         self._hidden.append(adapter)
         self._spared.pop(adapter, None)
 
     def hidden(self, adapter: str) -> bool:
-        """Whether its versions are about to be removed, or could not be."""
+        """Whether an adapter's versions are about to be removed, or could not be."""
         return adapter in self._hidden or adapter in self.left
 
     def forget(self, adapter: str) -> None:
-        """Remove all versions of an adapter that was hidden. Raises OSError, and it stays hidden then."""
+        """Remove all versions of a hidden adapter. Raises OSError; the adapter stays hidden then."""
         try:
             erase_folder(self.root / adapter)
         except OSError:

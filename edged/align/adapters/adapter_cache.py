@@ -1,6 +1,6 @@
-"""The adapters' states in memory, most recently used last, and their way to disk and back.
+"""The LRU cache of adapter states in memory, and which of their versions are due to be written to disk.
 
-The engine thread alone uses it, but for `load`, which any thread may call: reading an adapter must not stall an
+Only the engine thread may use it, except for `load`, which any thread may call: reading an adapter must not stall an
 iteration.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger("edged.align")
 
 @dataclass(slots=True)
 class _Place:
-    """A resident state; `saved` is the version that was last handed to the disk, `written` the last that got there."""
+    """A resident state; `saved` is the version last handed over for writing, `written` the newest one on disk."""
 
     state: AdapterState
     saved: int
@@ -33,15 +33,15 @@ class _Place:
 
 
 class AdapterCache:
-    """All adapters of one base model. At most `align.max_loaded_adapters` stay resident when `tidy` can drop others."""
+    """The adapters of one base model; `tidy` drops resident states beyond `align.max_loaded_adapters` where it can."""
 
     def __init__(self, spec: LoraSpec, settings: Live[Settings], device: torch.device, files: AdapterFiles) -> None:
         self.spec, self.files, self._settings, self._device = spec, files, settings, device
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self.versions: dict[str, int] = {}
-        """Current version by adapter; 0 is an adapter that has not learned yet."""
+        """Current version by adapter; 0 for an adapter that has not learned yet."""
         self._problems: set[str] = set()
-        """What was wrong with files, and is in the log."""
+        """Problems with files that are in the log already."""
         self._kept: list[CopiedVersion] = []
         for name in files.adapters():
             self.versions[name] = self._newest(name)
@@ -57,25 +57,25 @@ class AdapterCache:
     # -- states ------------------------------------------------------------------------------------------------------
 
     def version(self, adapter: str | None) -> int:
-        """The adapter's current version; 0 when it has not learned, or is not there at all."""
+        """The adapter's current version; 0 for one that has not learned or does not exist."""
         return self.versions.get(adapter or "", 0)
 
     def resident(self, adapter: str) -> bool:
-        """Whether `get` need not read files."""
+        """Whether the adapter's state is in memory, so that `get` reads no files."""
         return adapter in self._places
 
     @property
     def crowded(self) -> bool:
-        """Whether there are more than `align.max_loaded_adapters`."""
+        """Whether more than `align.max_loaded_adapters` states are resident."""
         return len(self._places) > self._settings.now.align.max_loaded_adapters
 
     @property
     def count(self) -> int:
-        """States in memory."""
+        """Number of resident states."""
         return len(self._places)
 
     def get(self, adapter: str) -> AdapterState:
-        """The adapter's state, read from disk here and now when it is not resident."""
+        """The adapter's state; one that is not resident is read from disk on the calling thread."""
         place = self._places.get(adapter)
         if place is None:
             self.adopt(self.load(adapter))
@@ -84,14 +84,14 @@ class AdapterCache:
         return place.state
 
     def peek(self, adapter: str) -> AdapterState | None:
-        """The state, when it is resident, without counting as a use of it."""
+        """The adapter's state if it is resident; does not count as a use."""
         place = self._places.get(adapter)
         return place.state if place is not None else None
 
     def load(self, adapter: str) -> AdapterState:
-        """The newest whole version from disk, or the untrained adapter; what is wrong with newer ones is logged."""
+        """The newest undamaged version from disk, or the untrained adapter; problems of newer versions are logged."""
         state = AdapterState(adapter, self.spec, self._settings, self._device)
-        # What cannot be used on disk keeps its number: a new version never takes its place.
+        # A damaged version on disk keeps its number: no new version overwrites it.
         state.newest_number = max(self.files.versions(adapter), default=0)
         version = self._newest(adapter)
         if version:
@@ -100,29 +100,29 @@ class AdapterCache:
         return state
 
     def adopt(self, state: AdapterState) -> None:
-        """Make a loaded state resident, unless one is already."""
+        """Make a loaded state resident, unless the adapter has a resident one."""
         if state.name not in self._places:
             self.versions[state.name] = state.version
             self._places[state.name] = _Place(state, state.version, state.version)
 
     def reset(self, adapter: str) -> AdapterState:
-        """Put the untrained adapter in the place of the present state."""
+        """Replace the adapter's state by an untrained one; returns the new state."""
         number = self.get(adapter).newest_number
         state = self._places[adapter].state = AdapterState(adapter, self.spec, self._settings, self._device)
         state.newest_number = number
         return state
 
     def forget(self, adapter: str) -> None:
-        """Remove the adapter; its files are not found any more, and wait for `files.forget`."""
+        """Remove the adapter; its files are hidden until `files.forget` removes them."""
         self._places.pop(adapter, None)
         self._kept = [copied for copied in self._kept if copied.adapter != adapter]
         self.versions.pop(adapter, None)
         self.files.hide(adapter)
 
     def tidy(self, busy: Collection[str], most: int | None = None) -> list[str]:
-        """Drop the least recently used states beyond the bound that are on disk and not `busy`; who was dropped.
+        """Drop the least recently used states beyond the bound that are on disk and not `busy`; returns their names.
 
-        The bound is `most`, or as set.
+        The bound is `most`, by default `align.max_loaded_adapters`.
         """
         bound = self._settings.now.align.max_loaded_adapters if most is None else most
         idle = (n for n, place in self._places.items() if place.written == place.state.version and n not in busy)
@@ -134,24 +134,26 @@ class AdapterCache:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def hurry(self, adapter: str) -> None:
-        """Its present version is due to be written now."""
+        """Make the adapter's current version due to be written now."""
         self._places[adapter].saved_at_s = -math.inf
 
     def keep(self, copied: CopiedVersion) -> None:
-        """Have an earlier version written, if it is not on disk: it may be gone back to."""
+        """Queue an earlier version to be written, if it is not on disk, so that it can be restored."""
         if copied.version not in self.files.versions(copied.adapter):
             self._kept.append(copied)
 
     def next_save_s(self, every_s: float) -> float | None:
-        """When the next unsaved version is due to be written; None when all are."""
+        """Time (seconds) at which the next unsaved version is due to be written; None when all are saved."""
         if self._kept:
             return -math.inf
         due = [place.saved_at_s + every_s for place in self._places.values() if place.state.version != place.saved]
         return min(due, default=None)
 
     def to_save(self, now: float, every_s: float) -> CopiedVersion | None:
-        """A copy of the version that is due for the longest time, which counts as saved from here on, until
-        `save_ended` says otherwise; None when none is due."""
+        """A copy of the version that has been due longest; None when none is due.
+
+        It counts as saved from here on, until `save_ended` reports a failure.
+        """
         if self._kept:
             return self._kept.pop(0)
         unsaved = [place for place in self._places.values() if place.state.version != place.saved]
@@ -163,12 +165,12 @@ class AdapterCache:
         return copied
 
     def written(self, adapter: str) -> int:
-        """The newest version of an adapter that is known to be on disk; one that left memory is there."""
+        """The newest version of an adapter that is known to be on disk; that of a state that was dropped always is."""
         place = self._places.get(adapter)
         return place.written if place is not None else self.versions.get(adapter, 0)
 
     def save_ended(self, adapter: str, version: int, written: bool) -> None:
-        """A version is on disk, or could not be written: then it is due again."""
+        """Record that a version is on disk, or could not be `written` and is due again."""
         place = self._places.get(adapter)
         if place is not None and written:
             place.written = max(place.written, version)

@@ -1,4 +1,4 @@
-"""Adapters on their way from disk into memory: read on a thread beside the engine's, so that no iteration waits."""
+"""The loader of adapters: reads them from disk on a thread beside the engine's, so that no iteration waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("edged.align")
 
 
 class AdapterLoader:
-    """Reads the states that an adapter cache has not got; used by the engine thread alone."""
+    """A reader of adapter states that are not resident in a cache; used by the engine thread alone."""
 
     def __init__(
         self,
@@ -23,45 +23,45 @@ class AdapterLoader:
         on_ended: Callable[[str, str], None],
         post: Callable[[Callable[[], None]], object],
     ) -> None:
-        """`post` has the engine thread run something, or ignores it once that has ended.
+        """`post` runs a function on the engine thread, or drops it once that thread has ended.
 
-        There, `on_loaded` gets an adapter's state, or None where it cannot be read, unless the adapter was forgotten
-        meanwhile; then `on_ended` gets the adapter and why it cannot be read, or "".
+        On the engine thread, `on_loaded` gets an adapter's state, or None where it cannot be read, unless the adapter
+        was forgotten meanwhile; then `on_ended` gets the adapter and the reason why it cannot be read, or "".
         """
         self._adapter_cache, self._on_loaded, self._on_ended = adapter_cache, on_loaded, on_ended
         self._post = post
         self._thread = one_beside("edged-loader")
         self._reading: dict[str, Future[AdapterState]] = {}
-        """By adapter; `forget` takes it away."""
+        """Reads under way by adapter; `forget` removes an adapter's."""
 
     @property
     def count(self) -> int:
-        """Adapters that are being read."""
+        """Number of adapters that are being read."""
         return len(self._reading)
 
     def fetch(self, adapter: str) -> None:
-        """Have an adapter's state read, unless it is being read; the engine thread takes it in when it is there."""
+        """Start reading an adapter's state, unless a read is under way; the engine thread takes the result in."""
         if adapter not in self._reading:
             self._reading[adapter] = future = self._thread.submit(self._adapter_cache.load, adapter)
             future.add_done_callback(lambda read: self._post(lambda: self._take(adapter, read)))
 
     def forget(self, adapter: str) -> None:
-        """What is being read of an adapter is of the past."""
+        """Discard the result of a read that is under way for an adapter."""
         self._reading.pop(adapter, None)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Cancel the reads that have not started, and accept no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, adapter: str, read: Future[AdapterState]) -> None:
-        """On the engine's thread. Requests for an adapter that cannot be read end with the reason."""
+        """Take in a finished read, on the engine thread; requests for an unreadable adapter end with the reason."""
         if read.cancelled():
             return
         error = read.exception()
         reason = f"adapter {adapter} could not be read: {error}" if error is not None else ""
         if reason:
             log.error("%s", reason)
-        # Another one, or none: it was forgotten meanwhile.
+        # Where another read or none is registered, the adapter was forgotten meanwhile.
         if self._reading.get(adapter) is read:
             del self._reading[adapter]
             self._on_loaded(adapter, None if reason else read.result())

@@ -1,6 +1,6 @@
-"""Adapters that come from elsewhere: PEFT's format in safetensors, checked against the served model before it is used.
+"""The import of PEFT adapters: safetensors files, checked against the served model before they are used.
 
-No pickle is ever opened: a file that is not safetensors is refused by its name, before anything of it is read as data.
+Pickles are never opened: a file that is not safetensors is refused by its name, before any of it is read as data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _MOST_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 8 << 20
-"""Most that a safetensors file may hold beside its tensors."""
+"""Most bytes that a safetensors file may hold beside its tensors."""
 _DTYPES = ("F32", "F16", "BF16")
 
 
 class ImportRefused(ValueError):
-    """An adapter is not taken; the message says what is wrong and the way out."""
+    """An adapter that cannot be imported; the message gives the problem and the way out."""
 
 
 def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """The weights of a PEFT folder by PEFT's names, in fp32 and finite, that fit `spec`. Raises ImportRefused."""
+    """Read a PEFT folder's weights by PEFT's names, in fp32, all finite and fitting `spec`. Raises ImportRefused."""
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / WEIGHTS).exists():
             raise ImportRefused(
@@ -40,7 +40,7 @@ def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
 
 
 def most_bytes(spec: LoraSpec) -> int:
-    """The largest file of weights that can fit `spec`: all of them in fp32, and a header."""
+    """Size in bytes of the largest weights file that fits `spec`: all weights in fp32, and a header."""
     values = sum(spec.rank * (fan_in + fan_out) for fan_in, fan_out in spec.shapes.values())
     return 4 * values + _HEADER_BYTES
 
@@ -60,7 +60,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_config(config: dict[str, Any], spec: LoraSpec) -> None:
-    """Raises ImportRefused where the adapter is of another kind or size than the ones that are served here."""
+    """Raise ImportRefused for an adapter of another kind or size than the served ones."""
     if config.get("peft_type") != "LORA":
         raise ImportRefused(f"peft_type is {config.get('peft_type')!r}: only LORA is served")
     for name in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):

@@ -1,6 +1,6 @@
-"""Versions on their way to disk: written on a thread beside the engine's, once it is on record what they have learned.
+"""The writer of adapter versions: writes them on a thread beside the engine's, after the records of what they learned.
 
-Used by the engine thread alone.
+Only the engine thread may use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("edged.align")
 
 
 class AdapterWriter:
-    """Writes what the cache has and the disk has not, one version after the other."""
+    """A writer of a cache's unsaved versions to disk, one after the other."""
 
     def __init__(
         self,
@@ -32,24 +32,23 @@ class AdapterWriter:
         post: Callable[[Callable[[], None]], object],
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
-        """`post` has the engine thread run something, or ignores it once that has ended.
+        """`post` runs a function on the engine thread, or drops it once that thread has ended.
 
-        The journal's future resolves when all that it was given is on disk.
+        The journal's future resolves when all records that it was given are on disk.
         """
         self._adapter_cache, self._settings, self._post, self._journal = adapter_cache, settings, post, journal
         self._thread = one_beside("edged-saver")
         self._writing = False
-        """One version at a time is copied and written: a copy takes memory, and time of the iteration that it is
-        made after."""
+        """Whether a version is being written: one at a time, as its copy takes memory and delays an iteration."""
         self._awaited: list[tuple[str, int, Future[None]]] = []
 
     def save_due(self, now: float) -> None:
-        """Have a version that is due written, unless one is; what was journalled so far is on record before it is."""
+        """Start writing a version that is due, unless one is being written; records journalled so far go first."""
         if not self._writing:
             self._save_next(now)
 
     def _save_next(self, now: float) -> bool:
-        """Whether a version was due."""
+        """Start writing the next due version; returns whether one was due."""
         store = self._settings.now.store
         copied = self._adapter_cache.to_save(now, store.save_every_s)
         if copied is None:
@@ -59,12 +58,14 @@ class AdapterWriter:
         return True
 
     def next_save_s(self) -> float | None:
-        """When the next version is due; None when all are on disk, or one is on its way."""
+        """Time (seconds) at which the next version is due; None when all are on disk or one is being written."""
         return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[None]:
-        """Resolves when this version or a later one is on disk; raises StoreError where it could not be written, and
-        UnknownAdapter when the adapter is forgotten."""
+        """A future that resolves when this version or a later one is on disk.
+
+        It raises StoreError where the version could not be written, and UnknownAdapter when the adapter is forgotten.
+        """
         future: Future[None] = Future()
         if version <= self._adapter_cache.written(adapter):
             future.set_result(None)
@@ -74,7 +75,7 @@ class AdapterWriter:
         return future
 
     def _answer_waiting(self, adapter: str, newest: float, written: bool | None) -> None:
-        """Say to those who wait for versions up to `newest` whether they are on disk; None: the adapter is gone."""
+        """Resolve the futures of versions up to `newest` by whether they are `written`; None: the adapter is gone."""
         waiting = [item for item in self._awaited if item[0] == adapter and item[1] <= newest]
         self._awaited = [item for item in self._awaited if item not in waiting]
         for _, version, future in waiting:
@@ -91,17 +92,17 @@ class AdapterWriter:
                 )
 
     def bring(self, copies: HostCopies) -> None:
-        """Have copies brought to the host beside the engine thread."""
+        """Bring copies to the host on the writer's thread."""
         self._thread.submit(copies.on_host)
 
     def forget(self, adapter: str) -> Future[None]:
         """Remove a forgotten adapter's files; the future resolves when they are gone, or raises OSError."""
         self._answer_waiting(adapter, math.inf, None)
-        # Behind those that are being written, and before any that follow.
+        # The removal runs after a version that is being written, and before any that follow.
         return self._thread.submit(self._adapter_cache.files.forget, adapter)
 
     def close(self) -> None:
-        """Have every unsaved version written, and wait until all are."""
+        """Write all unsaved versions, and wait until they are on disk."""
         try:
             while self._save_next(float("inf")):
                 pass
@@ -113,9 +114,9 @@ class AdapterWriter:
                 )
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
-        """Write a version once it is `recorded` what it has learned: a version without that would be taught it twice.
+        """Write a version after the records of what it learned: without them its pairs would be trained on twice.
 
-        Nothing of an adapter that was forgotten meanwhile.
+        A version of an adapter that was forgotten meanwhile is not written.
         """
         written: bool | None = None
         try:
@@ -133,7 +134,7 @@ class AdapterWriter:
             self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
 
     def _ended(self, adapter: str, version: int, written: bool | None) -> None:
-        """On the engine's thread; None: it was forgotten."""
+        """Record the end of a write, on the engine thread; `written` None: the adapter was forgotten."""
         self._writing = False
         if written is not None:
             self._adapter_cache.save_ended(adapter, version, written)

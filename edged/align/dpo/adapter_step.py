@@ -1,4 +1,4 @@
-"""One adapter's part in a step: its pairs, their losses and outcomes, its gradient, and its optimizer step."""
+"""One adapter's part in a DPO step: its pairs, their losses and outcomes, its gradient, and its optimizer step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from edged.tensors.oom import out_of_memory
 
 @dataclass(frozen=True, slots=True)
 class PairOutcome:
-    """What came of a pair: it with its reference log-probabilities, its loss, whether it was trained on.
+    """A pair's outcome in a step: the pair with its reference log-probabilities, its loss, whether it was trained on.
 
-    A pair that the verdict leaves out is not trained on. A score is there of a new one.
+    A pair that the verdict leaves out is not trained on. Only a new pair has a score.
     """
 
     pair: TokenPair
@@ -32,10 +32,10 @@ class PairOutcome:
 
 
 class AdapterStep:
-    """An adapter in a step over its `fresh` and `replay` pairs.
+    """One adapter's part in a step, over its `fresh` and `replay` pairs.
 
-    Its gradient is the mean over the pairs whose loss is not under the threshold (MACE CheckEnd) of d loss / d LoRA. A
-    pair that is left out has no part in it: it is as if it had not been in the step.
+    Its gradient is the mean of d loss / d LoRA over the pairs whose loss is not under the threshold (MACE CheckEnd). A
+    pair that is left out has no part in it, as if it had not been in the step.
     """
 
     def __init__(
@@ -49,48 +49,48 @@ class AdapterStep:
     ) -> None:
         """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
 
-        Where the version is `untested` it is doubted before any pair is.
+        Where the version is `untested`, strange pairs cast doubt on it first.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
         self.loss = float("nan")
-        """Mean over all pairs but those that were left out; NaN when all were."""
+        """Mean loss of the pairs that were not left out; NaN when all were."""
         self.grad_norm = 0.0
         self.error = ""
-        """Why its optimizer step was not taken."""
+        """Reason why its optimizer step was not taken, or ""."""
         self.starved = False
-        """Whether that was want of memory."""
+        """Whether its optimizer step ran out of memory."""
         self.burst = ""
-        """Why its fresh pairs are held for a burst: then no optimizer step was taken either."""
+        """Reason why its fresh pairs count as a burst, or ""; then no optimizer step was taken either."""
         self.turned = False
-        """Whether the user's own signals say something else than before: they are learned from, and watched."""
+        """Whether the user's own signals contradict earlier ones: they are trained on, and watched."""
         self.doubted = False
         """Whether pairs look strange to a version that is not tested yet: then no optimizer step was taken."""
         self.strange = ""
-        """Why its gradient is far too large: then none was taken."""
+        """Reason why its gradient is far too large, or ""; then no optimizer step was taken."""
         gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
         self.leaves = LoraParameters(state.weights, state.spec.scaling, gradients)
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
         self._taken: list[PairOutcome] = []
-        """Of all pairs so far."""
+        """Outcomes of all pairs so far."""
         self._mark: tuple[int, list[torch.Tensor]] | None = None
-        """How many had been taken, and the gradients, when the latest group ended."""
+        """Number of outcomes, and the gradients, at the end of the latest micro-batch."""
 
     @property
     def outcomes(self) -> list[PairOutcome]:
-        """Of the fresh pairs."""
+        """Outcomes of the fresh pairs."""
         return [outcome for outcome in self._taken if outcome.pair.pair_id in self._fresh_ids]
 
     @property
     def scores(self) -> list[PairScored]:
-        """Of the pairs that were never trained on."""
+        """Scores of the pairs that were never trained on."""
         return [outcome.score for outcome in self._taken if outcome.score is not None]
 
     @property
     def trained(self) -> int:
-        """Pairs that have a part in the gradient."""
+        """Number of pairs that have a part in the gradient."""
         return sum(outcome.trained for outcome in self._taken)
 
     @property
@@ -98,11 +98,11 @@ class AdapterStep:
         return [total for pair in self.leaves.gradients.values() for total in pair]
 
     def mark(self) -> None:
-        """A group ended and another follows: `restart` comes back to here."""
+        """Save the state between two micro-batches, to which `restart` returns."""
         self._mark = len(self._taken), [total.clone() for total in self._totals]
 
     def restart(self) -> None:
-        """The present group starts again: back to where the one before it ended."""
+        """Undo the current micro-batch: return to the end of the one before."""
         if self._mark is None:
             self._taken.clear()
             torch._foreach_zero_(self._totals)
@@ -111,7 +111,7 @@ class AdapterStep:
             torch._foreach_copy_(self._totals, self._mark[1])
 
     def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
-        """Take the sums of one of its pairs in; its loss, None when that is under the threshold or far too high."""
+        """Take in a pair's log-probabilities; returns its loss, None when it is under the threshold or far too high."""
         align = self.state.settings.now.align
         loss = preference_loss(logps, align.beta, align.loss, align.sft_weight)
         fresh = pair.pair_id in self._fresh_ids
@@ -128,14 +128,14 @@ class AdapterStep:
         return any(pair.pair_id in pair_ids for pair in (*self.fresh, *self.replay))
 
     def _most_norm(self) -> float:
-        """The largest usual gradient norm; infinite where somebody found all new pairs good."""
+        """The largest usual gradient norm; infinite where all new pairs to train on are trusted."""
         trained = [outcome.pair.trusted for outcome in self.outcomes if outcome.trained]
         return math.inf if trained and all(trained) else self._detector.most_norm()
 
     def finish(self) -> None:
-        """The optimizer, when there is something to learn and all of it is finite and usual.
+        """Take the optimizer step, if a pair is to be trained on and loss and gradient are finite and usual.
 
-        `error`, `burst` and `strange` say why not.
+        `error`, `burst`, `doubted` and `strange` tell why it was not taken.
         """
         judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
         burst = self._detector.burst([(outcome.pair, outcome.verdict) for outcome in judged])
@@ -158,5 +158,5 @@ class AdapterStep:
             except FloatingPointError as error:
                 self.error = str(error)
             except (RuntimeError, MemoryError) as error:
-                # Want of memory, say: the state is as before the step, and those who were stepped before keep theirs.
+                # Such as out of memory: this state is as before the step, adapters stepped before it keep theirs.
                 self.error, self.starved = logs.first_line(error, with_kind=True), out_of_memory(error)

@@ -1,4 +1,4 @@
-"""The backward pass of a group: in units of one layer times one window (FlexLLM Algorithm 2), or over a kept graph."""
+"""The backward pass of a micro-batch: by units of one layer times one window (FlexLLM Algorithm 2), or a kept graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edged.tensors.device_copy import upload
 def lora_rows(
     branches: Sequence[Branches], streams: Sequence[PairForward], leaves: Mapping[str, LoraParameters]
 ) -> list[LoraRows]:
-    """The rows that `branches` (of `streams`) cover, by adapter; an adapter's pairs lie side by side."""
+    """The rows that `branches` (of `streams`) cover, by adapter; an adapter's pairs are adjacent."""
     rows: list[LoraRows] = []
     for branch, stream in zip(branches, streams, strict=True):
         own, start = leaves[stream.pair.adapter], branch.first
@@ -28,7 +28,7 @@ def lora_rows(
 def branches_of(
     group: MicroBatch, decoder: Decoder, layer: int, start: int, stop: int
 ) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
-    """The pairs that a window of a layer covers, their streams, and their earlier KV as leaves."""
+    """The pairs that a window of a layer covers, their streams, and their earlier KV as autograd leaves."""
     branches, owners, leaves = [], [], []
     for stream in group.streams:
         first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
@@ -78,9 +78,10 @@ def upstream_of(
 
 
 class RecomputeBackward:
-    """From the last layer to the first, and in each from the last window to the first.
+    """The backward pass that recomputes every layer.
 
-    A pair's rows see the leaves of its adapter.
+    Its units go from the last layer to the first, and in each from the last window to the first. A pair's rows use the
+    LoRA matrices of its adapter.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class RecomputeBackward:
         self._earlier: dict[int, KeysValues] = {}
 
     def run_unit(self) -> None:
-        """Run the next unit."""
+        """Run the next unit: one layer on one window."""
         start, stop = self._windows[self._window]
         self._layer_unit(self._layer, start, stop)
         self._window += 1
@@ -133,7 +134,7 @@ class RecomputeBackward:
     def _own_gradients(
         self, branches: Sequence[Branches], owners: Sequence[PairForward], keys: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What later windows' attention left on this window's own keys and values."""
+        """Gradients of this window's own keys and values from the attention of later windows."""
         both = [torch.zeros_like(keys), torch.zeros_like(keys)]
         for branch, stream in zip(branches, owners, strict=True):
             if stream.row in self._earlier:
@@ -155,11 +156,11 @@ class RecomputeBackward:
 
 
 class FullGraphBackward:
-    """The policy's forward of a group with its autograd graph kept, layer by layer, and the way back through it.
+    """The policy's forward and backward of a micro-batch, with its autograd graph kept layer by layer in between.
 
     It computes what the packed forward and `RecomputeBackward` compute, with every layer run once instead of twice, for
-    the memory of all layers' activations. A unit is one layer over all kept rows, each of which sees the leaves of its
-    pair's adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
+    the memory of all layers' activations. A unit is one layer over all kept rows, each of which uses the LoRA matrices
+    of its adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
     """
 
     def __init__(
@@ -199,11 +200,11 @@ class FullGraphBackward:
                     self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
 
     def start_backward(self, upstream: torch.Tensor) -> None:
-        """The gradient [kept rows, hidden] at the last layer's output is known."""
+        """Start the backward pass from the gradient [kept rows, hidden] at the last layer's output."""
         self._upstream = upstream
 
     def run_unit(self) -> None:
-        """Go back through one layer, and let its graph go."""
+        """Back-propagate through one layer, and free its graph."""
         hidden, out = self._layers.pop()
         layer = len(self._layers)
         names = self._decoder.layer_linears(layer)
@@ -215,7 +216,7 @@ class FullGraphBackward:
 
 
 def present(gradient: torch.Tensor | None) -> torch.Tensor:
-    """A gradient that the graph must have produced."""
+    """Return a gradient, which the graph must have produced. Raises RuntimeError where it is None."""
     if gradient is None:
         raise RuntimeError("a decoder layer ignored its input or its LoRA matrices: its gradient cannot be computed")
     return gradient

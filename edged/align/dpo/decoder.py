@@ -1,4 +1,4 @@
-"""What fine-tune units need of the served model: single layers with autograd, KV by page, and the head."""
+"""The served model's interface to fine-tune units: single layers with autograd, KV by page, and the head."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LoraParameters:
 
     weights: LoraLeaves
     scaling: float
-    """alpha / rank."""
+    """LoRA's scaling factor, alpha / rank."""
     gradients: LoraLeaves
 
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Rows [start, stop) of a window, which see one adapter."""
+    """Rows [start, stop) of a window that use one adapter."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class Branches:
 
 
 class Decoder(Protocol):
-    """What a step needs of the served model."""
+    """The served model's interface to a step."""
 
     layer_count: int
     hidden_size: int
@@ -62,7 +62,7 @@ class Decoder(Protocol):
         """Keys and values [kv_heads, rows, head_dim] of the first `rows` rows in `pages`."""
 
     def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """What the first layer is given for tokens [n] at positions [n], as [n, hidden], and every layer's call."""
+        """The first layer's input [n, hidden] for tokens [n] at positions [n], and every layer's keyword arguments."""
 
     def run_branches(
         self,

@@ -1,4 +1,4 @@
-"""The test of a version: neutral text, and pairs that are never trained on, under the adapter and under the base."""
+"""The held-out test of a version: neutral text and pairs that are not trained on, under the adapter and the base."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from edged.settings.load import AlignSettings
 
 
 class HeldOutEvaluation:
-    """Scores neutral text and held-out pairs under an adapter's version and the base: forward and head windows only.
+    """A test that scores neutral text and held-out pairs under a version and the base: forward and head windows only.
 
-    Neutral text comes first: it is short, and where an adapter is broken it says so.
+    Neutral text comes first: it is short and shows whether the adapter is broken.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class HeldOutEvaluation:
         release: Callable[[np.ndarray], None],
         neutral: Sequence[TokenPair] = (),
     ) -> None:
-        """`neutral` pairs have negative ids; what the base says of them is computed where it is not known."""
+        """`neutral` pairs have negative ids; the base's log-probabilities of them are computed where unknown."""
         self.adapters, self.version, self.decoder, self.align = (adapter,), version, decoder, align
         self.scores: list[PairScored] = []
         self.neutral: list[TokenPair] = []
-        """Those that were scored, with the base's log-probabilities."""
+        """Neutral pairs scored so far, with the base's log-probabilities."""
         self._neutral_logp = 0.0
         self.finished = False
         self._release = release
@@ -45,7 +45,7 @@ class HeldOutEvaluation:
         self._open()
 
     def _open(self) -> None:
-        # KL wants the base's whole distributions; of neutral text its log-probabilities are enough.
+        # KL needs the base's whole distributions; for neutral text its log-probabilities are enough.
         self.group = MicroBatch(
             [self._pairs.pop(0)], lambda p: p.pair_id >= 0 or p.ref_chosen_logp is None, "nothing", self.decoder
         )
@@ -64,11 +64,11 @@ class HeldOutEvaluation:
 
     @property
     def tokens_left(self) -> int:
-        """Forward tokens of the present pair that are still to compute."""
+        """Forward tokens of the current pair that are still to compute."""
         return self.group.tokens_left
 
     def restart(self) -> None:
-        """The pages were taken away: the present pair starts again."""
+        """Start the current pair again, after its pages were taken away."""
         self.group.restart(self._release)
         self._reset()
 
@@ -77,7 +77,7 @@ class HeldOutEvaluation:
         self.group.free(self._release)
 
     def units_left(self) -> list[Work]:
-        """Head windows of the present pair."""
+        """Head windows of the current pair that are left."""
         return [("test", len(self.group.streams) * len(policy.rows)) for _, policy in self._heads[self._next :]]
 
     def run_unit(self) -> Work:

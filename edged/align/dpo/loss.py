@@ -23,7 +23,7 @@ class PairLogps:
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """`chosen_grad` and `rejected_grad` are d loss / d summed log-probability of that answer."""
+    """A pair's loss and its two derivatives, d loss / d summed log-probability of the chosen and rejected answer."""
 
     loss: float
     reward_margin: float
@@ -37,7 +37,7 @@ def preference_loss(
     """The preference loss of one pair, and the derivatives of its sum with the chosen answer's NLL.
 
     The NLL counts per token, times `sft_weight`: RPO (Pang et al. 2024, Eq. 2), TRL's `loss_type=["sigmoid", "sft"]`.
-    It is left out of `loss`, which says how well the preference is known.
+    It is left out of `loss`, which measures how well the preference is learned.
 
     "sigmoid": -log sigmoid(beta * margin), Rafailov et al. 2023 Eq. 7 (MACE 3.1).
     "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.

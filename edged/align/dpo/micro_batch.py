@@ -1,4 +1,4 @@
-"""Pairs whose forwards are computed together: their streams, what is kept of them, and the scored predictions."""
+"""Micro-batches: pairs whose forwards are computed together, their kept tensors, and the predictions to score."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from edged.tensors.device_copy import upload
 
 @dataclass(frozen=True, slots=True)
 class _KeptTensor:
-    """Stands for a kept tensor in a layer's recorded call."""
+    """The placeholder of a kept tensor in a layer's recorded call."""
 
     index: int
 
 
 class LayerInputs:
-    """What each decoder layer was given in a fine-tune forward: all that is kept of it besides the KV pages.
+    """The inputs of each decoder layer in a fine-tune forward: all that is kept of it besides the KV pages.
 
-    Hidden states [layers, rows, hidden_size] and, beside them, every per-token tensor of the layers' calls.
-
-    Filled chunk by chunk from packed forwards; `window` gives a layer's call again for some rows.
+    They are hidden states [layers, rows, hidden_size] and every per-token tensor of the layers' calls, filled chunk by
+    chunk from packed forwards; `window` returns a layer's arguments for some rows.
     """
 
     def __init__(self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class LayerInputs:
         self._calls: list[dict[str, Any]] = [{} for _ in range(layers)]
         self._banks: list[torch.Tensor] = []
         self._chunk: dict[int, tuple[torch.Tensor, int]] = {}
-        """Tensors of the present chunk by identity (kept alive, so that an identity cannot be reused) -> bank."""
+        """Tensors of the current chunk by identity (kept alive, so that an identity cannot be reused) -> bank."""
         self._chunk_start = -1
 
     def keep(self, layer: int, start: int, hidden: torch.Tensor, call: Mapping[str, Any], index: torch.Tensor) -> None:
@@ -86,9 +85,9 @@ class PairForward:
     layout: PairLayout
     reference: bool
     row: int
-    """Its first row in the group's last hidden states."""
+    """First of its rows in the micro-batch's last hidden states."""
     kept: int
-    """Its first row in the layer inputs; -1 when they are not kept."""
+    """First of its rows in the layer inputs; -1 when they are not kept."""
     packed: bool = True
     """Whether it is computed in the engine's packed forwards."""
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -101,7 +100,7 @@ class PairForward:
 
 
 class MicroBatch:
-    """Some pairs whose forwards are computed together: their streams, and the last layer's output for all rows."""
+    """Pairs whose forwards are computed together: their streams, and the last layer's output for all rows."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class MicroBatch:
         keep: Literal["nothing", "inputs", "graph"],
         decoder: Decoder,
     ):
-        """What is kept of the policy's forward for a backward pass; with "graph" packed forwards have no part in it."""
+        """`keep` is what a backward pass needs of the policy's forward; packed forwards do not compute a "graph"."""
         layouts = [PairLayout.of(pair) for pair in pairs]
         self.streams: list[PairForward] = []
         row = kept = 0
@@ -131,7 +130,7 @@ class MicroBatch:
             else None
         )
         self.inputs = self._new_inputs()
-        """None once the group has ended, too."""
+        """Kept inputs of the policy's forward; None where there are none, and once the micro-batch has ended."""
 
     @property
     def tokens_left(self) -> int:
@@ -139,7 +138,7 @@ class MicroBatch:
         return sum(stream.left for stream in self.streams)
 
     def take(self, tokens: int) -> list[tuple[PairForward, Piece]]:
-        """The next `tokens` forward tokens as pieces; `advance` makes them done."""
+        """The next `tokens` forward tokens as pieces, which `advance` marks as computed."""
         taken: list[tuple[PairForward, Piece]] = []
         for stream in self.streams:
             stop = stream.done + min(stream.left, tokens)
@@ -149,7 +148,7 @@ class MicroBatch:
         return taken
 
     def restart(self, release: Callable[[np.ndarray], None]) -> None:
-        """Give the pages back; nothing is computed any more."""
+        """Give the pages back, and mark all tokens as not computed."""
         self.inputs = self.inputs or self._new_inputs()
         self.free(release)
         for stream in self.streams:
@@ -172,7 +171,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class HeadWindow:
-    """Scored predictions of one unit: rows of the group's last hidden states, targets, and each one's sum."""
+    """The scored predictions of one unit: rows of the last hidden states, targets, and the sum each adds to."""
 
     rows: torch.Tensor
     targets: torch.Tensor

@@ -1,4 +1,4 @@
-"""How a preference pair lies in a row: the prompt once, then both answers as two branches.
+"""The layout of a preference pair as one sequence: the prompt once, then both answers as two branches.
 
 The flat order is [prompt | chosen | rejected]. A token of the chosen branch sees everything before it; a token of the
 rejected branch sees the prompt and its own branch, so the chosen rows are hidden from it.
@@ -16,9 +16,9 @@ from edged.align.feedback.pair import TokenPair
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Flat tokens [start, stop) of one pair that attend alike.
+    """A run [start, stop) of one pair's flat tokens that attend alike.
 
-    `position` is the first token's position id; `hidden` are the flat rows that its keys leave out.
+    `position` is the first token's position id; `hidden` are the flat rows [start, stop) that it does not attend to.
     """
 
     start: int
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """Lengths of prompt, chosen and rejected, and the flat token ids [prompt + chosen + rejected]."""
+    """The lengths of prompt, chosen and rejected, and the flat token ids [prompt + chosen + rejected]."""
 
     prompt: int
     chosen: int

@@ -1,4 +1,4 @@
-"""One exact DPO step, cut into pieces that can be packed and preempted."""
+"""An exact DPO step, cut into units that can be packed with serving and preempted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from edged.settings.load import AlignSettings
 
 
 class DpoStep:
-    """One optimizer step of each of its members over all their pairs, pair group by pair group.
+    """An optimizer step of each member adapter over its pairs, one micro-batch of them after the other.
 
-    Its life: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
+    Its life cycle: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
     `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
-    Members share the units, which read the base weights once for all; every row sees its own adapter. Each member's
-    gradient is exactly what its step alone would have given, on whole sequences, and so is all that follows from it.
+    Members share the units, which read the base weights once for all; every row uses its own adapter. Each member's
+    gradient is exactly that of a step of its own on whole sequences, and so is all that follows from it.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class DpoStep:
         self.keeps_graph = keep_graph
         self._plan = StepPlan(
             [pair for member in members for pair in (*member.fresh, *member.replay)],
-            # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not hold the
-            # step, which lets go of the device's memory as soon as nobody does.
+            # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not refer to
+            # the step, whose device memory is freed with the last reference to it.
             lambda pair: pair.ref_chosen_logp is None and by_adapter[pair.adapter].version > 0,
             align,
             decoder.layer_count,
@@ -58,7 +58,7 @@ class DpoStep:
         self._open()
 
     def _open(self) -> None:
-        """Begin the group's forward."""
+        """Begin the forward of the plan's current group."""
         keep: Literal["graph", "inputs"] = "graph" if self._plan.graphed else "inputs"
         self.group = MicroBatch(self._plan.pairs, self._plan.needs_reference, keep, self.decoder)
         self._reset_group()
@@ -73,18 +73,18 @@ class DpoStep:
 
     @property
     def groups_done(self) -> int:
-        """Groups of pairs that ended."""
+        """Number of micro-batches that ended."""
         return self._plan.groups_done
 
     # -- the forward -------------------------------------------------------------------------------------------------
 
     @property
     def tokens_left(self) -> int:
-        """Forward tokens of the present group that are still to compute."""
+        """Forward tokens of the current micro-batch that are still to compute."""
         return self.group.tokens_left
 
     def restart(self) -> None:
-        """The group's pages were taken away: it starts again as if nothing of it had been computed."""
+        """Start the current micro-batch again from nothing, after its pages were taken away."""
         self.group.restart(self._release)
         for member in self.members.values():
             member.restart()
@@ -92,17 +92,17 @@ class DpoStep:
         self._reset_group()
 
     def free(self) -> None:
-        """Give the group's pages back."""
+        """Give the current micro-batch's pages back."""
         self.group.free(self._release)
 
     # -- the units ---------------------------------------------------------------------------------------------------
 
     def units_left(self) -> list[Work]:
-        """What is left of this group after its forward, as far as it can be known before the losses are."""
+        """Units of the current micro-batch after its forward, as far as they are known before the losses."""
         return list(self._plan.units)
 
     def run_unit(self) -> Work:
-        """Run the next unit; what ran."""
+        """Run the next unit and return it."""
         unit = self._plan.units.pop(0)
         if unit[0] == "step":
             self._end_step()
@@ -122,7 +122,7 @@ class DpoStep:
         return unit
 
     def _head_unit(self, head: HeadWindow) -> None:
-        """Log-probabilities of a window and, for the policy, their gradient: the head is computed once, not twice."""
+        """Compute a window's log-probabilities and, for the policy, their gradient in the same pass of the head."""
         hidden = self.group.last.index_select(0, head.rows)
         with torch.set_grad_enabled(not head.reference):
             hidden.requires_grad_(not head.reference)
@@ -138,7 +138,7 @@ class DpoStep:
             (head.gradient,) = torch.autograd.grad(logits, hidden, upstream)
 
     def _decide(self) -> None:
-        """All four sums of each pair are known: losses, CheckEnd, and the gradient at the last layer's output."""
+        """Compute the losses from each pair's four sums, apply CheckEnd, and start the backward pass."""
         sums = self._sums.tolist()
         coefficients = [0.0] * len(sums)
         reference: dict[int, tuple[float, float]] = {}
@@ -168,7 +168,7 @@ class DpoStep:
                 self._backward = RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
-        # The optimizer's copies take the room of the layers' inputs.
+        # The layers' inputs are freed to make room for the optimizer's copies.
         self._backward = self._graph = self.group.inputs = None
         self.free()
         if not self._plan.last_group:
@@ -180,7 +180,7 @@ class DpoStep:
             self._end_step()
 
     def _end_step(self) -> None:
-        """The optimizers, in one unit: between two of them nobody could take a member out of the step any more."""
+        """Take all members' optimizer steps in one unit: between two of them no member could leave the step."""
         self.finished = True
         for member in self.members.values():
             member.finish()

@@ -1,6 +1,6 @@
-"""The units of a DPO step: which of its pairs are computed together, and what is left of each group after its forward.
+"""The plan of a DPO step: groups of pairs that are computed together (micro-batches), and the units of each.
 
-No tensor is in it: a simulated step is planned as a real one.
+It has no tensors, so that a simulated step is planned as a real one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
 Work = tuple[str, int]
-"""A unit's kind and the tokens (of "step", the adapters) it covers: see `edged.scheduler.task.Unit`."""
+"""A unit's kind and the number of tokens (for "step", adapters) it covers: see `edged.scheduler.task.Unit`."""
 
 _HEAD_LOGITS = 1 << 23
 """Logits that a head unit may hold at once: 32 MiB in fp32."""
 
 
 class StepPlan:
-    """The groups of a step's pairs, one after the other, and the present group's units.
+    """The groups of a step's pairs, one after the other, and the current group's units.
 
-    First "graph" units, where its graph is kept, one a layer; then windows of predictions, "score" those of the
-    reference, "head" those of the policy; then the backward, "grad" through a kept graph or else "layer", which
-    computes the layer again; behind the last group's the optimizers' "step".
+    The units are first "graph", one a layer, where the graph is kept; then windows of predictions, "score" for the
+    reference and "head" for the policy; then the backward, "grad" through a kept graph or else "layer", which
+    recomputes the layer; and after the last group's the optimizers' "step".
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StepPlan:
         keep_graph: bool,
         adapters: int = 1,
     ) -> None:
-        """`most_tokens` bounds what a group's forward by one policy may put into the cache.
+        """`most_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
         With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
         """
@@ -48,18 +48,18 @@ class StepPlan:
         self.next_group()
 
     def next_group(self) -> None:
-        """Go on with the next group."""
+        """Make the next group the current one."""
         self.pairs = self._groups.pop(0)
         self.groups_done += 1
         self._rows = sum(pair.tokens for pair in self.pairs)
         self.graphed = self.keep_graph and self._rows <= self._window
-        """Whether the present group's graph is kept."""
+        """Whether the current group's graph is kept."""
         self.restart()
 
     def restart(self) -> None:
-        """Nothing of the group is done."""
+        """Start the current group again: plan all its units."""
         self.units: list[Work] = [("graph", self._rows)] * (self._layers if self.graphed else 0)
-        """What is left of it after its forward, as far as it can be known before the losses are."""
+        """Units of the group that are left after its forward, as far as they are known before the losses."""
         for kind, pairs in (("score", filter(self.needs_reference, self.pairs)), ("head", self.pairs)):
             # Without a prompt an answer's first token has no predictor.
             scored = sum(len(pair.chosen) + len(pair.rejected) - (0 if pair.prompt else 2) for pair in pairs)
@@ -67,7 +67,7 @@ class StepPlan:
         self._add_backward([(0, self._rows)])
 
     def _add_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        # A kept graph is one window: a layer's rows go back together.
+        # A kept graph is one window: the backward of a layer covers all its rows at once.
         windows = [(0, self._rows)] * bool(active) if self.graphed else windows_of(active, self._window)
         kind = "grad" if self.graphed else "layer"
         self.units += [(kind, stop - start) for start, stop in windows] * self._layers
@@ -76,13 +76,13 @@ class StepPlan:
         return windows
 
     def begin_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The losses are known, and only the rows `active` have a part in the backward: its windows."""
+        """Plan the backward over the rows `active`, which the losses leave; returns its windows."""
         self.units = []
         return self._add_backward(active)
 
     @property
     def scored(self) -> bool:
-        """Whether all predictions of the group are."""
+        """Whether all predictions of the group are scored."""
         return not self.units or self.units[0][0] not in ("graph", "score", "head")
 
     @property
@@ -97,12 +97,12 @@ class StepPlan:
 
 
 def head_window_size(window_tokens: int, vocab_size: int) -> int:
-    """Predictions per head unit: the window, or fewer where the vocabulary's logits would be large."""
+    """Number of predictions per head unit: the window, or fewer where the vocabulary's logits would be large."""
     return max(8, min(window_tokens, _HEAD_LOGITS // vocab_size))
 
 
 def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
-    """Groups of at most `most` tokens: few enough rows to keep, enough of them for full windows."""
+    """Split pairs into groups of at most `most` tokens: few enough rows to keep, enough for full windows."""
     groups: list[list[TokenPair]] = []
     room = 0
     for pair in pairs:

@@ -1,1 +1,1 @@
-"""What users did, and the preference pairs that follow from it."""
+"""Users' signals, and the preference pairs that follow from them."""

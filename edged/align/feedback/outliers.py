@@ -1,4 +1,4 @@
-"""Which of one adapter's new pairs look poisoned: by their loss, by what was said before, by the step's gradient.
+"""The detector of poisoned pairs: judges an adapter's new pairs by loss, earlier preferences and the step's gradient.
 
 Losses and norms are judged by the adapter's own latest ones, robustly: deviations are multiples of 1.4826 * MAD (the
 median absolute deviation, scaled to a normal distribution's standard deviation; Rousseeuw & Croux 1993) above the
@@ -22,38 +22,39 @@ from edged.settings.load import FeedbackSettings
 _WINDOW = 64
 """Latest losses and norms that a new one is compared with."""
 _LEAST = 32
-"""Fewer say nothing of what is usual."""
+"""Fewest values from which the usual range is estimated."""
 _SUSPICIOUS_LOSS = 1.0
 _OUTLYING_LOSS = 4.0
-"""Nats; below, a loss is never suspicious, or outlying: an untrained adapter's is 0.69."""
+"""Nats below which a loss is never suspicious, or outlying: an untrained adapter's is 0.69."""
 _OUTLYING_FACTOR = 2.0
-"""How many times as many deviations as a suspicious pair has make one outlying by itself."""
+"""Deviations that make a pair outlying by itself, as a multiple of those that make it suspicious."""
 _NORM_DEVIATIONS = 8.0
 _LATEST = 8
-"""Pairs over which the share of suspicious ones makes a burst."""
+"""Number of latest pairs among which the share of suspicious ones makes a burst."""
 _CONTRARY, _BY_CHANCE = 16, 2e-5
-"""Pairs over which too many that contradict what was learned make one, too; the probability from which it is no chance.
-"""
+"""Number of latest pairs among which contrary ones make a burst, too; the highest probability that is not chance."""
 _REMEMBERED = 256
-"""Latest pairs that a new one can contradict."""
+"""Number of latest pairs that a new one can contradict."""
 _TELLING_TOKENS = 8
-"""Answers that are longer mean the same after any prompt; "yes" and "no" do not."""
+"""Most tokens of an answer whose meaning depends on its prompt, as that of "yes" and "no" does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`suspicious` pairs make a burst when they come together; one with a reason `why` is left out by itself."""
+    """A pair's judgement: `suspicious` ones together make a burst; a reason `why` leaves it out by itself."""
 
     suspicious: bool = False
     why: str = ""
     contrary: bool = False
-    """The adapter prefers the other answer. A few always are."""
+    """Whether the adapter prefers the rejected answer, as it always does in a few pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Suspicious pairs that came together, or none where `why` is "". `direct`: the latest are all the user's own
-    signals, which is how a change of preferences begins."""
+    """A burst of suspicious pairs, or none where `why` is "".
+
+    `direct`: the latest are all the user's own signals, as at the beginning of a change of preferences.
+    """
 
     why: str = ""
     direct: bool = False
@@ -61,10 +62,10 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class OutlierHistory:
-    """What a restart remembers of an adapter.
+    """The history of an adapter that a restart restores.
 
-    The latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long an alarm
-    goes on; the newest version that passed its test; how much the step size was reduced.
+    It has the latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long
+    an alarm goes on; the newest version that passed its test; how much the step size was reduced.
     """
 
     losses: Sequence[float] = ()
@@ -76,7 +77,7 @@ class OutlierHistory:
 
 
 class OutlierDetector:
-    """Of one adapter. Without settings, or where the quarantine is off, nothing is suspicious."""
+    """The outlier detector of one adapter. Without settings, or with the quarantine off, no pair is suspicious."""
 
     def __init__(self, settings: FeedbackSettings | None = None) -> None:
         self._on = settings is not None and settings.quarantine
@@ -84,19 +85,19 @@ class OutlierDetector:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._flags: deque[bool] = deque(maxlen=_WINDOW + _LATEST)
-        """Of the latest pairs, whether each was suspicious."""
+        """Whether each of the latest pairs was suspicious."""
         self._contrary: deque[bool] = deque(maxlen=_WINDOW + _CONTRARY)
         self._said: OrderedDict[bytes, None] = OrderedDict()
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
         self._alarm_until_s = -math.inf
         self.lenient = False
-        """No pair is left out by itself: the adapter is so far from the base that it may be the odd one."""
+        """Whether no pair is left out by itself: the adapter is so far from the base that it may be the outlier."""
 
-    # -- what came ---------------------------------------------------------------------------------------------------
+    # -- new pairs ---------------------------------------------------------------------------------------------------
 
     def note(self, pair: TokenPair) -> bool:
-        """Remember what a pair says; whether it says the opposite of one of the latest pairs."""
+        """Remember a pair's preference; returns whether it is the opposite of one of the latest pairs'."""
         if not self._on:
             return False
         opposite = _said(pair, pair.rejected, pair.chosen) in self._said
@@ -110,9 +111,9 @@ class OutlierDetector:
         return opposite
 
     def judge(self, pair: TokenPair, loss: float, margin: float = 0.0) -> Verdict:
-        """A new pair with its loss (nats) and reward margin by the present version.
+        """Judge a new pair by its loss (nats) and reward margin under the current version.
 
-        A loss that is not finite is no pair's fault here.
+        A loss that is not finite does not make a pair suspicious.
         """
         if not self._on or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
             return Verdict()
@@ -134,7 +135,7 @@ class OutlierDetector:
         return math.exp(min(700.0, middle + _NORM_DEVIATIONS * spread)) if math.isfinite(middle) else math.inf
 
     def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
-        """The burst that these new pairs, oldest first, make together with those before them, if they make one."""
+        """The burst, if any, that these new pairs, oldest first, make together with those before them."""
         suspicious = [*self._flags, *(verdict.suspicious for _, verdict in judged)]
         contrary = [*self._contrary, *(verdict.contrary for _, verdict in judged)]
         if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
@@ -146,9 +147,9 @@ class OutlierDetector:
         return Burst(why, bool(why) and all(pair.direct for pair, _ in judged))
 
     def _too_many(self, flags: Sequence[bool], latest: int, what: str) -> str:
-        """Why the `latest` of these flags, oldest first, are a burst, or "": too many are set to be chance.
+        """The reason why the `latest` flags, oldest first, are a burst, or "": too many are set to be chance.
 
-        How many are usual is known from those before (a binomial tail); while it is not, the share alone decides.
+        The usual share is estimated from the flags before (a binomial tail); while too few, the share alone decides.
         """
         before, now = flags[:-latest], flags[-latest:]
         usual = (1 + sum(before)) / (2 + len(before)) if len(before) >= _LEAST else 0.0
@@ -158,14 +159,14 @@ class OutlierDetector:
         return f"burst: {sum(now)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual"
 
     def begin_anew(self) -> None:
-        """Preferences have changed: what was usual before says nothing of what comes."""
+        """Forget the usual range and earlier preferences, as after a change of preferences."""
         for usual in (self._losses, self._flags, self._contrary, self._said, self._contradictory):
             usual.clear()
 
-    # -- what became of it -------------------------------------------------------------------------------------------
+    # -- trained pairs -----------------------------------------------------------------------------------------------
 
     def learn(self, judged: Iterable[tuple[TokenPair, float, Verdict]], grad_norm: float | None) -> None:
-        """A step was taken, or needed none: what is usual follows its new pairs that were not suspicious."""
+        """Update the usual range with a step's new pairs that were not suspicious; it was taken, or needed none."""
         for pair, loss, verdict in judged:
             self._contradictory.discard(pair.pair_id)
             if pair.epochs_done or not math.isfinite(loss):
@@ -179,7 +180,7 @@ class OutlierDetector:
             self._norms.append(math.log(grad_norm))
 
     def recall(self, past: OutlierHistory, now: float) -> None:
-        """Begin with what an earlier run left."""
+        """Restore the history that an earlier run left."""
         self._losses.extend(past.losses)
         self._norms.extend(math.log(norm) for norm in past.norms if norm > 0)
         self._contrary.extend(past.contrary)
@@ -189,17 +190,17 @@ class OutlierDetector:
     # -- the alarm ---------------------------------------------------------------------------------------------------
 
     def raise_alarm(self, now: float) -> None:
-        """A burst was found: what comes is quarantined unseen until `calm`, or for `feedback.alarm_s`."""
+        """Raise the alarm after a burst: new pairs are quarantined unseen until `calm`, or for `feedback.alarm_s`."""
         self._alarm_until_s = now + self._settings.alarm_s
 
     def alarm_left_s(self, now: float) -> float:
-        """Seconds that the alarm still lasts, 0 for none. What is said when it has ended is what is usual then."""
+        """Seconds that the alarm still lasts, 0 for none. When it has ended, the usual range is estimated anew."""
         if -math.inf < self._alarm_until_s <= now:
             self.calm()
         return max(0.0, self._alarm_until_s - now)
 
     def calm(self) -> None:
-        """The alarm, if there is one, is over: what is usual is found anew."""
+        """End the alarm, if there is one; the usual range is estimated anew."""
         if self._alarm_until_s == -math.inf:
             return
         self._alarm_until_s = -math.inf
@@ -207,7 +208,7 @@ class OutlierDetector:
 
     @staticmethod
     def _usual(values: deque[float]) -> tuple[float, float]:
-        """Median and scaled MAD; infinite while there are too few."""
+        """Median and scaled MAD of values; the median is infinite while there are too few."""
         if len(values) < _LEAST:
             return math.inf, 0.0
         middle = median(values)

@@ -1,4 +1,4 @@
-"""Preference pairs as the trainer sees them, and the records it leaves behind."""
+"""Preference pairs in tokens, and the records that the learning loop writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PairState = Literal["queued", "held_out", "trained", "learnt", "skipped", "quara
 
 @dataclass(frozen=True, slots=True)
 class TokenPair:
-    """One pair in tokens: `chosen` and `rejected` end with EOS unless cut; log-probabilities are sums in nats.
+    """A preference pair in tokens: `chosen` and `rejected` end with EOS unless cut; log-probabilities are sums in nats.
 
     The reference log-probabilities are None until the base model has scored the pair.
     """
@@ -26,11 +26,11 @@ class TokenPair:
     epochs_done: int = 0
     state: PairState = "queued"
     trusted: bool = False
-    """Somebody who may decide looked at it: it is learned from as it is."""
+    """Whether a reviewer with the right to decide accepted it: it is trained on without judgement."""
     again: bool = False
-    """A version that had learned it was taken back: it was let in and judged before."""
+    """Whether a version that had learned it was taken back: it was admitted and judged before."""
     direct: bool = False
-    """A choice or an edit by the account that teaches this adapter: many that say something new are a change."""
+    """Whether it is a choice or an edit by the adapter's own account: many contrary ones are a change."""
 
     @property
     def tokens(self) -> int:
@@ -38,13 +38,13 @@ class TokenPair:
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
-        """The record of its new state."""
+        """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class PairScored:
-    """The current adapter's (and the reference's) log-probabilities of a pair, before that version trained on it.
+    """A pair's log-probabilities under the adapter's current version and the reference, before training on it.
 
     `split` is "prequential" or "held_out"; `kl_nats` is per answer token and only measured on held-out pairs. Lengths
     are the scored tokens of each answer; 0: not known.
@@ -66,14 +66,14 @@ class PairScored:
 
     @property
     def drop_nats(self) -> float:
-        """How much less likely both answers are than under the base, in nats a token; negative: likelier."""
+        """Drop of both answers' log-probability from the base's, in nats per token; negative: a rise."""
         tokens = max(self.chosen_tokens + self.rejected_tokens, 1)
         return (self.ref_chosen_logp + self.ref_rejected_logp - self.chosen_logp - self.rejected_logp) / tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PairRetired:
-    """A pair's DPO job ended (CheckEnd), or made progress: `state` "queued" means that epochs are left."""
+    """The record that a pair's training ended (CheckEnd) or made progress: with `state` "queued" epochs are left."""
 
     pair_id: int
     adapter: str
@@ -85,7 +85,7 @@ class PairRetired:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """An adapter's new state.
+    """The record of an adapter's new version.
 
     `reason` is "trained", "trained: ..." (preferences have changed), "introduced", "imported", "rebuilt",
     "rollback to N" or "guard: ...". `restored` is the earlier version whose weights these are, 0 the untrained ones.
@@ -101,29 +101,29 @@ class VersionPublished:
     step_s: float = 0.0
     restored: int | None = None
     step_scale: float = 1.0
-    """Share of the step size that broken versions have left the adapter."""
+    """Share of the step size that is left to the adapter after broken versions."""
 
     @property
     def taken_back(self) -> bool:
-        """Whether the guard put it in the place of a version that must not be served."""
+        """Whether the guard published it in place of a version that must not be served."""
         return self.reason.startswith("guard")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionTested:
-    """A version's test ended; the NLL of neutral text is in nats per token, None where there is no such text."""
+    """The record of a version's test; the NLL of neutral text is in nats per token, None without such text."""
 
     adapter: str
     version: int
     neutral_nll: float | None
     neutral_base_nll: float | None
     problem: str = ""
-    """Why the version is taken back; "" for one that stays."""
+    """Reason why the version is taken back; "" for one that stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSaved:
-    """A version is on disk, fsynced, under `path`; `removed` versions were deleted by retention."""
+    """The record of a version on disk, fsynced, under `path`; `removed` versions were deleted by retention."""
 
     adapter: str
     version: int
@@ -133,7 +133,7 @@ class VersionSaved:
 
 @dataclass(frozen=True, slots=True)
 class StepSkipped:
-    """An optimizer step that was not taken, and why (non-finite loss or gradient)."""
+    """The record of an optimizer step that was not taken, with the reason (non-finite loss or gradient)."""
 
     adapter: str
     version: int
@@ -143,7 +143,7 @@ class StepSkipped:
 
 @dataclass(frozen=True, slots=True)
 class IterationSample:
-    """One iteration, as the iteration_samples table keeps it."""
+    """The record of one iteration, a row of the iteration_samples table."""
 
     prefill_tokens: int
     decode_tokens: int

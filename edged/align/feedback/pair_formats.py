@@ -2,7 +2,7 @@
 
 A pair is a dict: `chosen` and `rejected` (the answers' texts) and either `messages` (the conversation before the
 answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare tokens); edged's own format may add
-`user` and `weight`. With a user, that is a body of `POST /v1/feedback`.
+`user` and `weight`. With a user, the dict is a body of `POST /v1/feedback`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _DAMAGE = (OSError, EOFError, zlib.error)
 
 
 class FormatError(ValueError):
-    """A line is no preference pair; the message says what it lacks."""
+    """A line that is not a preference pair; the message says what it lacks."""
 
 
 def read_pairs(path: Path, format: Format) -> Iterator[tuple[int, Pair | str]]:
-    """Yield (line number from 1, pair) for every line of `path`, or (line number, what is wrong with it).
+    """Yield (line number from 1, pair) for every line of `path`, or (line number, problem).
 
-    Gzip is recognised by its content; empty lines are passed over. Raises OSError when the file cannot be opened; one
-    that breaks off yields a last error.
+    Gzip is recognised by its content; empty lines are skipped. Raises OSError when the file cannot be opened; a file
+    that breaks off yields a last problem.
     """
     number = 0
     with _open(path) as file:
@@ -50,7 +50,7 @@ def read_pairs(path: Path, format: Format) -> Iterator[tuple[int, Pair | str]]:
 
 
 def count_lines(path: Path) -> int:
-    """Lines of a (gzipped) file up to its end or first damage, for a progress bar. Raises OSError like `read_pairs`."""
+    """Count a (gzipped) file's lines to its end or first damage, for progress. Raises OSError like `read_pairs`."""
     count = 0
     with _open(path) as file, contextlib.suppress(*_DAMAGE):
         for _ in file:
@@ -59,7 +59,7 @@ def count_lines(path: Path) -> int:
 
 
 def export_pair(row: PairRow) -> Pair:
-    """A stored pair as one line of edged's export: what `read_pairs(..., "edged")` takes, and where it came from."""
+    """A stored pair as one line of edged's export: the fields that `read_pairs(..., "edged")` reads, and its origin."""
     pair: Pair = {"user": row.adapter}
     if row.messages is not None:
         pair["messages"] = list(row.messages)
@@ -80,7 +80,7 @@ def export_pair(row: PairRow) -> Pair:
 def to_trl(pair: Pair) -> Pair:
     """An exported pair as TRL's preference type with an explicit prompt: conversational for a chat, else standard.
 
-    Raises FormatError for what it cannot say.
+    Raises FormatError for a pair whose prompt is known in tokens alone, and for a message without text.
     """
     if "messages" in pair:
         sides = {side: [{"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")}
@@ -91,7 +91,7 @@ def to_trl(pair: Pair) -> Pair:
 
 
 def to_hh(pair: Pair) -> Pair:
-    """An exported chat as HH-RLHF's two dialogues. Raises FormatError for what would be read back as something else."""
+    """An exported chat as HH-RLHF's two dialogues. Raises FormatError for one that would be read back differently."""
     if "messages" not in pair:
         raise FormatError("it is not a chat")
     messages = [_plain(message) for message in pair["messages"]]
@@ -108,7 +108,7 @@ def to_hh(pair: Pair) -> Pair:
 
 
 def _plain(message: Pair) -> dict[str, str]:
-    """A message's role and text: both formats have no more."""
+    """A message's role and text, which is all that both formats hold."""
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
@@ -125,7 +125,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
-    """The line's pair, or what is wrong with it."""
+    """Parse a line into its pair, or the problem with it."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -145,7 +145,7 @@ def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
 
 
 def _parse_hh(row: Pair) -> Pair:
-    """Whole dialogues that differ in the assistant's last turn."""
+    """Parse HH-RLHF: two whole dialogues that differ in the assistant's last turn."""
     chosen_turns, chosen = _split_dialogue(_text(row, "chosen"), "chosen")
     rejected_turns, rejected = _split_dialogue(_text(row, "rejected"), "rejected")
     if chosen_turns != rejected_turns:
@@ -167,7 +167,7 @@ def _split_dialogue(dialogue: str, name: str) -> tuple[list[dict[str, str]], str
     for speaker, text in zip(turns[::2], turns[1::2], strict=True):
         role = _ROLES[speaker]
         if messages and messages[-1]["role"] == role:
-            # Someone spoke twice: chat templates want the roles to alternate.
+            # Two turns of one role in a row are merged: chat templates want the roles to alternate.
             messages[-1]["content"] += "\n\n" + text.strip()
         else:
             messages.append({"role": role, "content": text.strip()})
@@ -177,14 +177,14 @@ def _split_dialogue(dialogue: str, name: str) -> tuple[list[dict[str, str]], str
 
 
 def _parse_trl(row: Pair) -> Pair:
-    """TRL's preference types: standard or conversational, with an explicit prompt or the common start as the prompt."""
+    """Parse TRL's preference types: standard or conversational, with an explicit prompt or the common start as it."""
     sides = (row.get("chosen"), row.get("rejected"))
     prompt = row.get("prompt")
     if all(isinstance(side, str) for side in sides) and isinstance(prompt, str | None):
         chosen, rejected = cast(tuple[str, str], sides)
         if prompt is None:
             prompt = chosen[: _common(chosen, rejected)]
-            # The space that begins the answers is theirs, as trl.extract_prompt cuts it.
+            # A space between prompt and answers belongs to the answers, as in trl.extract_prompt.
             prompt = prompt.removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _pair("prompt", prompt, chosen, rejected)
@@ -199,7 +199,7 @@ def _parse_trl(row: Pair) -> Pair:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How long the common start of both is."""
+    """Length of the common prefix of both."""
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""A stored pair in tokens: the prompt's, the answer's, then EOS once where it was not cut, as serving produced them."""
+"""The tokenizing of stored pairs: the prompt's tokens, the answer's, then an EOS where it is not cut, as in serving."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from edged.align.feedback.pair import PairState, TokenPair
 from edged.store.feedback import TAKEN_BACK, PairRow, Side
 
 _MIN_PROMPT_SHARE = 4
-"""An over-long pair keeps at least a quarter of its room for the prompt: without one, there is nothing to answer."""
+"""Divisor: an over-long pair's prompt keeps at least a quarter of its tokens, for answers need something to answer."""
 
 
 class UnusablePrompt(ValueError):
-    """A prompt that came as tokens is not of the served model's tokenizer."""
+    """A prompt that came as tokens of another tokenizer than the served model's."""
 
 
 class PairCodec(Protocol):
-    """What is needed of a tokenizer. `eos_ids` are all tokens that end an answer, `eos_id` is training's."""
+    """The tokenizer's interface to pairs. `eos_ids` are all tokens that end an answer, `eos_id` is training's."""
 
     @property
     def eos_id(self) -> int: ...
@@ -33,10 +33,10 @@ class PairCodec(Protocol):
 
 
 def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:
-    """The pair in tokens, and a note when something had to be cut ("" otherwise).
+    """Tokenize a pair; returns it and a note when something had to be cut ("" otherwise).
 
-    Where edged generated an answer, its very tokens are used, and its prompt's, unless they no longer read as the
-    stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
+    Where edged generated an answer, the generated tokens and their prompt's are used, unless they no longer decode to
+    the stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
     prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
     Raises UnusablePrompt, and what `codec.render_chat` raises when the chat template refuses the messages.
     """
@@ -83,18 +83,18 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
 
 
 def _stored_ids(codec: PairCodec, side: Side) -> list[int] | None:
-    """The generated tokens without the EOS that ended them; None where there are none that say the side's text."""
+    """The generated tokens without the EOS that ended them; None where none are stored that decode to the text."""
     if side.token_ids is None or any(not 0 <= token < codec.vocab_size for token in side.token_ids):
         return None
     ids = list(side.token_ids)
     while ids and ids[-1] in codec.eos_ids:
         ids.pop()
-    # Tokenizers that mark words by a leading space show or hide the first one by context.
+    # Tokenizers that mark words by a leading space decode the first one with or without it, by context.
     return ids if codec.decode(ids).lstrip() == side.text.lstrip() else None
 
 
 def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
-    """An answer's tokens as the model would have said it: in a chat, as the chat template continues the prompt."""
+    """Tokenize an answer as the model would have generated it: in a chat, as the template continues the prompt."""
     return codec.encode_answer(text) if row.messages is None else codec.encode_reply(row.messages, text)
 
 
@@ -111,7 +111,7 @@ def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
 
 
 def _check_bare(codec: PairCodec, row: PairRow, same_tokens: bool) -> None:
-    """A prompt of tokens alone means something only to the tokenizer that made them. Raises UnusablePrompt."""
+    """Raise UnusablePrompt for a prompt of tokens alone that another model's tokenizer made."""
     answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
     beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids or ())
     if beyond or (answered and not same_tokens):
@@ -119,7 +119,7 @@ def _check_bare(codec: PairCodec, row: PairRow, same_tokens: bool) -> None:
 
 
 def _share(room: int, one: int, other: int) -> tuple[int, int]:
-    """How many of `one` and `other` tokens fit `room`: the shorter stays whole where it takes no more than half."""
+    """Split `room` between `one` and `other` tokens: the shorter stays whole where it takes no more than half."""
     if one + other <= room:
         return one, other
     half = room // 2

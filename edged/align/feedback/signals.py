@@ -1,6 +1,6 @@
-"""Signals to preference pairs: what a user did with an answer, and which answer was better than which.
+"""The rules that make preference pairs of users' signals on answers.
 
-These rules err towards saying no: a missed correction costs one pair, an invented one teaches the wrong thing.
+They err towards no pair: a missed correction costs one pair, an invented one teaches the wrong thing.
 Everything here runs inside `Store.write`.
 
 | signal | rating | pairs | setting of its weight |
@@ -12,10 +12,10 @@ Everything here runs inside `Store.write`.
 | dwell | + or - by reading time | scalar | `weight_dwell` |
 | skip | - | scalar | `weight_skip` |
 | rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
-| accepted (seen in the next turn) | + | scalar: the talk went on after a regenerated answer | `weight_regenerate` |
+| accepted (seen in the next turn) | + | scalar: the chat went on after a regenerated answer | `weight_regenerate` |
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
-of the two weights counts. An answer's latest rating is its rating. What weighs 0 is stored and teaches nothing.
+of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from edged.store.completions import Choice, Completion, Message, completions_of_
 from edged.store.feedback import PairRow, Side, Signal
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
-"""What an application may report."""
+"""Signals that an application may report."""
 _DEFAULTS = FeedbackSettings()
 _MOST_SIGNALS = 64
-"""On one answer."""
+"""Most signals on one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
 Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None]
-"""A chat, a text or bare tokens."""
+"""A prompt: a chat, a text or bare tokens."""
 ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
 
 
 class FeedbackError(ValueError):
-    """Feedback that cannot be taken; `kind` says in what way."""
+    """Feedback that is refused; `kind` names the reason."""
 
     def __init__(self, message: str, kind: ErrorKind) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class FeedbackError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What an application reports about an answer. `user` None trusts the completion's own."""
+    """An application's report about an answer. `user` None trusts the completion's own."""
 
     user: str | None
     completion_id: str
@@ -70,9 +70,9 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackResult:
-    """What became of it. `reason` says why there is no pair (yet).
+    """The result of a report: its id and its pairs. `reason` says why there is no pair (yet).
 
-    `duplicate`: nothing was stored, ids and pairs are those of the earlier report, and are being learned from already.
+    `duplicate`: nothing was stored; ids and pairs are those of the earlier report, which are in training already.
     """
 
     feedback_id: str
@@ -84,7 +84,7 @@ class FeedbackResult:
 def record_signal(
     db: Database, report: Feedback, now: datetime, settings: FeedbackSettings = _DEFAULTS
 ) -> FeedbackResult:
-    """Store a signal and the pairs that follow from it. The same report again changes nothing. Raises FeedbackError."""
+    """Store a signal and the pairs that follow from it; a repeated report changes nothing. Raises FeedbackError."""
     completion = get_completion(db, report.completion_id)
     if completion is None:
         raise unknown_completion(report.completion_id)
@@ -102,7 +102,7 @@ def record_signal(
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
-    """What is said of a completion that is not there, or that is not the asker's."""
+    """The error for a completion that does not exist, or is another user's."""
     return FeedbackError(
         f'completion "{completion_id}" is not known: it was never answered here, it named no user '
         "(send `user` with the request), or it is too old",
@@ -123,7 +123,7 @@ def record_pair(
     settings: FeedbackSettings = _DEFAULTS,
     account: str | None = None,
 ) -> FeedbackResult:
-    """Store an explicit pair about `messages`, `prompt` or bare tokens. One that waits already is not queued twice.
+    """Store an explicit pair about `messages`, `prompt` or bare tokens. A pair that waits already is not queued twice.
 
     Raises FeedbackError.
     """
@@ -157,10 +157,10 @@ def record_pair(
 def note_next_turn(
     db: Database, completion_id: str, now: datetime, settings: FeedbackSettings = _DEFAULTS
 ) -> FeedbackResult | None:
-    """What a freshly stored chat completion says about the answer before it; None for nothing.
+    """Store the signal of a newly stored chat completion on the answer before it; None where it gives none.
 
     When its last message corrects or rephrases the user's message before, the answer between is marked rejected
-    ("rephrase"). When the talk simply goes on, and another answer to the same prompt had been regenerated, the answer
+    ("rephrase"). When the chat simply goes on, and another answer to the same prompt had been regenerated, the answer
     is marked "accepted".
     """
     completion = get_completion(db, completion_id)
@@ -178,11 +178,11 @@ def note_next_turn(
 
 
 def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | None = None) -> FeedbackResult:
-    """Store a valid signal with its pairs, unless it is there already; `account` reported it."""
+    """Store a valid signal with its pairs, unless it is stored already; `account` reported it."""
     earlier = _duplicate(answer, signal)
     if earlier is not None:
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
-    # All signals on an answer are read for each further one: what taught nothing makes way for its like.
+    # All signals on an answer are read for each further one: one without pairs is replaced by the next of its kind.
     former = next((each for each in answer.signals if each.signal == signal.signal and not each.pair_ids), None)
     if former is not None:
         signal = replace(signal, id=former.id)
@@ -197,7 +197,7 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
 
 
 def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
-    """The earlier report of the same thing; a rating that was changed since may be given again."""
+    """The earlier signal that this one repeats, or None; a rating that was changed since may be given again."""
     same = [
         earlier
         for earlier in answer.signals
@@ -209,7 +209,7 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
 
 
 def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
-    """Pairs that the signal alone makes: an edit, a choice between candidates."""
+    """Insert the pairs that the signal alone makes (an edit, a choice between candidates); returns their ids."""
     weight = weight_of(answer.settings, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
@@ -225,7 +225,7 @@ def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
 
 
 def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
-    """Pairs with answers of the opposite rating to the same prompt, and with the answer that this one corrects."""
+    """Insert the pairs with oppositely rated answers to the same prompt, and with the answer that this one corrects."""
     weight = answer.weight(signal)
     if not weight:
         return []
@@ -242,7 +242,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
             continue
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
-        # The rejected answer's prompt: where a rephrasing led to the better answer, that is what it answers better.
+        # The pair has the rejected answer's prompt: an answer to its rephrasing is a better answer to it.
         pair_id = _insert(db, signal, account, rejected.asked, chosen.side, rejected.side, source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
@@ -250,7 +250,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
 
 
 def _source(positive: Signal, negative: Signal) -> str:
-    """Where a pair of ratings comes from, for the record."""
+    """The stored `source` of a pair made of two ratings."""
     if negative.signal in ("regenerate", "rephrase"):
         return negative.signal
     weak = next((signal.signal for signal in (negative, positive) if signal.signal in ("dwell", "skip")), None)
@@ -267,7 +267,7 @@ def _insert(
     source: str,
     weight: float,
 ) -> int:
-    """Add a pair about what was asked, for the adapter that the signal teaches."""
+    """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id."""
     messages, prompt, prompt_ids = asked
     row = PairRow(
         id=0,
@@ -324,7 +324,7 @@ def _choice(completion: Completion, report: Feedback) -> Choice:
 
 
 def _validate(answer: RatedAnswer, signal: Signal) -> None:
-    """Raises FeedbackError when a report lacks what its signal needs."""
+    """Raise FeedbackError when a report lacks a field that its signal needs, or has a bad one."""
     if signal.signal not in SIGNALS:
         raise FeedbackError(f'signal "{signal.signal}" is not known: use one of {", ".join(SIGNALS)}', "bad_signal")
     if signal.seconds is not None and not (math.isfinite(signal.seconds) and signal.seconds >= 0):
@@ -364,19 +364,19 @@ def _new_id() -> str:
 
 
 _GOOD, _BAD = ("chosen", "up", "accepted"), ("rejected", "down", "regenerate", "skip", "rephrase")
-"""Signals that rate an answer; what dwell says depends on the answer."""
+"""Signals that rate an answer good or bad; the rating of "dwell" depends on the answer's length."""
 _WEIGHED_AS = {"accepted": "regenerate", "up": "thumbs", "down": "thumbs", "rejected": "thumbs"}
-"""Signals without a setting of their own."""
+"""Signals without a weight setting of their own, by the one that they use."""
 _READING_WORDS_PER_S = 4.0
 _READ, _GLANCED = 0.5, 0.1
 """Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""
 _LOOK_BACK = 32
-"""Completions of the same prompt that are looked at, the newest first."""
+"""Most completions of the same prompt that are searched, the newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatedAnswer:
-    """One stored answer, and what feedback said of it."""
+    """A stored answer and the signals on it, oldest first."""
 
     completion: Completion
     choice: Choice
@@ -385,21 +385,21 @@ class RatedAnswer:
 
     @property
     def side(self) -> Side:
-        """The answer as a pair holds it."""
+        """The answer as one side of a pair."""
         return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
 
     @property
     def asked(self) -> Asked:
-        """What it answers."""
+        """The prompt that it answers."""
         return self.completion.messages, self.completion.prompt, self.completion.prompt_ids
 
     @property
     def rating(self) -> Signal | None:
-        """The latest signal that says good or bad."""
+        """The latest signal that rates the answer good or bad."""
         return next((signal for signal in reversed(self.signals) if self.weight(signal)), None)
 
     def weight(self, signal: Signal) -> float:
-        """The signal's weight with the rating's sign; 0 says nothing either way."""
+        """The signal's weight with the rating's sign; 0 for no rating."""
         good, bad = signal.signal in _GOOD, signal.signal in _BAD
         if signal.signal == "dwell":
             reading_s, seconds = len(self.choice.text.split()) / _READING_WORDS_PER_S, signal.seconds or 0.0
@@ -410,7 +410,7 @@ class RatedAnswer:
 
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
-    """What a kind of signal counts, in [0, 1]."""
+    """The weight of a kind of signal, in [0, 1]."""
     return float(getattr(settings, f"weight_{_WEIGHED_AS.get(signal, signal)}"))
 
 
@@ -429,7 +429,7 @@ def rated_others(db: Database, answer: RatedAnswer) -> list[RatedAnswer]:
 
 
 def answer_before(db: Database, completion: Completion, settings: FeedbackSettings) -> RatedAnswer | None:
-    """The stored answer that a chat's last user message replies to, as the same user got it; None for none."""
+    """The stored answer that a chat's last user message replies to, as the same user got it, or None."""
     messages = completion.messages
     if completion.learner is None or messages is None or len(messages) < 3:
         return None
@@ -477,7 +477,7 @@ _COMMON = (
 )
 _STOP_WORDS = frozenset(_COMMON.split())
 _SAME_SHARE = 0.6
-"""Share of content words (intersection over union) from which two questions are the same one."""
+"""Share of content words (intersection over union) from which two questions count as the same."""
 _MIN_WORDS = 2
 
 
@@ -487,7 +487,7 @@ def is_correction(text: str) -> bool:
 
 
 def is_rephrase(asked: str, asks: str) -> bool:
-    """Whether two messages put the same question: they share most of their content words.
+    """Whether two messages ask the same question: they share most of their content words.
 
     "What is the capital of France?" and "Which city is France's capital?" do; one about Germany's does not.
     """
@@ -498,7 +498,7 @@ def is_rephrase(asked: str, asks: str) -> bool:
 
 
 def content_text(message: Message) -> str:
-    """A message's text; of a list of content parts, the text parts joined."""
+    """The text of a message; a list of content parts gives its text parts, joined by newlines."""
     content = message.get("content")
     if isinstance(content, str):
         return content
