@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -186,7 +186,9 @@ class Prober:
 
     def forwards(self) -> list[ForwardTime]:
         """What all forwards took, by their loads, in a random order."""
-        found = [ForwardTime.of(load, _typical(times)) for _, (load, times) in sorted(self._forwards.items())]
+        found = [
+            ForwardTime(**asdict(load), seconds=_typical(times)) for _, (load, times) in sorted(self._forwards.items())
+        ]
         random.Random(0).shuffle(found)
         return found
 

@@ -42,13 +42,8 @@ class BinBuilder:
         """Those whose deadlines a policy heeds, in its order."""
         if serves:
             self._add_decodes(now)
-        self.promised_pages = 0
-        for task in queues.started:
-            if task not in self.preempted:
-                self.promised_pages += self.pages(task, task.tokens)
-        for task in queues.finetunes:
-            if task.context and task not in self.preempted:
-                self.promised_pages += self.pages(task, task.tokens)
+        begun = (*queues.started, *(task for task in queues.finetunes if task.context))
+        self.promised_pages = sum(self.pages(task, task.tokens) for task in begun if task not in self.preempted)
 
     def pages(self, task: Task, tokens: int) -> int:
         """Pages that `task` must get to compute `tokens` more."""
@@ -74,21 +69,21 @@ class BinBuilder:
         """The bin's load with `task` beside it, before any token of it: its adapter may be one more."""
         return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
 
-    def take(self, task: Task, tokens: int, finetune: bool) -> None:
+    def take(self, task: Task, tokens: int) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""
         pages = self.pages(task, tokens)
         self.free_pages -= pages
         self.promised_pages -= pages
         self.plan.pages += pages
         self.tokens_left -= tokens
-        self.load.add_chunk(tokens, task.context, finetune)
+        self.load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
         if task.adapter not in self._adapters:
             self._adapters.add(task.adapter)
             self.load.adapters += 1
 
     def grant(self, task: Task, tokens: int) -> None:
-        """Let a prefill, which has entered, compute `tokens` of its prompt."""
-        self.take(task, tokens, finetune=False)
+        """Let a task, which has entered, compute `tokens` of its prompt or its pairs."""
+        self.take(task, tokens)
         self.plan.grants.append(Grant(task, tokens))
 
     def pause(self, tasks: Collection[Task], now: float) -> None:
@@ -120,14 +115,14 @@ class BinBuilder:
         self.make_room(stuck)
         tokens = self.room(stuck)
         if tokens > 0:
-            self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
-            self.plan.grants.append(Grant(stuck, tokens))
+            self.grant(stuck, tokens)
 
     def _add_decodes(self, now: float) -> None:
         decodes = self._queues.decodes
-        first = self._oldest_prefill()
-        need = min(1, self.pages(first, first.tokens)) if first is not None else 0
-        earliest, context, adapters = math.inf, 0, self._adapters
+        oldest = min((*self._queues.started, *(grant.task for grant in decodes[:1])), key=by_arrival, default=None)
+        # Where a prefill is older than every other sequence in memory, its next page comes before the others'.
+        prefill_need = min(1, self.pages(oldest, oldest.tokens)) if oldest and oldest.kind is Kind.PREFILL else 0
+        need, earliest, context, adapters = 0, math.inf, 0, self._adapters
         for grant in decodes:
             task = grant.task
             held = task.context
@@ -138,11 +133,9 @@ class BinBuilder:
             if task.deadline_s < earliest:
                 earliest = task.deadline_s
         count = len(decodes)
-        if need > self.free_pages or count > self.tokens_left:
-            self._add_some_decodes(need, now)
+        if need + prefill_need > self.free_pages or count > self.tokens_left:
+            self._add_some_decodes(need + prefill_need, now)
             return
-        if first is not None:
-            need -= min(1, self.pages(first, first.tokens))
         self.plan.grants = decodes.copy()
         self.plan.pages = need
         self.free_pages -= need
@@ -180,20 +173,11 @@ class BinBuilder:
                 self.plan.pages += pages
                 self.plan.grants.append(grant)
 
-    def _oldest_prefill(self) -> Task | None:
-        """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
-        first = min(self._queues.started, key=by_arrival, default=None)
-        decodes = self._queues.decodes
-        if first is None or (decodes and by_arrival(decodes[0].task) < by_arrival(first)):
-            return None
-        return first
-
     def _victims(self, spared: Task | None) -> Iterable[Task]:
         """Who holds pages, first to go first: fine-tuning, then sequences."""
-        queues = self._queues
-        tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
-        yield from sorted(tuning, key=self._victim_key)
-        yield from sorted([task for task in self._holders() if task is not spared], key=self._victim_key)
+        holders = [*(task for task in self._queues.finetunes if task.held_pages), *self._holders()]
+        holders.sort(key=lambda task: (task.kind is not Kind.FINETUNE, self._victim_key(task)))
+        return [task for task in holders if task is not spared]
 
     def _holders(self) -> list[Task]:
         """The sequences that hold pages, oldest first."""
@@ -227,7 +211,7 @@ def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: floa
         tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
         tokens = max(tokens, min(most, at_least))
         if tokens > 0:
-            draft.take(task, tokens, finetune=True)
+            draft.take(task, tokens)
     if tokens == task.tokens:
         left_s = limit_s - cost.forward_s(draft.load)
         for unit in task.units[task.next_unit :]:

@@ -23,8 +23,12 @@ class Part:
     clock.
     """
 
+    settings: SchedulerSettings
+    cost: CostModel
+
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Decide by these settings from now on; called first of all, and at each reload, which keeps the state."""
+        self.settings, self.cost = settings, cost
 
     def arrived(self, task: Task, now: float) -> None:
         """A task has come; it is filed next."""
@@ -166,7 +170,9 @@ class Policy:
         self.cost = cost
         parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
         self._hooks = {
-            hook: [getattr(part, name) for part in parts if getattr(type(part), name) is not hook]
+            hook: [
+                getattr(part, name) for part in parts if hook is Part.configure or getattr(type(part), name) is not hook
+            ]
             for name, hook in vars(Part).items()
             if callable(hook)
         }

@@ -49,9 +49,9 @@ class PhasedFill(Fill):
         if plan.grants:
             self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
 
-    def interval_start_s(self, now: float, every_s: float) -> float:
-        """When the present interval of `every_s` seconds began."""
-        began_s = now if self._began_s is None else self._began_s
+    def interval_start_s(self, now: float) -> float:
+        """When the present interval of `retrain_every_s` seconds began."""
+        began_s, every_s = now if self._began_s is None else self._began_s, self.settings.retrain_every_s
         return began_s + math.floor((now - began_s) / every_s) * every_s
 
 
