@@ -43,7 +43,7 @@ _USERS = _like(
 )
 
 
-def setting(default: Any, description: str, **bounds: float) -> Any:
+def setting(default: Any, description: str, **bounds: Any) -> Any:
     """A field of a section, which every document of the settings describes."""
     return Field(default, description=description, **bounds)
 

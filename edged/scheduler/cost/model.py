@@ -6,6 +6,7 @@ All times are seconds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,7 @@ class CostModel:
     def __init__(self, guess: Prices) -> None:
         """Prices to start from, all above zero; a unit of another kind starts like "layer"."""
         self._fit = OnlineRegression(guess.forward)
-        self._units = defaultdict(lambda: OnlineRegression(guess.units["layer"]))
+        self._units: defaultdict[str, OnlineRegression] = defaultdict(lambda: OnlineRegression(guess.units["layer"]))
         self._units.update({kind: OnlineRegression(start) for kind, start in guess.units.items()})
         self._knee = guess.knee_tokens
         self._drift = Drift()
@@ -213,21 +214,14 @@ class CostModel:
         left_s = limit_s / self._drift.slowness - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
-        def fits(count: int) -> bool:
+        def chunk_s(count: int) -> float:
             tokens = base + count
             packed = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
-            return packed + count * (slope + curve * count) <= left_s
+            return packed + count * (slope + curve * count)
 
-        if fits(most):
+        if chunk_s(most) <= left_s:
             return most
-        shortest, longest = 0, most
-        while longest - shortest > 1:
-            middle = (shortest + longest) >> 1
-            if fits(middle):
-                shortest = middle
-            else:
-                longest = middle
-        return shortest
+        return bisect_right(range(1, most), left_s, key=chunk_s)
 
     def unit_s(self, unit: Unit) -> float:
         """Predicted seconds of one fine-tune unit, the next one."""

@@ -88,12 +88,7 @@ class BinBuilder:
 
     def pause(self, tasks: Collection[Task], now: float) -> None:
         """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
-        decodes = [grant for grant in self.plan.grants if grant.task not in tasks]
-        self.free_pages += self.plan.pages
-        self.tokens_left += len(self.plan.grants)
-        self.plan.grants, self.plan.pages, self.slack_s = [], 0, math.inf
-        self.load = Load()
-        self._grant_decodes(decodes, now)
+        self._grant_decodes([grant for grant in self.plan.grants if grant.task not in tasks], now)
 
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
@@ -118,60 +113,47 @@ class BinBuilder:
             self.grant(stuck, tokens)
 
     def _add_decodes(self, now: float) -> None:
-        decodes = self._queues.decodes
-        oldest = min((*self._queues.started, *(grant.task for grant in decodes[:1])), key=by_arrival, default=None)
-        # Where a prefill is older than every other sequence in memory, its next page comes before the others'.
-        prefill_need = min(1, self.pages(oldest, oldest.tokens)) if oldest and oldest.kind is Kind.PREFILL else 0
-        need, earliest, context, adapters = 0, math.inf, 0, self._adapters
-        for grant in decodes:
-            task = grant.task
-            held = task.context
-            context += held - task.pruned
-            adapters.add(task.adapter)
-            if held >= task.capacity:
-                need += self.pages(task, 1)
-            if task.deadline_s < earliest:
-                earliest = task.deadline_s
-        count = len(decodes)
-        if need + prefill_need > self.free_pages or count > self.tokens_left:
-            self._add_some_decodes(need + prefill_need, now)
-            return
-        self.plan.grants = decodes.copy()
-        self.plan.pages = need
-        self.free_pages -= need
-        self.tokens_left -= count
-        self.load.decodes = count
-        self.load.context = context
-        self.load.adapters = len(adapters) - 1
-        self.slack_s = earliest - now
-
-    def _add_some_decodes(self, need: int, now: float) -> None:
         """The decodes that pages and tokens suffice for, those that are due first before the others."""
-        if need > self.free_pages:
+        decodes = self._queues.decodes
+        self._grant_decodes(decodes, now)
+        oldest, reserved = min(self._queues.started, key=by_arrival, default=None), 0
+        if oldest and not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
+            # A prefill is older than every other sequence in memory: its next page comes before the others'.
+            reserved = min(1, self.pages(oldest, oldest.tokens))
+        if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            decoding = {grant.task for grant in self._queues.decodes}
+            self._grant_decodes((), now)
+            decoding = {grant.task for grant in decodes}
+            need = reserved + sum(self.pages(task, 1) for task in decoding)
             self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
-        chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
-        if len(chosen) > self.tokens_left:
-            chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
-        self._grant_decodes(chosen, now)
+            decodes = [grant for grant in decodes if grant.task not in self.preempted]
+            self._grant_decodes(decodes, now)
+        if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
+            self._grant_decodes(sorted(decodes, key=lambda grant: grant.task.deadline_s)[:most], now)
 
     def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
-        """Those of the `chosen` decodes that find a page."""
-        self._adapters.intersection_update((0,))
+        """Those of the `chosen` decodes that find a page, instead of what was granted before."""
+        self.tokens_left += len(self.plan.grants)
+        all_pages = free_pages = self.free_pages + self.plan.pages
+        lacking, adapters, context, earliest_s = [], {0}, 0, math.inf
         for grant in chosen:
             task = grant.task
-            pages = self.pages(task, 1)
-            if pages <= self.free_pages:
-                self.free_pages -= pages
-                self.tokens_left -= 1
-                self.load.decodes += 1
-                self.load.context += task.context - task.pruned
-                self._adapters.add(task.adapter)
-                self.load.adapters = len(self._adapters) - 1
-                self.slack_s = min(self.slack_s, task.deadline_s - now)
-                self.plan.pages += pages
-                self.plan.grants.append(grant)
+            held = task.context
+            if held >= task.capacity:
+                pages = self.pages(task, 1)
+                if pages > free_pages:
+                    lacking.append(grant)
+                    continue
+                free_pages -= pages
+            context += held - task.pruned
+            adapters.add(task.adapter)
+            if task.deadline_s < earliest_s:
+                earliest_s = task.deadline_s
+        grants = [grant for grant in chosen if grant not in lacking] if lacking else list(chosen)
+        self.plan.grants, self.plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
+        self.tokens_left -= len(grants)
+        self.slack_s = earliest_s - now
+        self._adapters, self.load = adapters, Load(decodes=len(grants), context=context, adapters=len(adapters) - 1)
 
     def _victims(self, spared: Task | None) -> Iterable[Task]:
         """Who holds pages, first to go first: fine-tuning, then sequences."""

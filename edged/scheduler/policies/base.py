@@ -169,12 +169,11 @@ class Policy:
         self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
         self.cost = cost
         parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
+        hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}
+        idle = {hook for hook in hooks.values() if hook is not Part.configure}
         self._hooks = {
-            hook: [
-                getattr(part, name) for part in parts if hook is Part.configure or getattr(type(part), name) is not hook
-            ]
-            for name, hook in vars(Part).items()
-            if callable(hook)
+            hook: [getattr(part, name) for part in parts if getattr(type(part), name) not in idle]
+            for name, hook in hooks.items()
         }
         self.tell(Part.configure, settings, cost)
 

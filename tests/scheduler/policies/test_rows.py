@@ -13,9 +13,9 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.base import Entry, Order, Policy, Row, Spare
-from edged.scheduler.policies.fcfs import FCFS
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.policy import MACE
+from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Plan, Resources, Task, TaskOutcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -53,20 +54,22 @@ def best_fit(
     length) or `tau_tasks` items were looked at.
     """
     bins = [first]
+    lambda_memory, lambda_latency = settings.lambda_memory, settings.lambda_latency
     full = total_pages * (1.0 - settings.tau_memory)
-
-    def score(room: Bin, item: Item) -> float:
-        pages, seconds = abs(room.free_pages - item.pages), abs(room.free_s - item.latency_s)
-        return settings.lambda_memory * pages / total_pages + settings.lambda_latency * seconds / length_s
 
     for item in islice(items, settings.tau_tasks):
         if first.free_s <= 0.0 or (first.occupied and first.free_pages <= full):
             break
         if first.free_pages < item.pages and not item.patient:
             break
-        fitting = [room for room in bins if room.free_pages >= item.pages]
-        if not fitting:
-            fitting = [Bin(total_pages, length_s)]
-            bins += fitting
-        min(fitting, key=lambda room: score(room, item)).put(item)
+        best, least = None, math.inf
+        for room in bins:
+            if room.free_pages >= item.pages:
+                pages, seconds = abs(room.free_pages - item.pages), abs(room.free_s - item.latency_s)
+                score = lambda_memory * pages / total_pages + lambda_latency * seconds / length_s
+                if score < least:
+                    best, least = room, score
+        if best is None:
+            bins.append(best := Bin(total_pages, length_s))
+        best.put(item)
     return bins
