@@ -42,8 +42,10 @@ class BinBuilder:
         """Those whose deadlines a policy heeds, in its order."""
         if serves:
             self._add_decodes(now)
-        begun = (*queues.started, *(task for task in queues.finetunes if task.context))
-        self.promised_pages = sum(self.pages(task, task.tokens) for task in begun if task not in self.preempted)
+        self.promised_pages = 0
+        for task in (*queues.started, *queues.finetunes):
+            if task.context and task not in self.preempted:
+                self.promised_pages += self.pages(task, task.tokens)
 
     def pages(self, task: Task, tokens: int) -> int:
         """Pages that `task` must get to compute `tokens` more."""
@@ -153,7 +155,8 @@ class BinBuilder:
         self.plan.grants, self.plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
         self.tokens_left -= len(grants)
         self.slack_s = earliest_s - now
-        self._adapters, self.load = adapters, Load(decodes=len(grants), context=context, adapters=len(adapters) - 1)
+        self.load.decodes, self.load.context, self.load.adapters = len(grants), context, len(adapters) - 1
+        self._adapters = adapters
 
     def _victims(self, spared: Task | None) -> Iterable[Task]:
         """Who holds pages, first to go first: fine-tuning, then sequences."""
