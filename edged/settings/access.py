@@ -41,6 +41,10 @@ _USERS = _like(
     r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?",
     f'names no user: give a name, a name\'s beginning with "*", "*" for all, or "{SELF}"',
 )
+_TOKEN_NAME = _like(
+    rf"(?!{re.escape(API_TOKEN)}$){USER_NAME.pattern}",
+    f'cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"',
+)
 
 
 def setting(default: Any, description: str, **bounds: Any) -> Any:
@@ -76,16 +80,9 @@ class AccessRule(_Grant):
 class AccessToken(_Grant):
     """What the holder of a token may do over TCP."""
 
-    name: str
+    name: Annotated[str, _TOKEN_NAME]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     users: list[Annotated[str, _USERS]] = []
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not USER_NAME.fullmatch(name) or name == API_TOKEN:
-            _refuse(f'"{name}" cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"')
-        return name
 
     @model_validator(mode="after")
     def _no_self(self) -> AccessToken:

@@ -44,9 +44,7 @@ class ModelSettings(Section):
     quantize: Literal["", "nf4", "llm-int8", "int8", "int4"] = setting(
         "", "quantize plain weights while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
     )
-    threads: int = setting(
-        0, "CPU threads of an operation; 0: 1 for small models, else the cores that others leave", ge=0
-    )
+    threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
     short_layers: bool = setting(True, "CPU, float32: few tokens pass products and common layers by compiled kernels")
     narrow_weights: bool = setting(
@@ -133,9 +131,7 @@ class SchedulerSettings(Section):
     tau_memory: Share = setting(0.95, "tau_mem of Algorithm 1: share of pages at which a bin closes")
     tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
     retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
-    retrain_window_s: float = setting(
-        0.0, "ekya: how long fine-tuning may stop serving; 0: half retrain_every_s", ge=0.0
-    )
+    retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
     fixed_requests: Count = setting(50, "mace-bin: most sequences of an iteration that serves")
     fixed_steps: Count = setting(2, "mace-bin: most fine-tune steps of an iteration that learns")
 
@@ -179,9 +175,7 @@ class AlignSettings(Section):
     loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")
     keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
-    joint_adapters: Count = setting(
-        4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none do"
-    )
+    joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
     max_pair_tokens: int = setting(1024, "longer pairs keep the prompt's end", ge=16)
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
@@ -280,12 +274,8 @@ class StoreSettings(Section):
     )
     keep_completions: Count = setting(100_000, "completions kept; feedback's own stay")
     keep_samples: Count = setting(20_000, "iteration samples kept")
-    keep_days: float = setting(
-        90.0, "age at which completions, samples and old versions' records go, in days; 0: never", ge=0.0
-    )
-    keep_feedback_days: float = setting(
-        0.0, "age at which signals and pairs that are done with go, in days; 0: never", ge=0.0
-    )
+    keep_days: float = setting(90.0, "days until completions, samples and old versions' records go; 0: never", ge=0.0)
+    keep_feedback_days: float = setting(0.0, "days until signals and pairs that are done with go; 0: never", ge=0.0)
     max_database_mb: int = setting(4096, "size / 2^20 at which oldest completions without feedback go; 0: any", ge=0)
     keep_versions: Count = setting(5, "adapter versions kept on disk per user, beside the newest that passed its test")
     save_every_s: Positive = setting(5.0, "shortest time between two saves of one adapter")

@@ -85,8 +85,6 @@ class OnlineRegression:
     first, near their start values times the mean ratio of measured to guessed time.
     """
 
-    __slots__ = ("_gram", "_lately", "_log_level", "_moment", "_scale", "_seen", "_start", "_usual", "prices")
-
     def __init__(self, start: Sequence[float]) -> None:
         """`start`: guessed seconds per unit of each feature, all above zero."""
         size = len(start)
