@@ -13,6 +13,7 @@ from edged.scheduler.task import Grant, Kind, Task
 TaskKey = Callable[[Task], tuple[float, int]]
 by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
 by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
+_grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 
 
 class TaskOrder(Protocol):
@@ -61,7 +62,7 @@ class TaskQueues:
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
         if task.kind is Kind.DECODE:
-            insort(self.decodes, Grant(task, 1), key=lambda grant: by_arrival(grant.task))
+            insort(self.decodes, Grant(task, 1), key=_grant_arrival)
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         elif started:
