@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.support.command import finish, option, parse
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
@@ -42,7 +42,7 @@ class Mix:
     def __init__(
         self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int, queued: int = 0
     ) -> None:
-        cost = CostModel.guess(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28)
+        cost = CostModel(roofline(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28))
         self.scheduler = Scheduler(SchedulerSettings(policy=policy), cost)
         self.resources = Resources(free_pages, 8192, PAGE_SIZE, 1024, 128)
         self.now = 0.0

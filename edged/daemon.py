@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     allow_files()
     try:
         try:
-            return asyncio.run(Daemon(settings, os.environ, load).run())
+            return asyncio.run(Daemon(settings, load).run())
         except (AccessError, ListenError, StoreError, ModelMissing, ModelRefused, OtherBase, TokenizerError) as error:
             refused = str(error)
         # A refusal may wait for minutes: not with a model in memory, which the error's traceback refers to.
@@ -83,18 +84,14 @@ def _set_up_logs(settings: Settings) -> None:
 class Daemon:
     """One daemon's life: take the addresses, load, serve, drain, stop."""
 
-    def __init__(
-        self, settings: Settings, environ: Mapping[str, str], load: Callable[[], Settings] | None = None
-    ) -> None:
-        self._settings, self._environ = settings, environ
+    def __init__(self, settings: Settings, load: Callable[[], Settings] | None) -> None:
+        self._settings = settings
         self._lifecycle = Lifecycle()
-        self._manager = ServiceManager(environ)
+        self._manager = ServiceManager(os.environ)
         self._reloader = Reloader(settings, load)
         self._reloads: set[asyncio.Task[None]] = set()
         self._loaded = asyncio.Event()
         self._stop = asyncio.Event()
-        self._signals = 0
-        self._journal: Journal | None = None
 
     async def run(self) -> int:
         """Returns the exit code. Raises what prevents a start."""
@@ -104,78 +101,67 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal)
         # A terminal that closes ends what runs in it; elsewhere SIGHUP means "read your settings again".
         loop.add_signal_handler(signal.SIGHUP, self._on_signal if sys.stdin.isatty() else self._on_hangup)
-        folder = data_folder(self._settings.store.data_dir, self._environ)
-        opening = f"opening {folder / DATABASE_FILE}"
-        store = await self._unless_stopped(opening, lambda: _open_store(folder), "edged-opener")
-        if store is None:
-            # Each step of opening survives being cut off.
-            os._exit(0)
-        try:
+        folder = data_folder(self._settings.store.data_dir, os.environ)
+        store = await self._unless_stopped(f"opening {folder / DATABASE_FILE}", lambda: _open_store(folder))
+        async with contextlib.AsyncExitStack() as parts:
+            parts.callback(store.close)
             access = Access(self._settings.access, self._settings.api.token)
             self._reloader.check(lambda settings: _check_access(access, settings))
             self._reloader.on_change(lambda settings: access.configure(settings.access))
-            listeners = take_addresses(self._settings.api, access.has_tokens, self._environ)
-            try:
-                return await self._serve(listeners, access, store, folder)
-            finally:
-                listeners.close()
-        finally:
-            store.close()
-
-    async def _serve(self, listeners: Listeners, access: Access, store: Store, folder: Path) -> int:
-        runner = web.AppRunner(
-            make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
-            handle_signals=False,
-            handler_cancellation=True,
-            shutdown_timeout=_HANDLERS_END_S,
-        )
-        await runner.setup()
-        try:
+            listeners = take_addresses(self._settings.api, access.has_tokens, os.environ)
+            parts.callback(listeners.close)
+            runner = web.AppRunner(
+                make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
+                handle_signals=False,
+                handler_cancellation=True,
+                shutdown_timeout=_HANDLERS_END_S,
+            )
+            parts.push_async_callback(runner.cleanup)
+            await runner.setup()
             for item in listeners.sockets:
                 await Site(runner, item, self._settings.limits).start()
             self._tell_start(listeners, folder)
-            event_router = EventRouter(asyncio.get_running_loop())
-            loading = f"loading {self._settings.model.path}"
-            services = await self._unless_stopped(
-                loading, lambda: self._load(store, event_router, folder), "edged-loader"
+            event_router, model = EventRouter(loop), self._settings.model.path
+            services, journal = await self._unless_stopped(
+                f"loading {model}", lambda: self._load(store, event_router, folder), listeners, store
             )
-            if services is None:
-                # Nothing has been acknowledged that is not on disk.
-                listeners.close()
-                store.close()
-                os._exit(0)
-            return await self._run_until_stopped(services, runner)
-        finally:
-            await runner.cleanup()
+            return await self._run_until_stopped(services, journal, runner)
 
-    async def _unless_stopped(self, doing: str, fn: Callable[[], T], thread: str) -> T | None:
-        """What `fn` returns, while systemd is asked for the time; None at a signal: `fn` cannot be interrupted, so that
-        the process has to end then."""
-        work = asyncio.ensure_future(_in_thread(fn, thread))
+    async def _unless_stopped(self, doing: str, fn: Callable[[], T], *opened: Store | Listeners) -> T:
+        """What `fn` returns, while systemd is asked for the time. It cannot be interrupted: a signal ends the process,
+        once what is `opened` is closed.
+
+        Each step of opening a store survives being cut off, and while a model is loaded nothing is acknowledged.
+        """
+        work = asyncio.ensure_future(_in_thread(fn))
         stopping = asyncio.ensure_future(self._stop.wait())
         async with _beside(self._manager.busy(doing)):
             await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        if not work.done():
+            for part in opened:
+                part.close()
+            os._exit(0)
+        return work.result()
 
-    def _load(self, store: Store, event_router: EventRouter, folder: Path) -> Services:
+    def _load(self, store: Store, event_router: EventRouter, folder: Path) -> tuple[Services, Journal]:
         """Build the parts. Raises ModelMissing, TokenizerError, ModelRefused or OtherBase."""
-        services, self._journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
+        services, journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
         connect(services, self._lifecycle, self._reloader)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
         # 0.2 to 0.5 s. They stay for good: it need not.
         gc.collect()
         gc.freeze()
-        return services
+        return services, journal
 
-    async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
+    async def _run_until_stopped(self, services: Services, journal: Journal, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
         self._lifecycle.ready(services)
         # It counts all rows first, which takes long in a large database.
         services.upkeep.start()
         self._loaded.set()
-        start_succeeded(self._environ)
+        start_succeeded(os.environ)
         self._manager.ready(_status(services))
         self._tell_ready(services)
         engine = services.engine
@@ -183,8 +169,7 @@ class Daemon:
             while not (self._stop.is_set() or engine.error or services.store.failed):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
-                if self._journal is not None:
-                    self._journal.retry()
+                journal.retry()
         self._lifecycle.drain()
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)
@@ -193,14 +178,13 @@ class Daemon:
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
         started = time.monotonic()
-        await _in_thread(lambda: engine.stop(drain_s), "edged-stopper")
+        await _in_thread(lambda: engine.stop(drain_s))
         # Governors hold the engine back to its end; a reading may take long, and nobody is to wait for it.
-        await _in_thread(services.monitor.stop, "edged-stopper")
+        await _in_thread(services.monitor.stop)
         await runner.cleanup()
         services.feedback_intake.close()
-        await _in_thread(services.upkeep.stop, "edged-stopper")
-        if self._journal is not None:
-            self._journal.flush()
+        await _in_thread(services.upkeep.stop)
+        journal.flush()
         if failed := engine.error or services.store.failed:
             logs.event(log, logging.ERROR, "engine_failed" if engine.error else "store_failed", failed)
             return 1
@@ -223,11 +207,10 @@ class Daemon:
 
     def _on_signal(self) -> None:
         """First signal: drain. Second: stop now; what was acknowledged is on disk."""
-        self._signals += 1
-        self._stop.set()
         services = self._lifecycle.services
-        if self._signals > 1 and services is not None:
+        if self._stop.is_set() and services is not None:
             threading.Thread(target=services.engine.stop, args=(0.0,), daemon=True).start()
+        self._stop.set()
 
     def _on_hangup(self) -> None:
         reload = asyncio.ensure_future(self._reload_when_loaded())
@@ -292,23 +275,16 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             await task
 
 
-async def _in_thread(fn: Callable[[], T], name: str) -> T:
+async def _in_thread(fn: Callable[[], T]) -> T:
     """`fn` on a thread of its own that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_it: Callable[[], None]) -> None:
-        if not future.done():
-            set_it()
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            result = fn()
+            done.set_result(fn())
         except BaseException as error:
-            failure = error
-            loop.call_soon_threadsafe(settle, lambda: future.set_exception(failure))
-        else:
-            loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
+            done.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
+    threading.Thread(target=run, name="edged-lifecycle", daemon=True).start()
+    return await asyncio.wrap_future(done)

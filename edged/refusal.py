@@ -40,19 +40,15 @@ def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]
         logs.event(log, logging.ERROR, "start_refused", message)
     else:
         print(f"edged: {message}", file=sys.stderr, flush=True)
-    if wait_s := _wait_s(_count_one(environ)):
+    if wait_s := _wait_s(environ):
+        ends_s = time.monotonic() + wait_s
         status = f"STATUS={REFUSED}, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
         notify(f"{status}\nEXTEND_TIMEOUT_USEC={(wait_s + _TOLD_MARGIN_S) * 1e6:.0f}", environ)
-        _wait(wait_s, message, environ)
+        # Sockets that nobody can listen on may be what was refused.
+        with contextlib.suppress(ListenError, OSError):
+            asyncio.run(answer_refusals(message, wait_s, environ))
+        time.sleep(max(0.0, ends_s - time.monotonic()))
     return 1
-
-
-def _wait(wait_s: float, message: str, environ: Mapping[str, str]) -> None:
-    ends_s = time.monotonic() + wait_s
-    # Sockets that nobody can listen on may be what was refused.
-    with contextlib.suppress(ListenError, OSError):
-        asyncio.run(answer_refusals(message, wait_s, environ))
-    time.sleep(max(0.0, ends_s - time.monotonic()))
 
 
 def start_succeeded(environ: Mapping[str, str]) -> None:
@@ -62,23 +58,21 @@ def start_succeeded(environ: Mapping[str, str]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _wait_s(refused: int) -> float:
-    """How long the `refused`-th refusal in a row waits: the first not at all, the others twice as long as before."""
-    return min(_FIRST_WAIT_S * 2.0 ** min(refused - 2, 30), _LONGEST_WAIT_S) if refused > 1 else 0.0
+def _wait_s(environ: Mapping[str, str]) -> float:
+    """How long this refusal waits, which is counted: the first in a row not at all, the others twice as long as before.
 
-
-def _count_one(environ: Mapping[str, str]) -> int:
-    """This refusal's number, remembered; 0 where systemd does not start this again, or nothing can be remembered."""
+    0 where systemd does not start this again, or nothing can be remembered.
+    """
     file = _count_file(environ)
     if file is None:
-        return 0
+        return 0.0
     try:
         known = file.read_text() if file.exists() else ""
-        count = 1 + (int(known) if known.isascii() and known.isdigit() else 0)
-        file.write_text(str(count))
+        refused = 1 + (int(known) if known.isascii() and known.isdigit() else 0)
+        file.write_text(str(refused))
     except OSError:
-        return 0
-    return count
+        return 0.0
+    return min(_FIRST_WAIT_S * 2.0 ** min(refused - 2, 30), _LONGEST_WAIT_S) if refused > 1 else 0.0
 
 
 def _count_file(environ: Mapping[str, str]) -> Path | None:

@@ -10,24 +10,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edged.runtime import logs
-from edged.settings.access import AccessSettings
-from edged.settings.load import (
-    ConfigError,
-    GovernorSettings,
-    GuardSettings,
-    LogSettings,
-    MetricsSettings,
-    SchedulerSettings,
-    Settings,
-    StoreSettings,
-)
+from edged.settings.load import SECRET_SETTINGS, ConfigError, Settings
 
 log = logging.getLogger("edged")
+
+
+def _all_of(section: str) -> frozenset[str]:
+    return frozenset(type(getattr(Settings(), section)).model_fields)
+
 
 RELOADABLE: dict[str, frozenset[str]] = {
     "serving": frozenset({"max_queue", "default_max_tokens", "drain_s"}),
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
-    "scheduler": frozenset(SchedulerSettings.model_fields) - {"policy", "profile"},
+    "scheduler": _all_of("scheduler") - {"policy", "profile"},
     # The others size the memory of slots, steps and windows, or say what an adapter is.
     "align": frozenset(
         {
@@ -35,17 +30,17 @@ RELOADABLE: dict[str, frozenset[str]] = {
             *("micro_batch_pairs", "replay_share", "loss_threshold", "keep_graph"),
         }
     ),
-    "guard": frozenset(GuardSettings.model_fields),
-    "governor": frozenset(GovernorSettings.model_fields),
+    "guard": _all_of("guard"),
+    "governor": _all_of("governor"),
     "api": frozenset({"max_stop_chars", "max_logprobs"}),
-    "access": frozenset(AccessSettings.model_fields),
+    "access": _all_of("access"),
     # The patience with slow clients is a connection's, from its beginning.
     "limits": frozenset(
         {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
     ),
-    "metrics": frozenset(MetricsSettings.model_fields),
-    "store": frozenset(StoreSettings.model_fields) - {"data_dir", "new_base"},
-    "log": frozenset(LogSettings.model_fields),
+    "metrics": _all_of("metrics"),
+    "store": _all_of("store") - {"data_dir", "new_base"},
+    "log": _all_of("log"),
 }
 """What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:
 through `Reloader.on_change`, or at each use through `services_of(request).settings`."""
@@ -73,10 +68,7 @@ class ReloadResult:
 
     def report(self) -> dict[str, Any]:
         """As `POST /v1/reload` answers it."""
-        return {
-            "applied": [asdict(change) for change in self.applied],
-            "needs_restart": [asdict(change) for change in self.needs_restart],
-        }
+        return asdict(self)
 
     def sentence(self) -> str:
         """For the log."""
@@ -89,16 +81,15 @@ class ReloadResult:
 
 def compare(old: Settings, new: Settings) -> ReloadResult:
     """How `new` differs from `old`; values of tokens are not shown."""
-    changes: tuple[list[Change], list[Change]] = ([], [])
+    changes: dict[bool, list[Change]] = {True: [], False: []}
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     for section, values in after.items():
         for key, value in values.items():
             if before[section][key] != value:
-                secret = "token" in key and isinstance(value, (str, list))
-                shown = (_HIDDEN, _HIDDEN) if secret else (before[section][key], value)
-                can = key in RELOADABLE.get(section, ())
-                changes[0 if can else 1].append(Change(f"{section}.{key}", *shown))
-    return ReloadResult(*map(tuple, changes))
+                name = f"{section}.{key}"
+                shown = (_HIDDEN, _HIDDEN) if name in SECRET_SETTINGS else (before[section][key], value)
+                changes[key in RELOADABLE.get(section, ())].append(Change(name, *shown))
+    return ReloadResult(applied=tuple(changes[True]), needs_restart=tuple(changes[False]))
 
 
 def adopted(current: Settings, new: Settings) -> Settings:

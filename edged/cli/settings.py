@@ -126,7 +126,7 @@ def show(config: Path | None) -> Any:
     if settings.api.token:
         # Users paste this output into bug reports and logs.
         settings = settings.model_copy(update={"api": settings.api.model_copy(update={"token": HIDDEN})})
-    return settings.model_dump(), to_toml(settings, Settings()).removesuffix("\n")
+    return settings.model_dump(), to_toml(settings, Settings()).strip()
 
 
 @config.command()

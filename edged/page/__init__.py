@@ -13,23 +13,9 @@ from pathlib import Path
 INDEX = "index.html"
 CHARTS = "plotly.js"
 """The chart library's name here; its file comes with its own package."""
-NAMES = (
-    INDEX,
-    "page.css",
-    "main.js",
-    "answers.js",
-    "api.js",
-    "box.js",
-    "chat.js",
-    "curves.js",
-    "learning.js",
-    "outcomes.js",
-    "speaker.js",
-    "text.js",
-    "timeline.js",
-    CHARTS,
-)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_FOLDER = files(__package__)
+NAMES = (CHARTS, *sorted(file.name for file in _FOLDER.iterdir() if file.name.rpartition(".")[2] in _TYPES))
 _COMPRESSION = 6
 
 
@@ -52,7 +38,7 @@ def page_file(name: str) -> PageFile:
     content = _content(name)
     return PageFile(
         body_gzip=gzip.compress(content, _COMPRESSION, mtime=0),
-        media_type=_TYPES[name.rsplit(".", 1)[-1]],
+        media_type=_TYPES[name.rpartition(".")[2]],
         tag=hashlib.sha256(content).hexdigest()[:32],
     )
 
@@ -63,4 +49,4 @@ def _content(name: str) -> bytes:
         package = find_spec("plotly")
         assert package is not None
         return (Path(package.origin or "").parent / "package_data" / "plotly.min.js").read_bytes()
-    return (files(__package__) / name).read_bytes()
+    return (_FOLDER / name).read_bytes()

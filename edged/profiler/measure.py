@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median_high
 
 import numpy as np
@@ -190,7 +190,10 @@ class Prober:
 
         Medians: what others take from the device now and then is not its price.
         """
-        forwards = [ForwardTime.of(load, median_high(times)) for _, (load, times) in sorted(self._forwards.items())]
+        forwards = [
+            ForwardTime(**asdict(load), seconds=median_high(times))
+            for _, (load, times) in sorted(self._forwards.items())
+        ]
         units = [
             UnitTime(kind=kind, tokens=tokens, seconds=median_high(times))
             for (kind, tokens), times in sorted(self._units.items())

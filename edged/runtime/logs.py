@@ -44,11 +44,13 @@ def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str
 
     May be called again, as when settings change; `secrets` never appear from then on.
     """
-    in_journal = _is_journal(stream, environ)
-    json_lines = writes_json(settings, environ, stream)
-    handler = _Handler(stream)
-    handler.addFilter(_with_request)
-    handler.setFormatter(_Redacted(_JsonLines(in_journal) if json_lines else _Lines(), secrets))
+    handler = _Handler(stream, secrets)
+    # For people: the time, the level, who speaks, the sentence, the request.
+    handler.setFormatter(
+        _JsonLines(_is_journal(stream, environ))
+        if writes_json(settings, environ, stream)
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
+    )
     take_down()
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.WARNING)
@@ -67,8 +69,8 @@ def take_down() -> None:
 def without_secrets(text: str) -> str:
     """`text` as a line of the log would show it, for what is told elsewhere."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, _Redacted):
-            text = handler.formatter.redact(text)
+        if isinstance(handler, _Handler):
+            text = handler.redact(text)
     return text
 
 
@@ -82,8 +84,7 @@ def writes_json(settings: LogSettings, environ: Mapping[str, str], stream: TextI
 
 def secrets_of(settings: Settings, environ: Mapping[str, str]) -> set[str]:
     """What must never be logged: tokens among the settings, and whatever the environment calls a secret."""
-    found = {str(value) for name, value in settings.api if "token" in name and isinstance(value, str)}
-    found |= {value for name, value in environ.items() if name.upper().endswith(_SECRET_ENDS)}
+    found = {settings.api.token, *(value for name, value in environ.items() if name.upper().endswith(_SECRET_ENDS))}
     return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
 
 
@@ -109,14 +110,24 @@ class Sparing:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """What `set_up` made: the next one takes its place."""
+    """What `set_up` made; the next one takes its place. Its lines name their request, and no secret."""
 
+    def __init__(self, stream: TextIO, secrets: Collection[str]) -> None:
+        super().__init__(stream)
+        # The longest first: one may be a part of another.
+        forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}
+        self._secrets = sorted(forms, key=len, reverse=True)
 
-class _Lines(logging.Formatter):
-    """For people: the time, the level, who speaks, the sentence, the request."""
+    def format(self, record: logging.LogRecord) -> str:
+        own = getattr(record, "fields", {}).get("request_id") or request_id.get()
+        record.request_id, record.of_request = own, f" [{own}]" if own else ""
+        return self.redact(super().format(record))
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
+    def redact(self, text: str) -> str:
+        """`text` with every secret blanked out."""
+        for secret in self._secrets:
+            text = text.replace(secret, _HIDDEN)
+        return text
 
 
 class _JsonLines(logging.Formatter):
@@ -142,34 +153,6 @@ class _JsonLines(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         text = json.dumps(line, ensure_ascii=False, default=str)
         return f"<{_PRIORITIES.get(record.levelno, 5)}>{text}" if self._prefixed else text
-
-
-class _Redacted(logging.Formatter):
-    """Another formatter's lines without the secrets."""
-
-    def __init__(self, inner: logging.Formatter, secrets: Collection[str]) -> None:
-        super().__init__()
-        self._inner = inner
-        # The longest first: one may be a part of another.
-        self._secrets = sorted({form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}, key=len)[
-            ::-1
-        ]
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self.redact(self._inner.format(record))
-
-    def redact(self, text: str) -> str:
-        """`text` with every secret blanked out."""
-        for secret in self._secrets:
-            text = text.replace(secret, _HIDDEN)
-        return text
-
-
-def _with_request(record: logging.LogRecord) -> bool:
-    """Name the request that a line belongs to, unless the line does so itself."""
-    own = getattr(record, "fields", {}).get("request_id") or request_id.get()
-    record.request_id, record.of_request = own, f" [{own}]" if own else ""
-    return True
 
 
 def _is_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:

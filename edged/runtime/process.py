@@ -37,12 +37,11 @@ def prepare(keep_freed_memory: bool = True) -> None:
     global _keeps_freed_memory
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     quiet()
-    libc = _glibc()
     _keeps_freed_memory = keep_freed_memory
-    if keep_freed_memory and libc is not None:
-        libc.mallopt(_M_ARENA_MAX, 1)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    if keep_freed_memory:
+        _set_malloc(_M_ARENA_MAX, 1)
+        _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+        _set_malloc(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def restart_in_huge_pages() -> None:
@@ -78,9 +77,8 @@ def frugal() -> Iterator[None]:
     Quantizing a weight takes many times its packed size for a moment. Left to the heap, packed weights come to lie
     between such holes, and quantized parameters hold the plain ones in cycles: three times the weights at the peak.
     """
-    libc, thresholds = _glibc(), gc.get_threshold()
-    if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_FRUGAL_HEAP)
+    thresholds = gc.get_threshold()
+    _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_FRUGAL_HEAP)
     # What is there already is not searched again and again.
     gc.freeze()
     gc.set_threshold(100, 2, 2)
@@ -90,12 +88,11 @@ def frugal() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
         gc.collect()
-        if libc is not None:
-            # Where glibc's own moving thresholds end up; setting one of them has stopped both.
-            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
-            if not _keeps_freed_memory:
-                libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_FROM_HEAP)
-            libc.malloc_trim(0)
+        # Where glibc's own moving thresholds end up; setting one of them has stopped both.
+        _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+        if not _keeps_freed_memory:
+            _set_malloc(_M_TRIM_THRESHOLD, 2 * _LARGEST_FROM_HEAP)
+        give_back_memory()
 
 
 def allow_files(most: int = 65_536) -> None:
@@ -108,8 +105,7 @@ def allow_files(most: int = 65_536) -> None:
 
 def give_back_memory() -> None:
     """Return free heap memory to the system; the next iterations fault it in again."""
-    libc = _glibc()
-    if libc is not None:
+    if libc := _glibc():
         libc.malloc_trim(0)
 
 
@@ -131,6 +127,11 @@ class _HeapState(ctypes.Structure):
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def _set_malloc(option: int, value: int) -> None:
+    if libc := _glibc():
+        libc.mallopt(option, value)
 
 
 def _glibc() -> ctypes.CDLL | None:

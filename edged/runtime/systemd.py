@@ -61,8 +61,7 @@ class ServiceManager:
     async def busy(self, doing: str) -> None:
         """Until it is cancelled: say what is being done before requests are served, and ask for the time it takes."""
         started = time.monotonic()
-        while time.monotonic() - started < _LONGEST_START_S:
-            seconds = time.monotonic() - started
+        while (seconds := time.monotonic() - started) < _LONGEST_START_S:
             self._tell(f"STATUS={doing} for {seconds:.0f} s", f"EXTEND_TIMEOUT_USEC={_EXTEND_BY_S * 1e6:.0f}")
             await asyncio.sleep(_EXTEND_EVERY_S)
 
@@ -91,6 +90,8 @@ class ServiceManager:
         The watchdog is fed only after a new one, so that a hung device call starves it.
         """
         every_s = min(_TOLD_EVERY_S, self._watchdog_s / 4.0 if self._watchdog_s else math.inf)
+        hung_after_s = self._watchdog_s / 2.0 if self._watchdog_s else _HUNG_AFTER_S
+        then = "the watchdog will restart the service" if self._watchdog_s else "no watchdog restarts it"
         fed_s, hung = -math.inf, False
         while True:
             sign_s = last_sign_s()
@@ -98,24 +99,17 @@ class ServiceManager:
                 fed_s = sign_s
                 self._tell("WATCHDOG=1")
             silent_s = time.monotonic() - sign_s
-            hung = self._tell_hung(hung, silent_s)
+            was_hung, hung = hung, silent_s > hung_after_s
+            if hung and not was_hung:
+                message = f"the engine has shown no sign of life for {silent_s:.0f} s: {then}"
+                logs.event(log, logging.ERROR, "engine_hung", message, silent_s=round(silent_s, 1))
+            elif was_hung and not hung:
+                logs.event(log, logging.WARNING, "engine_back", "the engine goes on")
             now = f"no sign of life from the engine for {silent_s:.0f} s" if hung else status()
             if now != self._status:
                 self._status = now
                 self._tell(f"STATUS={now}")
             await asyncio.sleep(every_s)
-
-    def _tell_hung(self, hung: bool, silent_s: float) -> bool:
-        """Whether the engine is silent for too long; the first time and the end of it are in the log."""
-        if silent_s <= (self._watchdog_s / 2.0 if self._watchdog_s else _HUNG_AFTER_S):
-            if hung:
-                logs.event(log, logging.WARNING, "engine_back", "the engine goes on")
-            return False
-        if not hung:
-            then = "the watchdog will restart the service" if self._watchdog_s else "no watchdog restarts it"
-            message = f"the engine has shown no sign of life for {silent_s:.0f} s: {then}"
-            logs.event(log, logging.ERROR, "engine_hung", message, silent_s=round(silent_s, 1))
-        return True
 
     def _tell(self, *assignments: str) -> None:
         notify("\n".join(assignments), self._environ)

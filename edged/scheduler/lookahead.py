@@ -7,12 +7,16 @@ the plan predicts it takes was predicted before the present iteration was learne
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.task import Grant, Kind, Plan, Task
 
 _LATE = 0.25
 """Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
+
+_state = attrgetter("kind", "tokens", "context", "capacity", "units", "next_unit")
+"""What has to be as it was expected of a task; its deadline may differ by what the iteration was off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class LookaheadPlan:
         live = queues.tasks
         if queues.filings != self.filings or any(task.task_id not in self.tasks for task in queues.active()):
             return None
-        if any(task_id in live and not _as_foreseen(copy, live[task_id]) for task_id, copy in self.tasks.items()):
+        if any(task_id in live and _state(copy) != _state(live[task_id]) for task_id, copy in self.tasks.items()):
             return None
         grants = [
             Grant(live[grant.task.task_id], grant.tokens, grant.units)
@@ -86,15 +90,3 @@ def _advance(task: Task, tokens: int, page_size: int) -> None:
     task.tokens -= tokens
     if not task.tokens:
         task.kind, task.tokens = Kind.DECODE, 1
-
-
-def _as_foreseen(copy: Task, task: Task) -> bool:
-    """Whether a task is what was expected of it; its deadline may differ by what the iteration was off."""
-    return (copy.kind, copy.tokens, copy.context, copy.capacity, copy.units, copy.next_unit) == (
-        task.kind,
-        task.tokens,
-        task.context,
-        task.capacity,
-        task.units,
-        task.next_unit,
-    )

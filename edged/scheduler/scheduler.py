@@ -17,9 +17,9 @@ from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.base import Happened, Part, Policy
-from edged.scheduler.policies.fcfs import FCFS
+from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome
+from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task
 from edged.settings.load import SchedulerSettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Scheduler:
         self._parked: dict[int, Task] = {}
         self._now = 0.0
         self.throttle = DutyCycle()
-        self._queues = TaskQueues(self.policy.flow_order)
+        self.queues = TaskQueues(self.policy.flow_order)
         self.targets = SloTargets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:
@@ -56,28 +56,28 @@ class Scheduler:
         self.targets = SloTargets(settings, self.cost)
         if degraded and not self.degraded:
             try:
-                self._queues.refile(self.policy.flow_order)
+                self.queues.refile(self.policy.flow_order)
             except Exception as error:
                 self._degrade(error)
 
     def add(self, task: Task, now: float) -> None:
         """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
-        if self._queues.get(task.task_id) is not None:
+        if task.task_id in self.queues.tasks:
             raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
         if math.isinf(task.deadline_s):
             if task.kind is Kind.PREFILL:
                 task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.tokens, task.context)
             elif task.kind is Kind.DECODE:
-                self._set_due([task], self._queues.decodes, now)
+                self._set_due([task], self.queues.decodes, now)
         if self._parked.pop(task.task_id, None) is None:
             self._tell(Part.arrived, task, now)
         # A request that was held back comes with the moment of its arrival.
         self._now = max(self._now, now)
-        self._file(task)
+        self._guarded(self.queues.file, task)
 
     def remove(self, task_id: int) -> Task | None:
         """Forget a cancelled task and return it; None if no such task is live."""
-        task = self._queues.get(task_id)
+        task = self.queues.tasks.get(task_id)
         if task is not None:
             self._retire(task)
         elif (parked := self._parked.pop(task_id, None)) is not None:
@@ -86,21 +86,19 @@ class Scheduler:
 
     def park(self, task: Task) -> None:
         """Take a live task out of the queues until it is added again or removed: it has not left meanwhile."""
-        self._require(task)
         self._take(task)
         self._parked[task.task_id] = task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
         """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
-        self._require(task)
-        self._now = now
         self._take(task)
+        self._now = now
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
         task.tokens = tokens
         task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
         task.underway = False
-        self._file(task)
+        self._guarded(self.queues.file, task)
 
     def update(self, task: Task) -> None:
         """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
@@ -108,17 +106,16 @@ class Scheduler:
         The next step of a fine-tune task has context 0 and next_unit 0, and is not `underway`. One that has no work is
         removed, not updated: fine-tuning is owed work for as long as it has tasks.
         """
-        self._require(task)
-        self._file(task, started=self._take(task))
+        self._guarded(self.queues.file, task, self._take(task))
 
     def plan(self, now: float, resources: Resources, foresight: LookaheadPlan | None = None) -> Plan:
         """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
-        self._tell(Part.before, self._queues, now)
-        self._queues.throttled = self.throttle.closed(now)
-        plan = foresight.corrected(self._queues, now) if foresight is not None else None
+        self._tell(Part.before, self.queues, now)
+        self.queues.throttled = self.throttle.closed(now)
+        plan = foresight.corrected(self.queues, now) if foresight is not None else None
         if plan is None:
-            plan = self._decide(self._queues, now, resources)
-        if self._queues.throttled and self._queues.finetunes and not plan.grants:
+            plan = self._ask(lambda policy: policy.plan(self.queues, now, resources))
+        if self.queues.throttled and self.queues.finetunes and not plan.grants:
             plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
         self._running = plan
         self._tell(Part.begun, plan, now)
@@ -132,13 +129,10 @@ class Scheduler:
         if any(grant.task.kind is Kind.FINETUNE for grant in plan.grants) or plan.preempt:
             return None
         end_s = now + plan.predicted_forward_s
-        queues, decoded = advanced(self._queues, plan, resources.page_size)
+        queues, decoded = advanced(self.queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        ahead = self._decide(queues, end_s, resources)
-        return LookaheadPlan(ahead, queues.tasks, self._queues.filings, resources.page_size, now, end_s)
-
-    def _decide(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        return self._ask(lambda policy: policy.plan(queues, now, resources))
+        ahead = self._ask(lambda policy: policy.plan(queues, end_s, resources))
+        return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
 
     def order(self, task: Task) -> tuple[float, ...]:
         """A prompt's place among all at this moment; the least goes first."""
@@ -161,21 +155,21 @@ class Scheduler:
         except Exception as error:
             self._degrade(error)
 
-    def _file(self, task: Task, started: bool = False) -> None:
-        self._guarded(lambda: self._queues.file(task, started))
-
-    def _take(self, task: Task) -> bool:
-        return self._guarded(lambda: self._queues.take(task))
-
-    def _guarded(self, change: Callable[[], T]) -> T:
+    def _guarded(self, change: Callable[[*Happened], T], *arguments: *Happened) -> T:
         """Change the queues; where the policy's order fails, in the order of arrival."""
         try:
-            return change()
+            return change(*arguments)
         except Exception as error:
             if self.degraded:
                 raise
             self._degrade(error)
-            return change()
+            return change(*arguments)
+
+    def _take(self, task: Task) -> bool:
+        """Take a task out of its queue; True if it was a started prefill. ValueError if it is not live."""
+        if self.queues.tasks.get(task.task_id) is not task:
+            raise ValueError(f"task {task.task_id} is not scheduled: add it first")
+        return self._guarded(self.queues.take, task)
 
     def _degrade(self, error: Exception) -> None:
         if self.degraded:
@@ -187,47 +181,51 @@ class Scheduler:
             f"the policy {name} failed ({type(error).__name__}: {error}): requests are served first "
             "come, first served, and fine-tuning waits, until edged is reloaded or started again"
         )
-        self._queues.refile(self._plain.flow_order)
+        self.queues.refile(self._plain.flow_order)
 
     def complete(self, result: IterationResult, now: float) -> None:
         """Learn from an iteration and advance its tasks. A grant without an outcome leaves its task as it was."""
-        queues = self._queues
+        queues = self.queues
         self._now = now
         finetune_s = self.cost.observe(result)
         self.throttle.settle(finetune_s, now)
         self._tell(Part.completed, self._running, result, finetune_s, now)
         decoded: list[Task] = []
         for outcome in result.outcomes:
-            task = outcome.task
-            if queues.get(task.task_id) is not task:
+            task, kind = outcome.task, outcome.next_kind
+            if queues.tasks.get(task.task_id) is not task:
                 continue
             task.context += outcome.tokens
             task.tokens -= outcome.tokens
-            if task.kind is Kind.DECODE and outcome.next_kind is Kind.DECODE:
+            if kind is Kind.DECODE:
+                if task.kind is Kind.PREFILL:
+                    if task.tokens:
+                        left = f"{task.tokens} tokens of its prompt are left"
+                        raise ValueError(f"task {task.task_id} cannot decode: {left}")
+                    self._take(task)
+                    task.kind = Kind.DECODE
+                    self._guarded(queues.file, task)
                 task.tokens = 1
                 decoded.append(task)
-            elif task.kind is Kind.FINETUNE:
+                continue
+            if task.kind is Kind.FINETUNE:
                 task.next_unit += outcome.units
                 task.underway |= bool(outcome.tokens or outcome.units)
-                if outcome.next_kind is None:
-                    self._retire(task)
-            elif self._advance(task, outcome):
-                decoded.append(task)
+            if kind is None:
+                self._retire(task)
+            elif kind is Kind.PREFILL and outcome.tokens:
+                self._take(task)
+                self._guarded(queues.file, task, True)
         self._set_due(decoded, queues.decodes, now)
 
     def counts(self) -> dict[Kind, int]:
         """Live tasks by kind."""
-        queues = self._queues
+        queues = self.queues
         return {
             Kind.PREFILL: len(queues.started) + len(queues.waiting),
             Kind.DECODE: len(queues.decodes),
             Kind.FINETUNE: len(queues.finetunes),
         }
-
-    @property
-    def waiting(self) -> int:
-        """Prefills that have not run yet."""
-        return len(self._queues.waiting)
 
     def _set_due(self, tasks: Sequence[Task], decodes: Sequence[Grant], now: float) -> None:
         """When the next tokens of `tasks`, which are among `decodes`, are due."""
@@ -241,27 +239,6 @@ class Scheduler:
         for task, due_s in zip(tasks, dues_s, strict=True):
             task.deadline_s = due_s
 
-    def _advance(self, task: Task, outcome: TaskOutcome) -> bool:
-        """Move a sequence to its next state; True if it became a decode."""
-        kind = outcome.next_kind
-        if kind is Kind.DECODE:
-            if task.tokens:
-                raise ValueError(f"task {task.task_id} cannot decode: {task.tokens} tokens of its prompt are left")
-            self._take(task)
-            task.kind, task.tokens = Kind.DECODE, 1
-            self._file(task)
-            return True
-        if kind is None:
-            self._retire(task)
-        elif outcome.tokens:
-            self._take(task)
-            self._file(task, started=True)
-        return False
-
     def _retire(self, task: Task) -> None:
         self._take(task)
         self._tell(Part.left, task, self._now)
-
-    def _require(self, task: Task) -> None:
-        if self._queues.get(task.task_id) is not task:
-            raise ValueError(f"task {task.task_id} is not scheduled: add it first")

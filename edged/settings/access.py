@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -15,30 +15,54 @@ SELF = "@self"
 """Among `users` of a rule: the peer's own name."""
 API_TOKEN = "api.token"
 """What the operator's token is called; no other may be."""
-_USERS = re.compile(r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?")
-_PEER = re.compile(r"(user|group):[^\s:]+|(uid|gid):[0-9]{1,10}")
-
 Role = Literal["use", "train", "metrics", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
 
-class _AccessTable(BaseModel):
+def _refuse(message: str) -> Any:
+    """Fail validation with this very sentence."""
+    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+
+
+def _like(pattern: str, otherwise: str) -> AfterValidator:
+    """Takes texts that match `pattern`; `otherwise` says what is wrong with another one."""
+
+    def check(text: str) -> str:
+        return text if re.fullmatch(pattern, text) else _refuse(f'"{text}" {otherwise}')
+
+    return AfterValidator(check)
+
+
+_PEER = _like(
+    r"(user|group):[^\s:]+|(uid|gid):[0-9]{1,10}",
+    'names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"',
+)
+_USERS = _like(
+    r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?",
+    f'names no user: give a name, a name\'s beginning with "*", "*" for all, or "{SELF}"',
+)
+_TOKEN_NAME = _like(
+    rf"(?!{re.escape(API_TOKEN)}$){USER_NAME.pattern}",
+    f'cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"',
+)
+
+
+def setting(default: Any, description: str, **bounds: Any) -> Any:
+    """A field of a section, which every document of the settings describes."""
+    return Field(default, description=description, **bounds)
+
+
+class Section(BaseModel):
+    """A table of settings: frozen, and unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class _Grant(_AccessTable):
+class _Grant(Section):
     """What both rules and tokens give."""
 
     roles: list[Role]
-    users: list[str] = [SELF]
-
-    @field_validator("users")
-    @classmethod
-    def _name_users(cls, users: list[str]) -> list[str]:
-        for user in users:
-            if not _USERS.fullmatch(user):
-                _refuse(f'"{user}" names no user: give a name, a name\'s beginning with "*", "*" for all, or "{SELF}"')
-        return users
+    users: list[Annotated[str, _USERS]] = [SELF]
 
     @model_validator(mode="after")
     def _admins_speak_for_all(self) -> _Grant:
@@ -50,30 +74,15 @@ class _Grant(_AccessTable):
 class AccessRule(_Grant):
     """What some peers of the Unix socket may do."""
 
-    peers: Annotated[list[str], Field(min_length=1)]
-
-    @field_validator("peers")
-    @classmethod
-    def _name_peers(cls, peers: list[str]) -> list[str]:
-        for peer in peers:
-            if not _PEER.fullmatch(peer):
-                _refuse(f'"{peer}" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"')
-        return peers
+    peers: Annotated[list[Annotated[str, _PEER]], Field(min_length=1)]
 
 
 class AccessToken(_Grant):
     """What the holder of a token may do over TCP."""
 
-    name: str
+    name: Annotated[str, _TOKEN_NAME]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    users: list[str] = []
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not USER_NAME.fullmatch(name) or name == API_TOKEN:
-            _refuse(f'"{name}" cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"')
-        return name
+    users: list[Annotated[str, _USERS]] = []
 
     @model_validator(mode="after")
     def _no_self(self) -> AccessToken:
@@ -82,11 +91,11 @@ class AccessToken(_Grant):
         return self
 
 
-class AccessSettings(_AccessTable):
+class AccessSettings(Section):
     """Who may do what: see docs/security.md."""
 
-    rules: list[AccessRule] = Field([], description="of peers of the Unix socket, the first that fits counts")
-    tokens: list[AccessToken] = Field([], description="of TCP callers, as edged token new prints them")
+    rules: list[AccessRule] = setting([], "of peers of the Unix socket, the first that fits counts")
+    tokens: list[AccessToken] = setting([], "of TCP callers, as edged token new prints them")
 
     @field_validator("rules", "tokens", mode="before")
     @classmethod
@@ -109,22 +118,15 @@ class AccessSettings(_AccessTable):
         return tokens
 
 
-class LimitSettings(_AccessTable):
+class LimitSettings(Section):
     """What one user may take; 0: as much as there is."""
 
-    requests_per_minute: Limit = Field(0, description="completions that a user may ask for; 0: no limit")
-    tokens_per_minute: Limit = Field(0, description="tokens of a user's prompts and answers; 0: no limit")
-    concurrent_requests: Limit = Field(0, description="a user's answers at once, n choices count n; 0: no limit")
-    feedback_per_minute: Limit = Field(0, description="signals and pairs of a user; 0: no limit")
-    stored_mb: Limit = Field(0, description="what is kept of a user / 2^20; 0: no limit")
-    header_s: Annotated[float, Field(gt=0.0)] = Field(10.0, description="how long a request's header may take to come")
-    body_s: Annotated[float, Field(gt=0.0)] = Field(30.0, description="how long its body may take")
-    idle_s: Annotated[float, Field(gt=0.0)] = Field(75.0, description="how long a connection may wait between requests")
-    stalled_s: Annotated[float, Field(gt=0.0)] = Field(
-        30.0, description="how long a client may leave a full buffer unread before it is dropped"
-    )
-
-
-def _refuse(message: str) -> Any:
-    """Fail validation with this very sentence."""
-    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+    requests_per_minute: Limit = setting(0, "completions that a user may ask for; 0: no limit")
+    tokens_per_minute: Limit = setting(0, "tokens of a user's prompts and answers; 0: no limit")
+    concurrent_requests: Limit = setting(0, "a user's answers at once, n choices count n; 0: no limit")
+    feedback_per_minute: Limit = setting(0, "signals and pairs of a user; 0: no limit")
+    stored_mb: Limit = setting(0, "what is kept of a user / 2^20; 0: no limit")
+    header_s: float = setting(10.0, "how long a request's header may take to come", gt=0.0)
+    body_s: float = setting(30.0, "how long its body may take", gt=0.0)
+    idle_s: float = setting(75.0, "how long a connection may wait between requests", gt=0.0)
+    stalled_s: float = setting(30.0, "how long a client may leave a full buffer unread before it is dropped", gt=0.0)

@@ -1,44 +1,300 @@
-"""Typed settings of edged: a TOML file, the environment and flags, in rising order of precedence.
-
-What can be set is in `edged.settings.sections` and `edged.settings.access`, whose names everybody else imports from
-here.
+"""Typed settings of edged: what can be set, section by section (`[access]` and `[limits]` are in
+`edged.settings.access`), and how it is read: a TOML file, the environment and flags, in rising order of precedence.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from edged.settings.access import USER_NAME as USER_NAME
 from edged.settings.access import AccessSettings as AccessSettings
 from edged.settings.access import LimitSettings as LimitSettings
-from edged.settings.sections import AlignSettings as AlignSettings
-from edged.settings.sections import ApiSettings as ApiSettings
-from edged.settings.sections import CacheSettings as CacheSettings
-from edged.settings.sections import FeedbackSettings as FeedbackSettings
-from edged.settings.sections import GovernorSettings as GovernorSettings
-from edged.settings.sections import GuardSettings as GuardSettings
-from edged.settings.sections import LogSettings as LogSettings
-from edged.settings.sections import MetricsSettings as MetricsSettings
-from edged.settings.sections import ModelSettings as ModelSettings
-from edged.settings.sections import SchedulerSettings as SchedulerSettings
-from edged.settings.sections import Section
-from edged.settings.sections import ServingSettings as ServingSettings
-from edged.settings.sections import StoreSettings as StoreSettings
-from edged.settings.sections import minutes_of as minutes_of
+from edged.settings.access import Section, setting
 
-_SECRET_SETTINGS = ("api.token", "access.tokens")
+SECRET_SETTINGS = ("api.token", "access.tokens")
+"""Their values are in no message, no log and no backup."""
+_HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class ConfigError(ValueError):
     """A setting is unknown, of the wrong type or out of bounds; the message names it and the way out."""
+
+
+class ModelSettings(Section):
+    """Which model is served."""
+
+    path: str = setting("demo", 'directory of save_pretrained, hub name, or "demo" (embedded)')
+    name: str = setting("", "name in the API; empty: the directory's name")
+    device: str = setting("auto", '"auto", "cpu", "cuda" or "cuda:N"')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "auto: bfloat16 on CUDA, float32 on CPU")
+    quantize: Literal["", "nf4", "llm-int8", "int8", "int4"] = setting(
+        "", "quantize plain weights while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
+    )
+    threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
+    pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
+    short_layers: bool = setting(True, "CPU, float32: few tokens pass products and common layers by compiled kernels")
+    narrow_weights: bool = setting(
+        True,
+        "CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
+        " results are the same (beside pack_weights and short_layers)",
+    )
+    decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = setting(
+        "auto", "native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
+    )
+    prefill_attention: Literal["auto", "gathered", "triton"] = setting(
+        "auto", "triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
+    )
+    lora_kernel: Literal["auto", "torch", "native", "triton"] = setting(
+        "auto", "native (CPU, float32; beside short_layers) and triton (CUDA) add all adapters' updates at once"
+    )
+    graph_memory_mb: int = setting(512, "CUDA: most memory of captured decode graphs / 2^20; 0: none is captured", ge=0)
+    keep_freed_memory: bool = setting(True, "CPU: keep freed memory for the next iteration; given back when idle")
+    huge_pages: bool = setting(True, "CPU: weights in huge pages; edged serve starts itself again to have them")
+    max_context_tokens: int = setting(0, "longest prompt plus answer; 0: what fits model and cache", ge=0)
+    trust_remote_code: bool = setting(
+        False, "run Python code that came with the model, with all of edged's rights; off: it is refused"
+    )
+
+
+class ServingSettings(Section):
+    """How requests are batched."""
+
+    max_sequences: Count = setting(64, "sequences that run at once; others wait")
+    max_queue: Count = setting(1024, "requests that may wait; beyond it the API answers 429")
+    max_batch_tokens: int = setting(1024, "tokens of one iteration's forward", ge=16)
+    default_max_tokens: Count = setting(512, "answer length when the request names none")
+    on_update: Literal["hot", "pin"] = setting(
+        "hot", 'a new version reaches running answers ("hot") or only later ones ("pin")'
+    )
+    drain_s: Positive = setting(8.0, "how long SIGTERM waits for running answers")
+
+
+class CacheSettings(Section):
+    """The paged K/V cache."""
+
+    page_size: Count = setting(16, "tokens of one page")
+    memory_mb: int = setting(0, "bytes of K/V pages / 2^20; 0: derived from free memory", ge=0)
+    prefix_sharing: bool = setting(True, "reuse pages of equal prompt prefixes")
+    share_across: Literal["all", "user"] = setting(
+        "all", "whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
+    )
+    spill: Literal["auto", "off", "host", "disk"] = setting(
+        "auto", "where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
+    )
+    spill_mb: Count = setting(2048, "most memory or disk of spilled prefixes / 2^20")
+    pruning: Literal["off", "auto", "on"] = setting(
+        "auto", "of long answers' old K/V: auto only where memory is short, as it costs accuracy"
+    )
+    pruned_tokens: Count = setting(512, "old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 / KV heads")
+    prune_recent: Count = setting(128, "latest tokens, which every head keeps")
+    prune_window: Count = setting(256, "W of MACE 4.3: tokens unused for so many iterations go first")
+    prune_norm: float = setting(0.0, "tau of MACE 4.3: a head whose output's mean L2 norm is less keeps a page", ge=0.0)
+
+
+class SchedulerSettings(Section):
+    """MACE's priorities and packing; most follow from `finetune_max_wait_s`."""
+
+    policy: str = setting("mace", "mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
+    profile: str = setting("", "the device's measured prices, by edged profile; empty: the data folder's own")
+    plan_ahead: Literal["auto", "on", "off"] = setting("auto", "plan the next iteration while one runs; auto: on CUDA")
+    finetune_max_wait_s: Positive = setting(5.0, "longest time that serving may starve fine-tuning")
+    finetune_min_share: Share = setting(0.05, "share of time that fine-tuning keeps under overload")
+    idle_quantum_ms: Positive = setting(50.0, "fine-tuning per iteration when nothing is served")
+    ttft_factor: Positive = setting(5.0, "TTFT target over the prompt's own forward latency")
+    ttft_floor_ms: Positive = setting(200.0, "TTFT targets are never tighter than this")
+    tbt_factor: Positive = setting(2.0, "TBT target over the decode latency of the batch without fine-tuning")
+    tbt_floor_ms: Positive = setting(50.0, "TBT targets are never tighter than this")
+    batch_ttft_factor: Positive = setting(50.0, "ttft_factor of requests of the batch class")
+    batch_ttft_floor_ms: Positive = setting(5000.0, "ttft_floor_ms of requests of the batch class")
+    batch_tbt_factor: Positive = setting(10.0, "tbt_factor of requests of the batch class")
+    batch_tbt_floor_ms: Positive = setting(500.0, "tbt_floor_ms of requests of the batch class")
+    tbt_slowdown: float = setting(
+        1.05, "mean time between tokens beside fine-tuning, over that of serving alone, before its min share", ge=1.0
+    )
+    lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
+    lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
+    gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)
+    tau_memory: Share = setting(0.95, "tau_mem of Algorithm 1: share of pages at which a bin closes")
+    tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
+    retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
+    retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
+    fixed_requests: Count = setting(50, "mace-bin: most sequences of an iteration that serves")
+    fixed_steps: Count = setting(2, "mace-bin: most fine-tune steps of an iteration that learns")
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, policy: str, info: ValidationInfo) -> str:
+        known = (info.context or {}).get("policies")
+        if known and policy not in known:
+            raise PydanticCustomError("literal_error", "it must be {expected}", {"expected": str(list(known))})
+        return policy
+
+    @field_validator("retrain_window_s")
+    @classmethod
+    def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
+        every_s = info.data.get("retrain_every_s", math.inf)
+        if window_s >= every_s:
+            raise PydanticCustomError(
+                "window",
+                "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served",
+                {"every_s": every_s},
+            )
+        return window_s
+
+
+class AlignSettings(Section):
+    """Preference learning: DPO on LoRA."""
+
+    enabled: bool = setting(True, "train on feedback; off: feedback is only stored")
+    beta: Positive = setting(0.5, "DPO's temperature: the larger, the nearer an adapter stays to the base")
+    loss: Literal["sigmoid", "ipo"] = setting("sigmoid", "DPO (Rafailov et al.) or IPO (Azar et al.)")
+    sft_weight: float = setting(1.0, "weight of the chosen answer's NLL per token beside preference loss (RPO)", ge=0.0)
+    learning_rate: Positive = setting(5e-4, "AdamW's step size; less for steps of less than micro_batch_pairs")
+    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0.0)
+    max_grad_norm: Positive = setting(1.0, "gradients are clipped to this L2 norm")
+    rank: Count = setting(16, "LoRA rank")
+    alpha: Positive = setting(32.0, "LoRA alpha; the update is scaled by alpha / rank")
+    target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
+    epochs: Count = setting(1, "times that a pair is trained on")
+    micro_batch_pairs: Count = setting(4, "pairs of one optimizer step")
+    replay_share: Share = setting(0.25, "older pairs added to a step, as a share of its new pairs")
+    loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
+    window_tokens: Count = setting(256, "tokens of one backward unit")
+    keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
+    joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
+    max_pair_tokens: int = setting(1024, "longer pairs keep the prompt's end", ge=16)
+    max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
+    max_active_adapters: Count = setting(32, "adapters held in the model at once")
+
+
+class FeedbackSettings(Section):
+    """How much each kind of feedback counts, and what of it is held back."""
+
+    weight_pair: Share = setting(1.0, "of explicit pairs, times what each came with; 0: not learned from")
+    weight_chosen: Share = setting(1.0, "of a choice between candidates")
+    weight_edit: Share = setting(1.0, "of an edited answer over the original")
+    weight_regenerate: Share = setting(1.0, "of an answer that was regenerated, and of the one accepted then")
+    weight_thumbs: Share = setting(1.0, "of up, down and rejected")
+    weight_rephrase: Share = setting(0.5, "of what the next turn shows: a rephrasing or correction")
+    weight_dwell: Share = setting(0.5, "of reading time")
+    weight_skip: Share = setting(0.5, "of a skipped answer")
+    pairs_per_hour: int = setting(1000, "a user's pairs that are trained on per hour, others wait; 0: no limit", ge=0)
+    quarantine: bool = setting(True, "keep pairs that look poisoned out of training until somebody decides")
+    suspicious_deviations: Positive = setting(
+        6.0, "deviations of the loss above the adapter's median: counts for a burst; twice as many: left out"
+    )
+    burst_share: Share = setting(0.5, "share of suspicious pairs among 8 that quarantines them and those that follow")
+    alarm_s: Positive = setting(3600.0, "how long a burst has a user's new pairs quarantined, unless decided")
+
+
+class GuardSettings(Section):
+    """When a version is taken back by itself."""
+
+    held_out_share: Share = setting(0.1, "share of pairs kept out of training as a test")
+    held_out_pairs: int = setting(16, "most held-out pairs per user", ge=0)
+    held_out_age: Count = setting(200, "a user's pairs after which a held-out one is trained on instead")
+    min_pairs: Count = setting(4, "held-out pairs needed before the guard judges")
+    evaluate_every: Count = setting(8, "versions between two tests while pairs keep coming")
+    max_accuracy_drop: Share = setting(0.34, "held-out reward accuracy lost against the best version")
+    max_kl_nats: Positive = setting(0.5, "KL to the base per held-out answer token, in nats")
+    max_nll_change: Positive = setting(0.1, "NLL of neutral text over the base's: 0.1 is 10 % more")
+
+
+class GovernorSettings(Section):
+    """What edged gives up for its neighbours, for heat and for power."""
+
+    enabled: bool = setting(True, "follow the box's memory, temperature and power; off: they are only shown")
+    memory_reserve_mb: int = setting(0, "memory to leave free for others / 2^20; 0: a twentieth, 256 to 2048", ge=0)
+    pressure_percent: float = setting(
+        10.0, "share of time that tasks wait for memory (PSI) from which memory counts as short", ge=1.0, le=100.0
+    )
+    temperature_limit_c: float = setting(
+        0.0, "temperature that is not to be reached; 0: where the sensors say that parts slow down", ge=0.0
+    )
+    temperature_margin_c: Positive = setting(10.0, "so far below the limit fine-tuning slows down; nearer, it pauses")
+    on_battery: Literal["pause", "slow", "ignore"] = setting("pause", "fine-tuning while on battery")
+    quiet_hours: str = setting("", 'no fine-tuning then, local time, such as "22:00-06:00"; empty: none')
+
+    @field_validator("quiet_hours")
+    @classmethod
+    def _are_hours(cls, hours: str) -> str:
+        minutes_of(hours)
+        return hours
+
+
+def minutes_of(hours: str) -> tuple[int, int] | None:
+    """(first, end) minute of the day of hours such as "22:00-06:00"; None for "". PydanticCustomError otherwise."""
+    if not hours:
+        return None
+    found = _HOURS.fullmatch(hours.strip())
+    first, end = (60 * int(found[n]) + int(found[n + 1]) for n in (1, 3)) if found else (0, 0)
+    if first == end:
+        raise PydanticCustomError("hours", 'write two times of the day such as "22:00-06:00", or "" for none')
+    return first, end
+
+
+class ApiSettings(Section):
+    """The socket."""
+
+    socket: str = setting("", "Unix socket; empty: EDGED_SOCKET, then the runtime folders")
+    listen: str = setting("", "HOST:PORT of an additional TCP listener; empty: none")
+    token: str = setting("", "an admin's token over TCP, in clear; of those in [access] a hash is kept")
+    socket_mode: Literal["0600", "0660", "0666"] = setting(
+        "0660", "who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
+    )
+    max_body_kb: Count = setting(1024, "largest request body in KiB")
+    max_stop_chars: Count = setting(1024, "longest stop string")
+    max_logprobs: Count = setting(
+        131_072, "log-probabilities of an answer that is no stream: n x max_tokens x (1 + alternatives)"
+    )
+
+
+class StoreSettings(Section):
+    """What is kept on disk."""
+
+    data_dir: str = setting("", "folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
+    new_base: Literal["refuse", "shelve", "learn"] = setting(
+        "refuse",
+        "where another base model was taught in this folder: refuse to start; shelve what was learned until"
+        " that one is served again; shelve it and learn its pairs anew",
+    )
+    keep_completions: Count = setting(100_000, "completions kept; feedback's own stay")
+    keep_samples: Count = setting(20_000, "iteration samples kept")
+    keep_days: float = setting(90.0, "days until completions, samples and old versions' records go; 0: never", ge=0.0)
+    keep_feedback_days: float = setting(0.0, "days until signals and pairs that are done with go; 0: never", ge=0.0)
+    max_database_mb: int = setting(4096, "size / 2^20 at which oldest completions without feedback go; 0: any", ge=0)
+    keep_versions: Count = setting(5, "adapter versions kept on disk per user, beside the newest that passed its test")
+    save_every_s: Positive = setting(5.0, "shortest time between two saves of one adapter")
+
+
+class LogSettings(Section):
+    """What the daemon says on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "debug has a line for every request; info only for those that failed or were slow"
+    )
+    format: Literal["auto", "human", "json"] = setting("auto", "auto: JSON lines under systemd, else plain")
+    slow_ttft_s: Positive = setting(10.0, "a request whose first token took longer is a warning")
+
+
+class MetricsSettings(Section):
+    """What `GET /metrics` shows."""
+
+    adapters: int = setting(20, "adapters shown by name, the latest active; the rest is summed as other", ge=0)
 
 
 class Settings(Section):
@@ -81,26 +337,23 @@ def load_settings(
             raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f'config file "{path}" cannot be read: {error}') from None
-    for name, value in sorted((dict(os.environ) if environ is None else environ).items()):
-        if name.startswith("EDGED_") and "__" in name:
-            section, key = name[len("EDGED_") :].lower().split("__", 1)
-            _override(values, section, key, value, source)
-    for dotted, value in (overrides or {}).items():
-        if value is not None:
-            section, key = dotted.split(".", 1)
-            _override(values, section, key, value, source)
+    given: dict[str, Any] = {
+        name.removeprefix("EDGED_").lower().replace("__", ".", 1): value
+        for name, value in sorted((os.environ if environ is None else environ).items())
+        if name.startswith("EDGED_") and "__" in name
+    }
+    given |= {dotted: value for dotted, value in (overrides or {}).items() if value is not None}
+    for dotted, value in given.items():
+        section, key = dotted.split(".", 1)
+        known = values.setdefault(section, {})
+        if not isinstance(known, dict):
+            shown = "" if _is_secret(section) else f" = {known!r}"
+            raise ConfigError(f'{source}: "{section}"{shown} is not a section: write [{section}] above its settings')
+        known[key] = value
     try:
         return Settings.model_validate(values, context={"policies": policies})
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
-
-
-def _override(values: dict[str, Any], section: str, key: str, value: Any, source: str) -> None:
-    known = values.setdefault(section, {})
-    if not isinstance(known, dict):
-        told = "" if _is_secret(section) else f" = {known!r}"
-        raise ConfigError(f'{source}: "{section}"{told} is not a section: write [{section}] above its settings')
-    known[key] = value
 
 
 def _explain(item: Any) -> str:
@@ -120,7 +373,7 @@ def _explain(item: Any) -> str:
 
 def _is_secret(dotted: str) -> bool:
     """Whether a secret is in this setting's value, or may be: it lies under the name, or the name under it."""
-    return any(f"{dotted}.".startswith(f"{name}.") or f"{name}.".startswith(f"{dotted}.") for name in _SECRET_SETTINGS)
+    return any(f"{dotted}.".startswith(f"{name}.") or f"{name}.".startswith(f"{dotted}.") for name in SECRET_SETTINGS)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

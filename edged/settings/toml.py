@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edged.settings.load import Settings
+from edged.settings.load import SECRET_SETTINGS, Settings
 
 
 def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
@@ -16,22 +16,18 @@ def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
 
     With `defaults`: one line per setting without descriptions, and a mark where it differs from them.
     """
-    parts: list[str] = []
-    for name in type(settings).model_fields:
-        section = getattr(settings, name)
-        lines = [f"\n[{name}]"] if defaults is None else [f"[{name}]"]
-        if defaults is None and section.__doc__:
-            lines[0] += f"  # {section.__doc__.strip().splitlines()[0]}"
-        for key, field in type(section).model_fields.items():
-            value = section.model_dump()[key]
+    lines: list[str] = []
+    usual = defaults.model_dump() if defaults else {}
+    for name, section in settings:
+        lines.append(f"\n[{name}]" if defaults else f"\n[{name}]  # {section.__doc__.splitlines()[0]}")
+        for key, value in section.model_dump().items():
             entry = f"{key} = {to_toml_value(value)}"
-            if defaults is None:
-                lines += [f"# {field.description}"] if field.description else []
-            elif value != (default := getattr(defaults, name).model_dump()[key]):
-                entry += f"  # default: {to_toml_value(default)}"
+            if not defaults:
+                lines.append(f"# {type(section).model_fields[key].description}")
+            elif value != usual[name][key]:
+                entry += f"  # default: {to_toml_value(usual[name][key])}"
             lines.append(entry)
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts) if defaults is not None else "".join(parts)
+    return "\n".join(lines) + "\n"
 
 
 def to_toml_value(value: Any) -> str:
@@ -46,12 +42,8 @@ def to_toml_value(value: Any) -> str:
 def without_secrets(settings: Settings) -> Settings:
     """The settings with every token at its default."""
     clean = {}
-    for name in type(settings).model_fields:
+    for dotted in SECRET_SETTINGS:
+        name, key = dotted.split(".")
         section = getattr(settings, name)
-        secret = {
-            key: field.get_default(call_default_factory=True)
-            for key, field in type(section).model_fields.items()
-            if {"token", "tokens"} & set(key.split("_")) and not isinstance(getattr(section, key), int)
-        }
-        clean[name] = section.model_copy(update=secret)
+        clean[name] = section.model_copy(update={key: type(section).model_fields[key].default})
     return settings.model_copy(update=clean)

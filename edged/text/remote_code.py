@@ -39,10 +39,10 @@ def check_code(directory: Path, trusted: bool) -> None:
     """Raises Untrusted where model or tokenizer need Python code of their own, and the operator does not trust it."""
     if trusted:
         return
-    config = _json(directory / "config.json")
+    config = read_json(directory / "config.json")
     if _maps(config, "AutoConfig", "AutoModelForCausalLM") and config.get("model_type") not in CONFIG_MAPPING:
         raise Untrusted(f"it needs Python code of its own (auto_map in config.json), which is not run: {WAY_OUT}")
-    tokenizer = _json(directory / "tokenizer_config.json")
+    tokenizer = read_json(directory / "tokenizer_config.json")
     if _maps(tokenizer, "AutoTokenizer") and not (directory / "tokenizer.json").is_file():
         raise Untrusted(
             "its tokenizer needs Python code of its own (auto_map in tokenizer_config.json), which is not run: "
@@ -56,7 +56,7 @@ def _maps(config: dict[str, Any], *names: str) -> bool:
     return isinstance(mapped, dict) and any(name in mapped for name in names)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or nothing: what is wrong with the file is told by who needs it."""
     try:
         value = json.loads(path.read_text())

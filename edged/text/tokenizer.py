@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from edged.runtime import logs
-from edged.text.remote_code import Untrusted, check_code
+from edged.text.remote_code import Untrusted, check_code, read_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_CHARS = 3
@@ -58,8 +58,9 @@ class Tokenizer:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
-        self._token_bytes: dict[int, bytes] = {}
-        self._byte_of = _byte_alphabet() if _joins_bytes(tokenizer) else None
+        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if _joins_bytes(tokenizer) else None
+        self.token_bytes = cache(self._bytes_of)
+        """The bytes that one token stands for, with its leading space; a special token's name."""
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
 
     @classmethod
@@ -83,11 +84,6 @@ class Tokenizer:
                 f'model "{directory}" has no tokenizer: write one there with tokenizer.save_pretrained'
             )
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work."""
-        return bool(self._tokenizer.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a conversation up to where the assistant's answer starts.
@@ -122,7 +118,7 @@ class Tokenizer:
         )
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        if not self.has_chat_template:
+        if not self._tokenizer.chat_template:
             raise NoChatTemplate(
                 f'model "{self._name}" has no chat template: use /v1/completions, '
                 "or put a chat_template.jinja into its directory"
@@ -165,13 +161,6 @@ class Tokenizer:
         """How one token reads alone, special tokens by name; bytes that are no text show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, with its leading space; a special token's name."""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._token_bytes[token_id] = self._bytes_of(token_id)
-        return known
-
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
@@ -190,14 +179,12 @@ class Tokenizer:
 
         `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
         """
-        end = len(ids)
-        while end > 0:
+        for end in range(len(ids), 0, -1):
             shown = self.decode(ids[:end])
             if shown == text:
                 return list(ids[:end])
             if len(shown) < len(text):
                 break
-            end -= 1
         return self.encode_answer(text)
 
 
@@ -227,7 +214,12 @@ class Detokenizer:
         certain = text
         for _ in range(_HELD_CHARS):
             certain = certain.removesuffix(REPLACEMENT)
-        return self._give(certain, text)
+        piece = certain[len(self._shown) :]
+        if piece:
+            self._shown, self._fresh = certain, 0
+        if len(self._window) > _WINDOW_TOKENS:
+            self._slide(len(text) - len(self._shown))
+        return piece
 
     def finish(self) -> str:
         """The rest, with U+FFFD for an unfinished character."""
@@ -235,14 +227,6 @@ class Detokenizer:
         rest = text[len(self._shown) :] if text.startswith(self._shown) else self._restart()
         self._window, self._shown = [], ""
         return rest
-
-    def _give(self, certain: str, text: str) -> str:
-        piece = certain[len(self._shown) :]
-        if piece:
-            self._shown, self._fresh = certain, 0
-        if len(self._window) > _WINDOW_TOKENS:
-            self._slide(len(text) - len(self._shown))
-        return piece
 
     def _slide(self, held: int) -> None:
         """Shorten the window to a few tokens of context; its last `held` characters are not out yet.
@@ -319,11 +303,7 @@ def _advance(pattern: str, borders: list[int], matched: int, char: str) -> int:
 def _generation_eos(directory: Path) -> list[int]:
     """`eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            value = json.loads((directory / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        if value is not None:
+        if (value := read_json(directory / name).get("eos_token_id")) is not None:
             return [int(token) for token in (value if isinstance(value, list) else [value])]
     return []
 
@@ -333,11 +313,3 @@ def _joins_bytes(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map of printable characters to the bytes that they stand for."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.policies.base import Policy
-from edged.scheduler.policies.fcfs import FCFS
+from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
@@ -19,7 +19,7 @@ AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=10
 
 
 def scheduler_of(**settings: object) -> Scheduler:
-    cost = CostModel.guess(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10)
+    cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10))
     return Scheduler(SchedulerSettings.model_validate(settings), cost)
 
 
@@ -123,7 +123,7 @@ def test_a_preempted_sequence_starts_over_and_keeps_its_arrival() -> None:
     scheduler.restart(task, tokens=103, now=2.0)
     assert (task.kind, task.tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
     assert task.arrival_s == 0.5
-    assert scheduler.waiting == 1
+    assert len(scheduler.queues.waiting) == 1
     (grant,) = scheduler.plan(2.0, AMPLE).grants
     assert (grant.task, grant.tokens) == (task, 103)
 
@@ -199,7 +199,7 @@ def test_a_decode_before_the_end_of_its_prompt_is_an_error() -> None:
 
 
 def test_the_policy_of_the_settings_can_be_replaced_by_ones_own() -> None:
-    cost = CostModel.guess(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10)
+    cost = CostModel(roofline(parameters=1_000_000, flops_per_s=1e11, bytes_per_s=1e10))
     own = Policy(FCFS, SchedulerSettings(), cost)
     assert Scheduler(SchedulerSettings(), cost, own).policy is own
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources, Unit
@@ -30,7 +30,7 @@ def world_of(
     seed: int = 0,
     **scheduler: float,
 ) -> World:
-    cost = CostModel.guess(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10)
+    cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10))
     made = Scheduler(SchedulerSettings.model_validate({"policy": policy, **scheduler}), cost)
     return World(made, Resources(pages, pages, page_size, max_tokens, max_sequences), device, seed)
 
@@ -151,7 +151,7 @@ def overload(world: World, seconds: float, tokens: int = 400, rounds: int = 10, 
     """Keep `backlog` requests waiting for `seconds` while one adapter learns, `rounds` times all units a step."""
     tuning = world.teach(tokens, UNITS * rounds, steps=1_000_000)
     while world.now < seconds:
-        while world.scheduler.waiting < backlog:
+        while len(world.scheduler.queues.waiting) < backlog:
             world.ask(prompt=200, answer=30)
         world.step()
     return tuning

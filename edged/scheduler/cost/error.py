@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 UNKNOWN_ERROR = 0.25
 """Relative error assumed before anything was measured."""
 WARM_UP = 200
 """First iterations, which the lasting means leave out."""
+PARTS = ("prefill", "decode", "units")
+"""What of an iteration is predicted by itself: a forward with tokens of prompts or of preference pairs, a forward of
+decodes alone, and the fine-tune units after the forward, together."""
 _RECENT = 0.05
 """Weight of the latest iteration in a recent mean."""
 _LARGEST_ERROR = 1.0
 """Most that one iteration counts in a recent mean."""
-
-
-class PredictedPart(StrEnum):
-    """What of an iteration is predicted by itself."""
-
-    PREFILL = "prefill"
-    """A forward with tokens of prompts or of preference pairs."""
-    DECODE = "decode"
-    """A forward of decodes alone."""
-    UNITS = "units"
-    """The fine-tune units after the forward, together."""
 
 
 @dataclass(slots=True)
@@ -36,49 +27,46 @@ class _Mean:
     lasting_sum: float = 0.0
     lasting_count: int = 0
 
-    def add(self, error: float, warm: bool) -> None:
-        self.count += 1
-        self.recent += (min(_LARGEST_ERROR, error) - self.recent) * max(_RECENT, 1.0 / (self.count + 1))
-        if warm:
-            self.lasting_sum += error
-            self.lasting_count += 1
 
-
-@dataclass(slots=True)
 class PredictionError:
     """Mean absolute percentage errors, as shares: 0.1 is 10 %."""
 
-    iterations: int = 0
-    _whole: _Mean = field(default_factory=_Mean)
-    _parts: dict[PredictedPart, _Mean] = field(default_factory=lambda: {part: _Mean() for part in PredictedPart})
+    def __init__(self) -> None:
+        self._means = {name: _Mean() for name in ("all", *PARTS)}
+
+    @property
+    def iterations(self) -> int:
+        """Those that were predicted."""
+        return self._means["all"].count
 
     @property
     def recent(self) -> float:
         """Of the latest iterations as a whole."""
-        return self._whole.recent
+        return self._means["all"].recent
 
-    def observe(self, parts: dict[PredictedPart, tuple[float, float]]) -> None:
-        """An iteration's (predicted, measured) seconds by part; the measured ones above zero."""
+    def observe(self, parts: dict[str, tuple[float, float]]) -> None:
+        """An iteration's (predicted, measured) seconds by part, of PARTS; the measured ones above zero."""
         warm = self.iterations >= WARM_UP
-        self.iterations += 1
-        predicted_s = measured_s = 0.0
-        for part, (predicted, measured) in parts.items():
-            predicted_s += predicted
-            measured_s += measured
-            self._parts[part].add(abs(predicted / measured - 1.0), warm)
-        self._whole.add(abs(predicted_s / measured_s - 1.0), warm)
+        whole = sum(predicted for predicted, _ in parts.values()), sum(measured for _, measured in parts.values())
+        for name, (predicted, measured) in {"all": whole, **parts}.items():
+            mean, error = self._means[name], abs(predicted / measured - 1.0)
+            mean.count += 1
+            mean.recent += (min(_LARGEST_ERROR, error) - mean.recent) * max(_RECENT, 1.0 / (mean.count + 1))
+            if warm:
+                mean.lasting_sum += error
+                mean.lasting_count += 1
 
     def report(self) -> dict[str, Any]:
         """Percentages by part; None where nothing was measured. Those after the warm-up count every iteration alike."""
-        parts = self._parts.items()
+        means = self._means
         return {
-            "mape_percent": self._whole.recent * 100.0,
-            "mape_percent_by_kind": {str(part): mean.recent * 100.0 if mean.count else None for part, mean in parts},
+            "mape_percent": self.recent * 100.0,
+            "mape_percent_by_kind": {part: means[part].recent * 100.0 if means[part].count else None for part in PARTS},
             "after_warm_up": {
-                str(part): {
+                name: {
                     "iterations": mean.lasting_count,
                     "mape_percent": mean.lasting_sum / mean.lasting_count * 100.0 if mean.lasting_count else None,
                 }
-                for part, mean in [("all", self._whole), *parts]
+                for name, mean in means.items()
             },
         }

@@ -6,11 +6,13 @@ All times are seconds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from edged.scheduler.cost.drift import Drift
-from edged.scheduler.cost.error import PredictedPart, PredictionError
+from edged.scheduler.cost.error import PredictionError
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.task import IterationResult, Kind, Unit
 
@@ -86,7 +88,7 @@ class Load:
 
     def features(self, knee_tokens: int) -> tuple[float, ...]:
         """Amounts in the order of FORWARD_PRICES."""
-        tokens = self.prefill_tokens + self.decodes + self.finetune_tokens
+        tokens = self.tokens
         low = min(tokens, knee_tokens)
         return (
             1.0,
@@ -113,13 +115,13 @@ class CostModel:
     is its price times the slowness of the last few; what is due later is priced alone.
     """
 
-    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_guess", "_units", "accuracy", "source")
+    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_units", "accuracy", "source")
 
     def __init__(self, guess: Prices) -> None:
         """Prices to start from, all above zero; a unit of another kind starts like "layer"."""
         self._fit = OnlineRegression(guess.forward)
-        self._unit_guess = guess.units
-        self._units = {kind: OnlineRegression(start) for kind, start in guess.units.items()}
+        self._units: defaultdict[str, OnlineRegression] = defaultdict(lambda: OnlineRegression(guess.units["layer"]))
+        self._units.update({kind: OnlineRegression(start) for kind, start in guess.units.items()})
         self._knee = guess.knee_tokens
         self._drift = Drift()
         self.accuracy = PredictionError()
@@ -128,28 +130,15 @@ class CostModel:
         self._prices = guess.forward
 
     @classmethod
-    def guess(
-        cls,
-        parameters: int,
-        flops_per_s: float,
-        bytes_per_s: float,
-        layers: int = 24,
-        bytes_per_parameter: int = 2,
-    ) -> CostModel:
-        """A roofline for a decoder of `parameters` on a device of that speed; measurements soon replace it."""
-        return cls(roofline(parameters, flops_per_s, bytes_per_s, layers, bytes_per_parameter))
-
-    @classmethod
     def from_profile(cls, profile: Profile, guess: Prices, source: str = "profile") -> CostModel:
         """Prices that were measured on this device; `guess` has those of unit kinds that were not.
 
         `source` says where the profile was found.
         """
         cost, prices = cls(guess), profile.prices
-        rows = [forward.load().features(prices.knee_tokens) for forward in profile.forwards]
-        cost._fit = OnlineRegression.known(
-            prices.forward, rows, [forward.seconds for forward in profile.forwards], guess.forward
-        )
+        rows = [forward.features(prices.knee_tokens) for forward in profile.forwards]
+        seconds = [forward.seconds for forward in profile.forwards]
+        cost._fit = OnlineRegression.known(prices.forward, rows, seconds, guess.forward)
         cost._knee, cost._prices = prices.knee_tokens, tuple(cost._fit.prices)
         for kind, known in prices.units.items():
             seen = [unit for unit in profile.units if unit.kind == kind]
@@ -225,29 +214,21 @@ class CostModel:
         left_s = limit_s / self._drift.slowness - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
-        def fits(count: int) -> bool:
+        def chunk_s(count: int) -> float:
             tokens = base + count
             packed = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
-            return packed + count * (slope + curve * count) <= left_s
+            return packed + count * (slope + curve * count)
 
-        if fits(most):
+        if chunk_s(most) <= left_s:
             return most
-        shortest, longest = 0, most
-        while longest - shortest > 1:
-            middle = (shortest + longest) >> 1
-            if fits(middle):
-                shortest = middle
-            else:
-                longest = middle
-        return shortest
+        return bisect_right(range(1, most), left_s, key=chunk_s)
 
     def unit_s(self, unit: Unit) -> float:
         """Predicted seconds of one fine-tune unit, the next one."""
         return self._unit_price_s(unit) * self._drift.slowness
 
     def _unit_price_s(self, unit: Unit) -> float:
-        fit = self._units.get(unit.kind)
-        once, token = fit.prices if fit is not None else self._unit_guess["layer"]
+        once, token = self._units[unit.kind].prices
         return once + token * unit.tokens
 
     def observe(self, result: IterationResult) -> float:
@@ -256,53 +237,40 @@ class CostModel:
         Returns the seconds of it that were fine-tuning: the units', and the part of the forward that its fine-tune
         tokens are predicted to have added.
         """
-        parts: dict[PredictedPart, tuple[float, float]] = {}
-        finetune_s = known_s = usual_s = known_measured_s = units_s = units_measured_s = 0.0
+        parts: dict[str, tuple[float, float]] = {}
+        # What is learned from: whose prices, of which features, priced at and measured as how many seconds.
+        learned: list[tuple[OnlineRegression, tuple[float, ...], float, float]] = []
+        finetune_s = units_s = units_measured_s = 0.0
         load = load_of(result)
-        features = load.features(self._knee)
         if result.forward_s > 0.0:
             forward_s = self.forward_s(load)
             if load.finetune_tokens and forward_s > 0.0:
                 without_s = self.forward_s(replace(load, finetune_tokens=0))
                 finetune_s = result.forward_s * (1.0 - without_s / forward_s)
-            chunks = load.prefill_tokens or load.finetune_tokens
-            parts[PredictedPart.PREFILL if chunks else PredictedPart.DECODE] = forward_s, result.forward_s
-            if self._fit.settled:
-                known_s, usual_s, known_measured_s = self.priced_s(load), self._fit.usual_s(features), result.forward_s
+            parts["prefill" if load.prefill_tokens or load.finetune_tokens else "decode"] = forward_s, result.forward_s
+            learned.append((self._fit, load.features(self._knee), self.priced_s(load), result.forward_s))
         for unit, seconds in result.units:
             if seconds > 0.0:
                 finetune_s += seconds
                 units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
-                fit = self._unit_fit(unit.kind)
-                if fit.settled:
-                    known_s, known_measured_s = known_s + self._unit_price_s(unit), known_measured_s + seconds
-                    usual_s += fit.usual_s((1.0, float(unit.tokens)))
+                features = 1.0, float(unit.tokens)
+                learned.append((self._units[unit.kind], features, self._unit_price_s(unit), seconds))
         if units_measured_s:
-            parts[PredictedPart.UNITS] = units_s, units_measured_s
+            parts["units"] = units_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
-        if known_s and usual_s:
-            factor = self._drift.observe(known_s, usual_s, known_measured_s)
+        settled = [item for item in learned if item[0].settled]
+        priced_s = sum(price_s for _, _, price_s, _ in settled)
+        usual_s = sum(fit.usual_s(row) for fit, row, _, _ in settled)
+        if priced_s and usual_s:
+            factor = self._drift.observe(priced_s, usual_s, sum(seconds for *_, seconds in settled))
             if factor != 1.0:
                 for fit in (self._fit, *self._units.values()):
                     fit.rescale(factor, self._drift.now)
-        self._learn(features, result)
-        return finetune_s
-
-    def _learn(self, features: tuple[float, ...], result: IterationResult) -> None:
-        drift = self._drift.now
-        if result.forward_s > 0.0:
-            self._fit.observe(features, result.forward_s, drift)
-        for unit, seconds in result.units:
-            if seconds > 0.0:
-                self._unit_fit(unit.kind).observe((1.0, float(unit.tokens)), seconds, drift)
+        for fit, row, _, seconds in learned:
+            fit.observe(row, seconds, self._drift.now)
         self._prices = tuple(self._fit.prices)
-
-    def _unit_fit(self, kind: str) -> OnlineRegression:
-        fit = self._units.get(kind)
-        if fit is None:
-            fit = self._units[kind] = OnlineRegression(self._unit_guess["layer"])
-        return fit
+        return finetune_s
 
 
 def roofline(

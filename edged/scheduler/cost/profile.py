@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from edged.scheduler.cost.model import Load, Prices
 from edged.scheduler.cost.regression import least_squares
@@ -45,36 +45,19 @@ class Subject(_Data):
 
     def difference(self, other: Subject) -> str:
         """Why prices of this are not for `other`, naming both sides; empty where they are. Names may differ."""
-        named = [
-            (name, getattr(self, name), getattr(other, name))
-            for name in ("fingerprint", "device", "dtype", "quantization", "threads")
-        ]
-        differing = [f'{name} "{own}" where "{theirs}" runs' for name, own, theirs in named if own != theirs]
+        own, theirs = self.model_dump(exclude={"model"}), other.model_dump()
+        differing = [f'{name} "{own[name]}" where "{theirs[name]}" runs' for name in own if own[name] != theirs[name]]
         if not differing:
             return ""
         models = f'it is of "{self.model}", not of "{other.model}": ' if self.model != other.model else ""
         return models + ", ".join(differing)
 
 
-class ForwardTime(_Data):
-    """A packed forward's load (see `Load`) and the median of its times."""
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class ForwardTime(Load):
+    """A packed forward's load and the median of its times."""
 
-    prefill_tokens: int = 0
-    decodes: int = 0
-    finetune_tokens: int = 0
-    context: int = 0
-    pairs: float = 0.0
-    adapters: int = 0
     seconds: float = Field(gt=0.0)
-
-    @classmethod
-    def of(cls, load: Load, seconds: float) -> ForwardTime:
-        """What a forward of that load took."""
-        return cls(**asdict(load), seconds=seconds)
-
-    def load(self) -> Load:
-        """Its features."""
-        return Load(self.prefill_tokens, self.decodes, self.finetune_tokens, self.context, self.pairs, self.adapters)
 
     @property
     def kind(self) -> str:
@@ -171,7 +154,7 @@ def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Pr
     seconds = [forward.seconds for forward in forwards]
     fits: list[tuple[float, int, list[float]]] = []
     for knee in KNEES:
-        rows = [forward.load().features(knee) for forward in forwards]
+        rows = [forward.features(knee) for forward in forwards]
         prices = least_squares(rows, seconds)
         off = [abs(_dot(prices, row) / took - 1.0) for row, took in zip(rows, seconds, strict=True)]
         fits.append((sum(off), knee, prices))
@@ -192,7 +175,7 @@ def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -
     prices = fit_prices(kept, kept_units)
     off: dict[str, list[float]] = {}
     for forward in forwards[::_HELD_OUT_EVERY]:
-        predicted_s = _dot(prices.forward, forward.load().features(prices.knee_tokens))
+        predicted_s = _dot(prices.forward, forward.features(prices.knee_tokens))
         off.setdefault(forward.kind, []).append(abs(predicted_s / forward.seconds - 1.0))
     for unit in in_turn[::_HELD_OUT_EVERY]:
         if unit.kind in prices.units:
@@ -209,11 +192,7 @@ def find_profile(setting: str, data_dir: Path | None, subject: Subject) -> tuple
     """
     if setting:
         path = Path(setting).expanduser()
-    elif data_dir is not None:
-        path = data_dir / FOLDER / file_name(subject)
-        if not path.exists():
-            return None
-    else:
+    elif data_dir is None or not (path := data_dir / FOLDER / file_name(subject)).exists():
         return None
     profile = Profile.read(path)
     if reason := profile.subject.difference(subject):

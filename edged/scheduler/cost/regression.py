@@ -42,27 +42,22 @@ def least_squares(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
     """
     if not rows or min(seconds) <= 0.0:
         raise ValueError("prices need measurements, all of them longer than zero seconds")
-    size = len(rows[0])
-    scaled = [[value / took for value in row] for row, took in zip(rows, seconds, strict=True)]
+    import numpy as np  # late: a process is prepared before numpy starts its threads
+
+    scaled = np.array(rows) / np.array(seconds)[:, None]
     # Of every feature as much as it has in the mean: amounts of a token and of a key differ by orders of magnitude.
-    unit = [sum(row[i] for row in scaled) / len(scaled) or 1.0 for i in range(size)]
-    scaled = [[value / width for value, width in zip(row, unit, strict=True)] for row in scaled]
-    weights, shares = [1.0] * len(scaled), [1.0 / size] * size
+    unit = scaled.mean(axis=0)
+    unit[unit == 0.0] = 1.0
+    scaled /= unit
+    weights, shares = np.ones(len(rows)), [1.0 / len(unit)] * len(unit)
     for _ in range(_REWEIGHTINGS):
-        gram, moment = _normal_equations(scaled, weights)
-        shares = _descend(gram, moment, shares)
-        errors = [abs(sum(map(float.__mul__, row, shares)) - 1.0) for row in scaled]
-        weights = [1.0 / max(_CLOSE, error) for error in errors]
-    used = [any(row[i] for row in rows) for i in range(size)]
-    return [share / width if there else 0.0 for share, width, there in zip(shares, unit, used, strict=True)]
-
-
-def _normal_equations(rows: Sequence[Row], weights: Sequence[float]) -> tuple[list[list[float]], list[float]]:
-    """Gram matrix and moments of `row . x = 1`."""
-    size = range(len(rows[0]))
-    pairs = list(zip(rows, weights, strict=True))
-    gram = [[sum(weight * row[i] * row[j] for row, weight in pairs) for j in size] for i in size]
-    return gram, [sum(weight * row[i] for row, weight in pairs) for i in size]
+        weighted = weights[:, None] * scaled
+        shares = _descend((weighted.T @ scaled).tolist(), weighted.sum(axis=0).tolist(), shares)
+        weights = 1.0 / np.maximum(_CLOSE, np.abs(scaled @ shares - 1.0))
+    return [
+        float(share / width) if there else 0.0
+        for share, width, there in zip(shares, unit, scaled.any(axis=0), strict=True)
+    ]
 
 
 def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float]) -> list[float]:
@@ -89,8 +84,6 @@ class OnlineRegression:
     Prices that the latest data do not determine are the usual ones, times how much slower than usual the device is; at
     first, near their start values times the mean ratio of measured to guessed time.
     """
-
-    __slots__ = ("_gram", "_lately", "_log_level", "_moment", "_scale", "_seen", "_start", "_usual", "prices")
 
     def __init__(self, start: Sequence[float]) -> None:
         """`start`: guessed seconds per unit of each feature, all above zero."""

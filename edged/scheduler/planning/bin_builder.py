@@ -43,10 +43,7 @@ class BinBuilder:
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
-        for task in queues.started:
-            if task not in self.preempted:
-                self.promised_pages += self.pages(task, task.tokens)
-        for task in queues.finetunes:
+        for task in (*queues.started, *queues.finetunes):
             if task.context and task not in self.preempted:
                 self.promised_pages += self.pages(task, task.tokens)
 
@@ -74,31 +71,26 @@ class BinBuilder:
         """The bin's load with `task` beside it, before any token of it: its adapter may be one more."""
         return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
 
-    def take(self, task: Task, tokens: int, finetune: bool) -> None:
+    def take(self, task: Task, tokens: int) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""
         pages = self.pages(task, tokens)
         self.free_pages -= pages
         self.promised_pages -= pages
         self.plan.pages += pages
         self.tokens_left -= tokens
-        self.load.add_chunk(tokens, task.context, finetune)
+        self.load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
         if task.adapter not in self._adapters:
             self._adapters.add(task.adapter)
             self.load.adapters += 1
 
     def grant(self, task: Task, tokens: int) -> None:
-        """Let a prefill, which has entered, compute `tokens` of its prompt."""
-        self.take(task, tokens, finetune=False)
+        """Let a task, which has entered, compute `tokens` of its prompt or its pairs."""
+        self.take(task, tokens)
         self.plan.grants.append(Grant(task, tokens))
 
     def pause(self, tasks: Collection[Task], now: float) -> None:
         """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
-        decodes = [grant for grant in self.plan.grants if grant.task not in tasks]
-        self.free_pages += self.plan.pages
-        self.tokens_left += len(self.plan.grants)
-        self.plan.grants, self.plan.pages, self.slack_s = [], 0, math.inf
-        self.load = Load()
-        self._grant_decodes(decodes, now)
+        self._grant_decodes([grant for grant in self.plan.grants if grant.task not in tasks], now)
 
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
@@ -120,80 +112,57 @@ class BinBuilder:
         self.make_room(stuck)
         tokens = self.room(stuck)
         if tokens > 0:
-            self.take(stuck, tokens, finetune=stuck.kind is Kind.FINETUNE)
-            self.plan.grants.append(Grant(stuck, tokens))
+            self.grant(stuck, tokens)
 
     def _add_decodes(self, now: float) -> None:
-        decodes = self._queues.decodes
-        first = self._oldest_prefill()
-        need = min(1, self.pages(first, first.tokens)) if first is not None else 0
-        earliest, context, adapters = math.inf, 0, self._adapters
-        for grant in decodes:
-            task = grant.task
-            held = task.context
-            context += held - task.pruned
-            adapters.add(task.adapter)
-            if held >= task.capacity:
-                need += self.pages(task, 1)
-            if task.deadline_s < earliest:
-                earliest = task.deadline_s
-        count = len(decodes)
-        if need > self.free_pages or count > self.tokens_left:
-            self._add_some_decodes(need, now)
-            return
-        if first is not None:
-            need -= min(1, self.pages(first, first.tokens))
-        self.plan.grants = decodes.copy()
-        self.plan.pages = need
-        self.free_pages -= need
-        self.tokens_left -= count
-        self.load.decodes = count
-        self.load.context = context
-        self.load.adapters = len(adapters) - 1
-        self.slack_s = earliest - now
-
-    def _add_some_decodes(self, need: int, now: float) -> None:
         """The decodes that pages and tokens suffice for, those that are due first before the others."""
-        if need > self.free_pages:
+        decodes = self._queues.decodes
+        self._grant_decodes(decodes, now)
+        oldest, reserved = min(self._queues.started, key=by_arrival, default=None), 0
+        if oldest and not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
+            # A prefill is older than every other sequence in memory: its next page comes before the others'.
+            reserved = min(1, self.pages(oldest, oldest.tokens))
+        if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            decoding = {grant.task for grant in self._queues.decodes}
+            self._grant_decodes((), now)
+            decoding = {grant.task for grant in decodes}
+            need = reserved + sum(self.pages(task, 1) for task in decoding)
             self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
-        chosen = [grant for grant in self._queues.decodes if grant.task not in self.preempted]
-        if len(chosen) > self.tokens_left:
-            chosen = sorted(chosen, key=lambda grant: grant.task.deadline_s)[: self.tokens_left]
-        self._grant_decodes(chosen, now)
+            decodes = [grant for grant in decodes if grant.task not in self.preempted]
+            self._grant_decodes(decodes, now)
+        if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
+            self._grant_decodes(sorted(decodes, key=lambda grant: grant.task.deadline_s)[:most], now)
 
     def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
-        """Those of the `chosen` decodes that find a page."""
-        self._adapters.intersection_update((0,))
+        """Those of the `chosen` decodes that find a page, instead of what was granted before."""
+        self.tokens_left += len(self.plan.grants)
+        all_pages = free_pages = self.free_pages + self.plan.pages
+        lacking, adapters, context, earliest_s = [], {0}, 0, math.inf
         for grant in chosen:
             task = grant.task
-            pages = self.pages(task, 1)
-            if pages <= self.free_pages:
-                self.free_pages -= pages
-                self.tokens_left -= 1
-                self.load.decodes += 1
-                self.load.context += task.context - task.pruned
-                self._adapters.add(task.adapter)
-                self.load.adapters = len(self._adapters) - 1
-                self.slack_s = min(self.slack_s, task.deadline_s - now)
-                self.plan.pages += pages
-                self.plan.grants.append(grant)
-
-    def _oldest_prefill(self) -> Task | None:
-        """The prefill that is older than every other sequence in memory: its next page comes before the others'."""
-        first = min(self._queues.started, key=by_arrival, default=None)
-        decodes = self._queues.decodes
-        if first is None or (decodes and by_arrival(decodes[0].task) < by_arrival(first)):
-            return None
-        return first
+            held = task.context
+            if held >= task.capacity:
+                pages = self.pages(task, 1)
+                if pages > free_pages:
+                    lacking.append(grant)
+                    continue
+                free_pages -= pages
+            context += held - task.pruned
+            adapters.add(task.adapter)
+            if task.deadline_s < earliest_s:
+                earliest_s = task.deadline_s
+        grants = [grant for grant in chosen if grant not in lacking] if lacking else list(chosen)
+        self.plan.grants, self.plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
+        self.tokens_left -= len(grants)
+        self.slack_s = earliest_s - now
+        self.load.decodes, self.load.context, self.load.adapters = len(grants), context, len(adapters) - 1
+        self._adapters = adapters
 
     def _victims(self, spared: Task | None) -> Iterable[Task]:
         """Who holds pages, first to go first: fine-tuning, then sequences."""
-        queues = self._queues
-        tuning = [task for task in queues.finetunes if task.held_pages and task is not spared]
-        yield from sorted(tuning, key=self._victim_key)
-        yield from sorted([task for task in self._holders() if task is not spared], key=self._victim_key)
+        holders = [*(task for task in self._queues.finetunes if task.held_pages), *self._holders()]
+        holders.sort(key=lambda task: (task.kind is not Kind.FINETUNE, self._victim_key(task)))
+        return [task for task in holders if task is not spared]
 
     def _holders(self) -> list[Task]:
         """The sequences that hold pages, oldest first."""
@@ -227,7 +196,7 @@ def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: floa
         tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
         tokens = max(tokens, min(most, at_least))
         if tokens > 0:
-            draft.take(task, tokens, finetune=True)
+            draft.take(task, tokens)
     if tokens == task.tokens:
         left_s = limit_s - cost.forward_s(draft.load)
         for unit in task.units[task.next_unit :]:

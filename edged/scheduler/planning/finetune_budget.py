@@ -19,8 +19,6 @@ class FinetuneDeficit:
     if nothing were owed any more, and the share holds over any longer time. Time without any fine-tune task is no wait.
     """
 
-    __slots__ = ("_longest_s", "_since_s", "_stopped_s", "share")
-
     def __init__(self) -> None:
         self._since_s = 0.0
         self._stopped_s = 0.0
@@ -68,8 +66,6 @@ class SlowdownBudget:
     unit that took longer than predicted) is paid back by less work later, but for what is older than the span.
     """
 
-    __slots__ = ("_busy_s", "_most_s", "_now", "_rate", "left_s")
-
     def __init__(self) -> None:
         self._busy_s = self._now = 0.0
         self.left_s = math.inf
@@ -95,8 +91,6 @@ _MOST_SAVED_S = 0.1
 
 class DutyCycle:
     """Open while fine-tuning has had no more than its `share` of the time; of 1, always."""
-
-    __slots__ = ("_left_s", "_now", "share")
 
     def __init__(self) -> None:
         self.share = 1.0

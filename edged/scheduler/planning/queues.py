@@ -13,10 +13,7 @@ from edged.scheduler.task import Grant, Kind, Task
 TaskKey = Callable[[Task], tuple[float, int]]
 by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
 by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
-
-
-def _decode_arrival(grant: Grant) -> tuple[float, int]:
-    return by_arrival(grant.task)
+_grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 
 
 class TaskOrder(Protocol):
@@ -62,14 +59,10 @@ class TaskQueues:
         flows.sort(key=lambda tasks: (order.flow_key(order.flow(tasks[0])), order.key(tasks[0])))
         return [task for tasks in flows for task in tasks]
 
-    def get(self, task_id: int) -> Task | None:
-        """The live task of that id."""
-        return self.tasks.get(task_id)
-
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
         if task.kind is Kind.DECODE:
-            insort(self.decodes, Grant(task, 1), key=_decode_arrival)
+            insort(self.decodes, Grant(task, 1), key=_grant_arrival)
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         elif started:

@@ -11,22 +11,26 @@ no early exit, and never leaves the device.
 from __future__ import annotations
 
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.base import Fill, Policy, Row
-from edged.scheduler.policies.phased import NOBODY, runnable_steps, serve_only, train_only
+from edged.scheduler.policies.base import Policy, Row
+from edged.scheduler.policies.phased import NOBODY, PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources
 
 
-class StepsFirst(Fill):
+class StepsFirst(PhasedFill):
     """While there is anything to learn, steps run alone, in the order in which they came, each to its end.
 
     Only then are requests served; running answers stand still with their pages meanwhile. A step that lacks pages
     waits until answers have ended; nobody enters before it.
     """
 
+    in_turn = False
+    """Whether there is an iteration that serves between two steps."""
+
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The first step alone; serving only when there is none."""
+        """The first step alone; serving when there is none, or in its turn."""
         tasks = runnable_steps(queues, resources)
-        if not tasks:
+        serves = self.in_turn and self.tuned and bool(queues.decodes or queues.started or queues.waiting)
+        if not tasks or (serves and not tasks[0].begun):
             return serve_only(policy, queues, now, resources)
         alone = train_only(tasks[:1], policy, queues, now, resources)
         return alone or serve_only(policy, queues, now, resources, NOBODY)

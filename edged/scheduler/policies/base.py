@@ -23,8 +23,12 @@ class Part:
     clock.
     """
 
+    settings: SchedulerSettings
+    cost: CostModel
+
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Decide by these settings from now on; called first of all, and at each reload, which keeps the state."""
+        self.settings, self.cost = settings, cost
 
     def arrived(self, task: Task, now: float) -> None:
         """A task has come; it is filed next."""
@@ -165,10 +169,11 @@ class Policy:
         self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
         self.cost = cost
         parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
+        hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}
+        idle = {hook for hook in hooks.values() if hook is not Part.configure}
         self._hooks = {
-            hook: [getattr(part, name) for part in parts if getattr(type(part), name) is not hook]
-            for name, hook in vars(Part).items()
-            if callable(hook)
+            hook: [getattr(part, name) for part in parts if getattr(type(part), name) not in idle]
+            for name, hook in hooks.items()
         }
         self.tell(Part.configure, settings, cost)
 

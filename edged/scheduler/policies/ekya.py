@@ -10,12 +10,10 @@ from.
 
 from __future__ import annotations
 
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources
-from edged.settings.load import SchedulerSettings
 
 
 class RetrainingWindows(PhasedFill):
@@ -27,23 +25,18 @@ class RetrainingWindows(PhasedFill):
     windows nothing is learned.
     """
 
-    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Take the interval and the window's length, in seconds."""
-        self._every_s = settings.retrain_every_s
-        self._window_s = settings.retrain_window_s or settings.retrain_every_s / 2.0
-
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """A step alone while a window is open, else serving; `resume_s` when only a coming window has work."""
         tasks = runnable_steps(queues, resources)
-        start_s = self.interval_start_s(now, self._every_s)
-        due = self.caught_up_s < start_s and now < start_s + self._window_s
+        start_s, every_s = self.interval_start_s(now), self.settings.retrain_every_s
+        due = self.caught_up_s < start_s and now < start_s + (self.settings.retrain_window_s or every_s / 2.0)
         if tasks and (due or tasks[0].begun):
             plan = train_only(tasks[:1], policy, queues, now, resources, preempts=True)
             if plan is not None:
                 return plan
         plan = serve_only(policy, queues, now, resources)
         if tasks:
-            plan.resume_s = start_s + self._every_s
+            plan.resume_s = start_s + every_s
         return plan
 
 

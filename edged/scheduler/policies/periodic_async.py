@@ -7,12 +7,10 @@ interrupt it, and it goes on in the next gap.
 
 from __future__ import annotations
 
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources
-from edged.settings.load import SchedulerSettings
 
 
 class RetrainingGaps(PhasedFill):
@@ -21,21 +19,17 @@ class RetrainingGaps(PhasedFill):
     It stays due, pairs that come meanwhile included, until nothing is left to learn. Under steady load it waits.
     """
 
-    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Take the interval, and the longest that a request may wait for a step, in seconds."""
-        self._every_s = settings.retrain_every_s
-        self._quantum_s = settings.idle_quantum_ms / 1000.0
-
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Serving; where nobody is served, a quantum of what is due; `resume_s` when something will be."""
         plan = serve_only(policy, queues, now, resources)
         tasks = runnable_steps(queues, resources)
         if plan.grants or plan.preempt or not tasks:
             return plan
-        start_s = self.interval_start_s(now, self._every_s)
+        start_s = self.interval_start_s(now)
         if self.caught_up_s < start_s:
-            return train_only(tasks[:1], policy, queues, now, resources, self._quantum_s) or plan
-        plan.resume_s = start_s + self._every_s
+            quantum_s = self.settings.idle_quantum_ms / 1000.0
+            return train_only(tasks[:1], policy, queues, now, resources, quantum_s) or plan
+        plan.resume_s = start_s + self.settings.retrain_every_s
         return plan
 
 

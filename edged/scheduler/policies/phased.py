@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.base import Fill, Policy
+from edged.scheduler.policies.base import Fill, Policy, Row
 from edged.scheduler.task import Kind, Plan, Resources, Task
 
 NOBODY = -math.inf
@@ -18,7 +18,7 @@ class PhasedFill(Fill):
     """A fill that knows what ran before: when fine-tuning was caught up, and whether it ran last."""
 
     def __init__(self) -> None:
-        self._began_s: float | None = None
+        self._began_s = math.inf
         self._tasks, self._had_tasks = 0, False
         self.caught_up_s = -math.inf
         """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
@@ -28,7 +28,7 @@ class PhasedFill(Fill):
     def arrived(self, task: Task, now: float) -> None:
         """An engine that rested until its only fine-tune task came was caught up; after a step it is the next."""
         if task.kind is Kind.FINETUNE:
-            if not self._tasks and not self._had_tasks and self._began_s is not None:
+            if not self._tasks and not self._had_tasks and self._began_s < math.inf:
                 self.caught_up_s = now
             self._tasks += 1
 
@@ -38,7 +38,7 @@ class PhasedFill(Fill):
 
     def before(self, queues: TaskQueues, now: float) -> None:
         """Note whether there is anything to learn; fixed intervals are counted from the first iteration."""
-        if self._began_s is None:
+        if self._began_s == math.inf:
             self._began_s = self.caught_up_s = now
         self._had_tasks = bool(queues.finetunes)
         if not self._had_tasks:
@@ -49,10 +49,10 @@ class PhasedFill(Fill):
         if plan.grants:
             self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
 
-    def interval_start_s(self, now: float, every_s: float) -> float:
-        """When the present interval of `every_s` seconds began."""
-        began_s = now if self._began_s is None else self._began_s
-        return began_s + math.floor((now - began_s) / every_s) * every_s
+    def interval_start_s(self, now: float) -> float:
+        """When the present interval of `retrain_every_s` seconds began."""
+        every_s = self.settings.retrain_every_s
+        return self._began_s + math.floor((now - self._began_s) / every_s) * every_s
 
 
 def serve_only(
@@ -123,3 +123,15 @@ def train_only(
         grant_finetune(draft, task, policy.cost, limit_s, 0 if plan.grants else 1)
     plan.predicted_forward_s = policy.cost.forward_s(draft.load)
     return plan if plan.grants else None
+
+
+class ServeOnly(Fill):
+    """Every decode, then prompts in the order of the policy until tokens, pages or sequences run out."""
+
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+        """The next bin; deadlines do not matter."""
+        return serve_only(policy, queues, now, resources)
+
+
+FCFS = Row("fcfs", "continuous batching (MACE, Algorithm 2), first come first served", fill=ServeOnly, trains=False)
+"""First come, first served, without training: the baseline of a server that only serves."""

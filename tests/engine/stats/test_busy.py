@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from edged.engine.stats.counters import Counters, split
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.task import IterationResult, Kind, Plan, Task, TaskOutcome, Unit
 
-COST = CostModel.guess(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11)
+COST = CostModel(roofline(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11))
 
 
 def outcome(kind: Kind, tokens: int) -> TaskOutcome:

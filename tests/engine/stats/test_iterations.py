@@ -9,11 +9,11 @@ import pytest
 
 from edged.engine.stats.counters import Counters
 from edged.engine.stats.iterations import KEPT, Iteration, IterationShare
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, Task, TaskOutcome
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
-COST = CostModel.guess(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11)
+COST = CostModel(roofline(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11))
 
 
 def record_of(counters: Counters, outcomes: list[TaskOutcome], started_s: float = 0.0) -> Iteration:

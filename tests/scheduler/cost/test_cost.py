@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost.model import CostModel, Load, load_of
+from edged.scheduler.cost.model import CostModel, Load, load_of, roofline
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ loads = st.builds(
 
 
 def guessed() -> CostModel:
-    return CostModel.guess(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10)
+    return CostModel(roofline(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10))
 
 
 def iteration(device: Device, rng: random.Random) -> IterationResult:
@@ -72,7 +72,7 @@ def test_it_predicts_a_device_that_it_has_watched_within_one_percent() -> None:
 
 def test_it_recognises_that_tokens_below_the_knee_are_nearly_free() -> None:
     # A device that reads its weights for 30 ms computes its first 128 tokens meanwhile: a roofline.
-    cost = CostModel.guess(parameters=3_000_000_000, flops_per_s=2.56e13, bytes_per_s=2e11)
+    cost = CostModel(roofline(parameters=3_000_000_000, flops_per_s=2.56e13, bytes_per_s=2e11))
     device = Device(pass_s=0.03, token_s=0.0001, decode_s=1e-5, free_tokens=128)
     rng = random.Random(0)
     for _ in range(300):

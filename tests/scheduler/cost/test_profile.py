@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,9 @@ def measured(device: Device, noise: float = 0.0) -> tuple[list[ForwardTime], lis
         loads.append(Load(finetune_tokens=tokens))
     chance.shuffle(loads)
     spread = [1.0 + noise * chance.uniform(-1, 1) for _ in loads]
-    forwards = [ForwardTime.of(load, device.forward_s(load) * s) for load, s in zip(loads, spread, strict=True)]
+    forwards = [
+        ForwardTime(**asdict(load), seconds=device.forward_s(load) * s) for load, s in zip(loads, spread, strict=True)
+    ]
     units = [
         UnitTime(kind=kind, tokens=n, seconds=device.unit_s(Unit(kind, n)))
         for kind in ("layer", "head")
@@ -178,11 +180,11 @@ def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so
 
 
 def test_features_that_no_measurement_had_are_guessed() -> None:
-    short = [forward for forward in measured(Device())[0] if forward.load().tokens <= 32 and not forward.adapters]
+    short = [forward for forward in measured(Device())[0] if forward.tokens <= 32 and not forward.adapters]
     profile = profile_of(Device()).model_copy(
         update={"forwards": tuple(short), "prices": replace(fit_prices(short, measured(Device())[1]), knee_tokens=32)}
     )
-    assert not any(forward.load().features(profile.prices.knee_tokens)[2] for forward in short)
+    assert not any(forward.features(profile.prices.knee_tokens)[2] for forward in short)
     guess = roofline(135_000_000, 2e11, 2e10)
     cost = CostModel.from_profile(profile, guess)
     assert cost.token_s == guess.forward[2]

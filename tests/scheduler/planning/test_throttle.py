@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ PERIODIC = {"ekya", "periodic-async"}
 @pytest.mark.parametrize("policy", [n for n, policy in ROWS.items() if policy.trains and n not in PERIODIC])
 def test_no_policy_works_on_a_throttled_step_and_the_plan_says_when_it_goes_on(policy: str) -> None:
     settings = SchedulerSettings(policy=policy)
-    scheduler = Scheduler(settings, CostModel.guess(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10))
+    scheduler = Scheduler(settings, CostModel(roofline(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10)))
     units = (Unit("layer", 16), Unit("step", 1))
     task = Task(1, Kind.FINETUNE, 0.0, tokens=0, units=units)
     scheduler.add(task, 0.0)

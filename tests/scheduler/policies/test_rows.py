@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.base import Entry, Order, Policy, Row, Spare
-from edged.scheduler.policies.fcfs import FCFS
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.policy import MACE
+from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Plan, Resources, Task, TaskOutcome
@@ -75,7 +75,7 @@ fair = pytest.mark.parametrize("row", [FAIR, FAIR_HYBRID], ids=lambda row: row.n
 
 
 def scheduler_with(row: Row) -> Scheduler:
-    cost = CostModel.guess(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10)
+    cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10))
     return Scheduler(SchedulerSettings(), cost, Policy(row, SchedulerSettings(), cost))
 
 

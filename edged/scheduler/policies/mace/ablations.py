@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.base import Order, Policy, Row, Spare
@@ -16,7 +15,6 @@ from edged.scheduler.policies.mace.packing import Item
 from edged.scheduler.policies.mace.policy import MACE, MaceSpare
 from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only
 from edged.scheduler.task import Plan, Resources, Task
-from edged.settings.load import SchedulerSettings
 
 MACE_PREFIX = replace(MACE, name="mace-prefix", keeps="MACE/Prefix of 6.3", shares_prefixes=False)
 MACE_PRUNE = replace(MACE, name="mace-prune", keeps="MACE/Prune of 6.3", prunes=False)
@@ -62,13 +60,9 @@ class FixedBatches(PhasedFill):
     lacks pages waits until answers have ended.
     """
 
-    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Take the largest batches."""
-        self._requests, self._steps = settings.fixed_requests, settings.fixed_steps
-
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """A batch of steps, when it is their turn, else a batch of requests."""
-        resources = replace(resources, max_sequences=min(resources.max_sequences, self._requests))
+        resources = replace(resources, max_sequences=min(resources.max_sequences, self.settings.fixed_requests))
         tasks = runnable_steps(queues, resources)
         if not tasks:
             return serve_only(policy, queues, now, resources)
@@ -84,7 +78,7 @@ class FixedBatches(PhasedFill):
         oldest_s = queues.waiting[0].arrival_s if queues.waiting else math.inf
         if self.tuned and (queues.decodes or queues.started):
             return []
-        return [task for task in tasks[: self._steps] if task.arrival_s <= oldest_s]
+        return [task for task in tasks[: self.settings.fixed_steps] if task.arrival_s <= oldest_s]
 
 
 MACE_BIN = Row(

@@ -8,7 +8,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Admission, Entry, Spare
-from edged.scheduler.policies.mace.packing import Bin, Item, Packing
+from edged.scheduler.policies.mace.packing import Bin, Item, best_fit
 from edged.scheduler.policies.mace.priority import Priorities
 from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
@@ -21,12 +21,9 @@ class MaceAdmission(Admission):
     """
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Derive priorities and the constants of Algorithm 1."""
-        self._cost = cost
-        self._priorities = Priorities.derive(settings)
-        self._packing = Packing(
-            settings.lambda_memory, settings.lambda_latency, settings.tau_memory, settings.tau_tasks
-        )
+        """Derive the priorities."""
+        super().configure(settings, cost)
+        self._priorities = Priorities(settings)
 
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
         """Fine-tuning's part in the iteration, by the wait that `spare` knows, and the prompts that may run."""
@@ -69,12 +66,12 @@ class MaceAdmission(Admission):
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
             return
-        length_s = draft.tokens_left * self._cost.token_s
+        length_s = draft.tokens_left * self.cost.token_s
         running = bool(runnable or draft.load.decodes)
         first_pages = draft.open_pages
         first = Bin(first_pages, length_s, occupied=running)
         items = self._asking(draft, asking, waiting, entry.due, now)
-        bins = self._packing.best_fit(items, first, draft.total_pages, length_s, draft.total_pages)
+        bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
         # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
         packed = [item for room in bins for item in room.items]
         step = next((item for item in packed if item.task.kind is Kind.FINETUNE and item.pages <= first_pages), None)
@@ -103,7 +100,7 @@ class MaceAdmission(Admission):
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
         missed its target anyway, and many that are not would wait with it.
         """
-        token_s, most = self._cost.token_s, draft.tokens_left
+        token_s, most = self.cost.token_s, draft.tokens_left
         steps = [Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning]
         if due:
             yield from steps

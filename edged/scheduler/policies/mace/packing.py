@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from edged.scheduler.task import Task
+from edged.settings.load import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,46 +43,33 @@ class Bin:
         self.free_s -= item.latency_s
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Constants of Algorithm 1: lambda1, lambda2, tau_mem (share of all pages) and tau_task."""
+def best_fit(
+    settings: SchedulerSettings, items: Iterable[Item], first: Bin, total_pages: int, length_s: float
+) -> list[Bin]:
+    """Algorithm 1: each item into the fitting bin with the least score, else into a new bin; the first bin runs.
 
-    lambda_memory: float = 1.0
-    lambda_latency: float = 1.0
-    tau_memory: float = 0.95
-    tau_tasks: int = 256
+    The score is the gap that the item would leave, each dimension as a share of a whole bin (MACE 4.2). `first` is the
+    coming iteration's bin with what its decodes left; the others stand for later iterations, which start with
+    `total_pages` and `length_s`. It ends when the first bin is full (`tau_memory` of `total_pages`, or its whole
+    length) or `tau_tasks` items were looked at.
+    """
+    bins = [first]
+    lambda_memory, lambda_latency = settings.lambda_memory, settings.lambda_latency
+    full = total_pages * (1.0 - settings.tau_memory)
 
-    def score(self, room: Bin, item: Item, total_pages: int, length_s: float) -> float:
-        """The gap that `item` would leave in `room`, each dimension as a share of a whole bin (MACE 4.2)."""
-        return (
-            self.lambda_memory * abs(room.free_pages - item.pages) / total_pages
-            + self.lambda_latency * abs(room.free_s - item.latency_s) / length_s
-        )
-
-    def best_fit(
-        self, items: Iterable[Item], first: Bin, total_pages: int, length_s: float, later_pages: int
-    ) -> list[Bin]:
-        """Algorithm 1: each item into the fitting bin with the least score, else into a new bin; the first bin runs.
-
-        `first` is the coming iteration's bin with what its decodes left; the others stand for later iterations, which
-        start with `later_pages` and `length_s`. It ends when the first bin is full (`tau_memory` of `total_pages`, or
-        its whole length) or `tau_tasks` items were looked at.
-        """
-        bins = [first]
-        full = total_pages * (1.0 - self.tau_memory)
-        for count, item in enumerate(items):
-            if count >= self.tau_tasks or first.free_s <= 0.0 or (first.occupied and first.free_pages <= full):
-                break
-            if first.free_pages < item.pages and not item.patient:
-                break
-            best, least = None, float("inf")
-            for room in bins:
-                if room.free_pages >= item.pages:
-                    score = self.score(room, item, total_pages, length_s)
-                    if score < least:
-                        best, least = room, score
-            if best is None:
-                best = Bin(later_pages, length_s)
-                bins.append(best)
-            best.put(item)
-        return bins
+    for item in islice(items, settings.tau_tasks):
+        if first.free_s <= 0.0 or (first.occupied and first.free_pages <= full):
+            break
+        if first.free_pages < item.pages and not item.patient:
+            break
+        best, least = None, math.inf
+        for room in bins:
+            if room.free_pages >= item.pages:
+                pages, seconds = abs(room.free_pages - item.pages), abs(room.free_s - item.latency_s)
+                score = lambda_memory * pages / total_pages + lambda_latency * seconds / length_s
+                if score < least:
+                    best, least = room, score
+        if best is None:
+            bins.append(best := Bin(total_pages, length_s))
+        best.put(item)
+    return bins

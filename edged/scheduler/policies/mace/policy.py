@@ -36,7 +36,7 @@ class MaceSpare(Spare):
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take share, longest wait, slow-down and quantum; what was owed and spent still is."""
-        self._cost = cost
+        super().configure(settings, cost)
         self._quantum_s = settings.idle_quantum_ms / 1000.0
         self._deficit.configure(settings)
         self._budget.configure(settings)
@@ -79,7 +79,7 @@ class MaceSpare(Spare):
             return self._quantum_s
         share = self._deficit.share
         tokens = min(draft.tokens_left, sum(task.tokens for task in entry.runnable))
-        serving_s = self._cost.priced_s(draft.load) + tokens * self._cost.token_s
+        serving_s = self.cost.priced_s(draft.load) + tokens * self.cost.token_s
         most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
         return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
 
@@ -93,9 +93,9 @@ class MaceSpare(Spare):
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
-        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self._cost.token_s))
-        forward_s = self._cost.forward_s(draft.load)
-        spare_s = min(slack_s * (1.0 - self._cost.headroom) - forward_s, self._quantum_s, max(0.0, self._budget.left_s))
+        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
+        forward_s = self.cost.forward_s(draft.load)
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, max(0.0, self._budget.left_s))
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         return max(0.0, forward_s + spare_s * max(0.0, free))
 

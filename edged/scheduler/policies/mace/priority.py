@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from edged.settings.load import SchedulerSettings
 
@@ -14,7 +13,6 @@ MOST_LOSS = PREFILL_BASE - FINETUNE_BASE
 """The most that a loss adds: by its loss alone a fine-tune task never passes a request that just arrived."""
 
 
-@dataclass(frozen=True, slots=True)
 class Priorities:
     """`P_w(wait) = pi_w + delta_w * wait`, plus `gamma * L_DPO` for fine-tuning.
 
@@ -22,23 +20,12 @@ class Priorities:
     `max_wait_s`, so that a fine-tune task that waited as long outranks every one of them, however old they are.
     """
 
-    max_wait_s: float
-    decode_per_s: float
-    prefill_per_s: float
-    finetune_per_s: float
-    gamma: float
-
-    @classmethod
-    def derive(cls, settings: SchedulerSettings) -> Priorities:
+    def __init__(self, settings: SchedulerSettings) -> None:
         """The priorities under which fine-tuning waits at most `finetune_max_wait_s`."""
-        wait_s = settings.finetune_max_wait_s
-        return cls(
-            max_wait_s=wait_s,
-            decode_per_s=DECODE_GROWTH / wait_s,
-            prefill_per_s=PREFILL_GROWTH / wait_s,
-            finetune_per_s=FINETUNE_GROWTH / wait_s,
-            gamma=settings.gamma,
-        )
+        self.max_wait_s, self.gamma = settings.finetune_max_wait_s, settings.gamma
+        self.decode_per_s = DECODE_GROWTH / self.max_wait_s
+        self.prefill_per_s = PREFILL_GROWTH / self.max_wait_s
+        self.finetune_per_s = FINETUNE_GROWTH / self.max_wait_s
 
     def decode(self, wait_s: float) -> float:
         """Priority of a decode whose request arrived `wait_s` ago."""
