@@ -14,12 +14,11 @@ from pathlib import Path
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal
 from edged.align.log_events import LogEvents
-from edged.api.admission import TenantQueue
+from edged.api.admission import TenantQueue, UserLimits, queue_sizes
 from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
-from edged.api.limits import UserLimits
 from edged.api.probe import VersionAnswers
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
@@ -27,6 +26,7 @@ from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.models.source import find_model
 from edged.reload import Reloader, ReloadResult, adopted
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.base_models import refuse_other_base
@@ -86,13 +86,14 @@ def assemble(
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, codec, engine, event_router)
-    feedback_intake = FeedbackIntake(store, codec, engine, settings, feed.tell_outcomes)
+    live = Live(settings)
+    feedback_intake = FeedbackIntake(store, codec, engine, live, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(settings.governor, engine.use, engine.limit)
     monitor.subscribe(governors.hear)
     governors.hear(monitor.latest)
     services = Services(
-        settings=settings,
+        live=live,
         model=name,
         vocab_size=facts["vocab_size"],
         engine=engine,
@@ -102,7 +103,7 @@ def assemble(
         feed=feed,
         feedback_intake=feedback_intake,
         monitor=monitor,
-        admission=TenantQueue.for_engine(settings.serving),
+        admission=TenantQueue(lambda: queue_sizes(live.now.serving)),
         limits=UserLimits(settings.limits),
         footprint=UserQuota(settings.limits.stored_mb * 2**20),
         governors=governors,
@@ -115,7 +116,7 @@ def assemble(
     return services, journal
 
 
-def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> None:
+def connect(services: Services, reloader: Reloader) -> None:
     """Say who takes over settings that change at run time, in the order in which they do."""
     engine = services.engine
 
@@ -124,12 +125,11 @@ def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> Non
 
     for apply in (
         configure_engine,
-        lifecycle.configure,
-        lambda settings: services.admission.configure(settings.serving),
+        services.configure,
         lambda settings: services.limits.configure(settings.limits),
         lambda settings: services.footprint.configure(settings.limits.stored_mb * 2**20),
         lambda settings: services.governors.configure(settings.governor),
-        services.feedback_intake.configure,
+        lambda _: services.feedback_intake.release(),
         lambda settings: services.upkeep.configure(settings.store),
     ):
         reloader.on_change(apply)

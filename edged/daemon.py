@@ -124,7 +124,7 @@ class Daemon:
 
     async def _serve(self, listeners: Listeners, access: Access, store: Store, folder: Path) -> int:
         runner = web.AppRunner(
-            make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
+            make_app(self._settings, self._lifecycle, access),
             handle_signals=False,
             handler_cancellation=True,
             shutdown_timeout=_HANDLERS_END_S,
@@ -161,7 +161,7 @@ class Daemon:
         """Build the parts. Raises ModelMissing, TokenizerError, ModelRefused or OtherBase."""
         services, self._journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
-        connect(services, self._lifecycle, self._reloader)
+        connect(services, self._reloader)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
         # 0.2 to 0.5 s. They stay for good: it need not.
         gc.collect()
@@ -185,7 +185,7 @@ class Daemon:
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
                 if self._journal is not None:
                     self._journal.retry()
-        self._lifecycle.drain()
+        self._lifecycle.phase = "draining"
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)
         logs.event(log, logging.INFO, "stopping", f"edged stops: running answers have {drain_s:g} s", drain_s=drain_s)

@@ -163,7 +163,8 @@ class AdapterQueue:
 
     def admit(self, now: float) -> None:
         """Queue those who waited for their time."""
-        while self.waiting and self.rate.take(now):
+        while self.waiting and not self.rate.wait_s(now):
+            self.rate.take(now)
             self.queue.append(self.waiting.popleft())
 
     def hold_burst(self, now: float) -> list[TokenPair]:
@@ -372,7 +373,7 @@ class PairQueues:
 
     def next_pair_s(self) -> float | None:
         """When the next waiting pair may be queued; None when none waits."""
-        return min((self.learners[name].rate.next_s() for name in self._waiting), default=None)
+        return min((self.now + self.learners[name].rate.wait_s(self.now) for name in self._waiting), default=None)
 
     def waiting(self) -> int:
         """Pairs that wait for their time."""

@@ -89,12 +89,6 @@ class Connection(web.RequestHandler):
             self.transport.abort()
 
 
-def header_came(request: web.Request) -> None:
-    """Tell a request's connection that it is no slow one."""
-    if isinstance(request.protocol, Connection):
-        request.protocol.header_came()
-
-
 class Site(web.SockSite):
     """A listening socket whose connections are `Connection`s."""
 

@@ -11,10 +11,12 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, Record, TokenPair
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
+from edged.align.feedback.signals import FeedbackResult
 from edged.align.journal import load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
 from edged.engine.engine import Engine
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
@@ -35,7 +37,7 @@ class FeedbackIntake:
         store: Store,
         codec: Tokenizer,
         engine: Engine,
-        settings: Settings,
+        settings: Live[Settings],
         tell: Callable[[Sequence[Record]], None] = lambda records: None,
     ) -> None:
         """`tell` hears of pairs that cannot be learned, when that is on disk."""
@@ -56,7 +58,7 @@ class FeedbackIntake:
         on_disk = self._engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, ref_model, self._settings.store.new_base == "learn")
+            changed = serve_base(db, ref_model, self._settings.now.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 
@@ -65,7 +67,7 @@ class FeedbackIntake:
             log.info("another base model was served before: what was learned on it waits until it is served again")
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
-        alarm_s = self._settings.feedback.alarm_s
+        alarm_s = self._settings.now.feedback.alarm_s
         self._engine.test_with(neutral_pairs(self._codec))
         self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         found = self._store.read(open_pairs)
@@ -87,16 +89,23 @@ class FeedbackIntake:
 
         self._thread.submit(relearn).add_done_callback(_report)
 
-    def learn_from(self, written: Future[tuple[int, ...]]) -> None:
-        """Learn the pairs that a write came to; nothing when it failed."""
+    def learn_from(self, written: Future[FeedbackResult] | Future[FeedbackResult | None]) -> None:
+        """Learn the pairs that a write came to; nothing when it failed, or when they are being learned already."""
         if not written.cancelled() and not written.exception():
-            self.learn_soon(written.result())
+            result = written.result()
+            if result is not None and not result.duplicate:
+                self.learn_soon(result.pair_ids)
 
-    def configure(self, settings: Settings) -> None:
-        """Take over other settings; where learning is switched on, what came before is handed over now."""
-        self._settings = settings
-        if settings.align.enabled:
-            self._thread.submit(self._release).add_done_callback(_report)
+    def release(self) -> None:
+        """Hand over what came while learning was switched off, as it is in the store by now, if it is on again."""
+
+        def hand_over() -> None:
+            withheld, self._withheld = self._withheld, set()
+            if withheld:
+                self._learn([pair_id for pair_id in self._store.read(open_pairs) if pair_id in withheld])
+
+        if self._settings.now.align.enabled:
+            self._thread.submit(hand_over).add_done_callback(_report)
 
     def settled(self) -> Future[None]:
         """Resolves when everything that was to be learned until now has reached the engine."""
@@ -111,21 +120,14 @@ class FeedbackIntake:
             part = pair_ids[first : first + _PAIRS_AT_ONCE]
             self._submit(self._store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
 
-    def _release(self) -> None:
-        """On the teacher's thread: hand over what was withheld, as it is in the store by now."""
-        withheld, self._withheld = self._withheld, set()
-        if withheld:
-            still_open = self._store.read(open_pairs)
-            self._learn([pair_id for pair_id in still_open if pair_id in withheld])
-
     def _submit(self, rows: Sequence[PairRow]) -> None:
-        if not self._settings.align.enabled:
+        if not self._settings.now.align.enabled:
             self._withheld |= {row.id for row in rows}
             return
         pairs: list[TokenPair] = []
         for row in rows:
             try:
-                pair, note = tokenize_pair(self._codec, row, self._settings.align.max_pair_tokens)
+                pair, note = tokenize_pair(self._codec, row, self._settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))
