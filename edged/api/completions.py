@@ -86,7 +86,6 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
 async def _record(services: Services, body: Body, model: str, adapter: str | None) -> Completion:
     """The record of a request before it has answers: its prompt is tokenized. Raises ApiError."""
     messages, prompt = None, None
-    prompt_ids: list[Any]
     if isinstance(body, ChatRequest):
         messages = tuple(message.plain() for message in body.messages)
         chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
@@ -95,8 +94,9 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
         prompt = body.prompt
         prompt_ids = await _tokenize(services.codec.encode_prompt, prompt, len(prompt))
     else:
-        prompt_ids = body.prompt
-        check_tokens(services, prompt_ids, "prompt")
+        ids: list[Any] = body.prompt
+        check_tokens(services, ids, "prompt")
+        prompt_ids = ids
     return Completion(
         id=("cmpl-" if messages is None else "chatcmpl-") + secrets.token_hex(16),
         created_at="",

@@ -57,11 +57,11 @@ async def request_lines(request: web.Request, handler: Handler) -> web.StreamRes
             response: web.StreamResponse = ApiError(400, message, HEADER, "bad_request_id").response()
         else:
             response = await handler(request)
-        _tell(request, response.status, time.monotonic() - started)
+        _write_line(request, response.status, time.monotonic() - started)
         return response
     except asyncio.CancelledError:
         note(request, left=True)
-        _tell(request, 499, time.monotonic() - started)
+        _write_line(request, 499, time.monotonic() - started)
         raise
     finally:
         logs.request_id.reset(token)
@@ -73,7 +73,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers[HEADER] = name
 
 
-def _tell(request: web.Request, status: int, seconds: float) -> None:
+def _write_line(request: web.Request, status: int, seconds: float) -> None:
     """Failed and slow requests are warnings; others only show at level debug."""
     route = request.match_info.route.resource
     path = route.canonical if route is not None else "unknown"

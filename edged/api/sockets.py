@@ -22,6 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
+from edged.runtime import logs
 from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
 from edged.settings.load import ApiSettings
 from edged.store.lock import FileLock, LockTaken
@@ -36,7 +37,7 @@ _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 
 
-_FOR_STRANGERS = "edged could not start: whoever runs this box finds the reason in its log"
+_TCP_MESSAGE = "edged could not start: whoever runs this box finds the reason in its log"
 _SILENT = logging.Logger("edged.api.sockets", logging.CRITICAL + 1)
 """aiohttp would tell of every request that it cannot read, with a traceback."""
 
@@ -193,15 +194,13 @@ def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
 
     asyncio tries again every second, and tells of each connection that it could not accept then, with a traceback.
     """
-    told_s = -math.inf
+    sparing = logs.Sparing(1, _TELL_AGAIN_S)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal told_s
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTOR:
             loop.default_exception_handler(context)
-        elif loop.time() - told_s >= _TELL_AGAIN_S:
-            told_s = loop.time()
+        elif sparing.left_out("no descriptor") is not None:
             log.warning("no file descriptor is free (%s): new clients wait until others leave", error.strerror)
 
     loop.set_exception_handler(handle)
@@ -244,8 +243,8 @@ async def answer_refusals(message: str, wait_s: float, environ: Mapping[str, str
     ends_s = loop.time() + wait_s
 
     async def refuse(request: web.BaseRequest) -> web.StreamResponse:
-        told = _FOR_STRANGERS if over_tcp(request) else f"edged could not start: {message}"
-        error = {"message": told, "type": "server_error", "param": None, "code": "start_refused"}
+        shown = _TCP_MESSAGE if over_tcp(request) else f"edged could not start: {message}"
+        error = {"message": shown, "type": "server_error", "param": None, "code": "start_refused"}
         headers = {"Retry-After": str(math.ceil(max(1.0, ends_s - loop.time())))}
         return web.json_response({"error": error}, status=503, headers=headers)
 
