@@ -67,11 +67,10 @@ class Accounts:
 
 
 def _account(uid: int) -> tuple[str, frozenset[int]]:
-    try:
+    with contextlib.suppress(KeyError):
         entry = pwd.getpwuid(uid)
-    except KeyError:
-        return "", frozenset()
-    return entry.pw_name, frozenset(os.getgrouplist(entry.pw_name, entry.pw_gid))
+        return entry.pw_name, frozenset(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return "", frozenset()
 
 
 def uid_of(name: str) -> int | None:

@@ -26,7 +26,6 @@ warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _ELSEWHERE = ("cross-site", "same-site")
 _PAGE = "/"
-_ROWS: dict[tuple[str, str], Route] = {(route.method, route.name): route for route in ROUTES}
 
 
 def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
@@ -68,9 +67,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
 
 def _row(request: web.Request) -> Route | None:
     """The row of the table that a request is for."""
-    resource = request.match_info.route.resource
-    method = "GET" if request.method == "HEAD" else request.method
-    return _ROWS.get((method, resource.canonical)) if resource is not None else None
+    owner = getattr(request.match_info.handler, "__self__", None)
+    return owner if isinstance(owner, Route) else None
 
 
 async def _body_in_time(request: web.Request, body_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +24,6 @@ log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_RETRY_AFTER_S = 1.0
 _SHOWN_CHARS = 200
 """Of a URL that is not there."""
 ERROR: str = "error"
@@ -43,26 +43,23 @@ MEANINGS = {
 """What a status of an error says, for the OpenAPI document."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer that is an error. `param` names the field at fault, `code` is for programs, `user` is for the log."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        *,
-        retry_after_s: float = _RETRY_AFTER_S,
-        user: str | None = None,
-        allowed: str = "",
-    ) -> None:
-        """`allowed` are the methods that a URL takes, where it is asked with another one."""
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.user = status, message, param, code, user
-        self.headers = {"Allow": allowed} if allowed else {}
-        if status in (429, 503):
-            self.headers["Retry-After"] = str(math.ceil(retry_after_s))
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    _: KW_ONLY
+    retry_after_s: float = 1.0
+    """Of those that may be asked again."""
+    user: str | None = None
+    allowed: str = ""
+    """The methods that a URL takes, where it is asked with another one."""
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""
@@ -71,7 +68,11 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         """The whole answer."""
-        response = web.json_response(self.body(), status=self.status, headers=self.headers)
+        response = web.json_response(self.body(), status=self.status)
+        if self.allowed:
+            response.headers["Allow"] = self.allowed
+        if self.status in (429, 503):
+            response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         if self.status == 408:
             # The rest of the body may come at any time.
             response.force_close()
@@ -102,7 +103,7 @@ def as_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             if isinstance(error, StoreError):
                 log.error("%s", error)
-            retry_after_s, user = getattr(error, "retry_after_s", _RETRY_AFTER_S), getattr(error, "user", None)
+            retry_after_s, user = getattr(error, "retry_after_s", 1.0), getattr(error, "user", None)
             return ApiError(status, str(error), code=code, retry_after_s=retry_after_s, user=user)
     match error:
         case ApiError():

@@ -110,24 +110,20 @@ def _since(text: str) -> str:
 
 async def get_feedback_progress(request: web.Request) -> FeedbackProgress:
     """What became of a feedback's pairs, or what they wait for."""
-    feedback_id = request.match_info["id"]
-    body = await asyncio.to_thread(_progress, services_of(request), caller_of(request), feedback_id)
-    if body is None:
-        # Whether another user's feedback is there is not for everybody to know.
-        message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
-        raise ApiError(404, message, "id", "unknown_feedback")
-    return body
+    return await asyncio.to_thread(_progress, services_of(request), caller_of(request), request.match_info["id"])
 
 
-def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress | None:
-    """The answer's body; None for a feedback that is not there, or is none of the caller's."""
+def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress:
+    """The answer's body. Raises ApiError for a feedback that is not there, or is none of the caller's."""
 
     def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
         signal = get_signal(db, feedback_id)
         return (signal, progress_of(db, signal.pair_ids)) if signal and caller.speaks_for(signal.user) else None
 
     if not feedback_id.isascii() or len(feedback_id) > _LONGEST_ID or (found := services.store.read(read)) is None:
-        return None
+        # Whether another user's feedback is there is not for everybody to know.
+        message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
+        raise ApiError(404, message, "id", "unknown_feedback")
     signal, rows = found
     tuning = services.engine.finetune()
     obstacle, blocked = _obstacle(services, tuning)

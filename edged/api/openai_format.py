@@ -73,13 +73,9 @@ def full(generation: Generation) -> Json:
     choices: list[Json] = []
     for answer in generation.answers:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        logprobs = answer.take_logprobs()
-        choice: Json = {
-            "index": answer.index,
-            **({"message": message} if generation.is_chat else {"text": answer.text}),
-        }
-        choice["logprobs"] = None if generation.sampling.logprobs is None else _logprobs(generation, logprobs)
-        choices.append({**choice, "finish_reason": answer.reason})
+        said: Json = {"message": message} if generation.is_chat else {"text": answer.text}
+        logprobs = None if generation.sampling.logprobs is None else _logprobs(generation, answer.take_logprobs())
+        choices.append({"index": answer.index, **said, "logprobs": logprobs, "finish_reason": answer.reason})
     return {
         **_head(generation),
         "system_fingerprint": fingerprint(generation),
@@ -100,10 +96,9 @@ def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
     if text or logprobs or first:
         answer.announced = True
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        said: Json = {"delta": delta} if generation.is_chat else {"text": text}
         shown = _logprobs(generation, logprobs) if logprobs else None
-        choices.append(
-            {**({"delta": delta} if generation.is_chat else {"text": text}), "logprobs": shown, "finish_reason": None}
-        )
+        choices.append({**said, "logprobs": shown, "finish_reason": None})
     if answer.finish is not None:
         end: Json = {"delta": {}} if generation.is_chat else {"text": ""}
         choices.append({**end, "logprobs": None, "finish_reason": answer.reason})

@@ -219,8 +219,7 @@ def _remove_stale(path: Path) -> None:
         try:
             probe.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             return
         except TimeoutError:
             # Somebody listens but is too busy to accept.
