@@ -171,7 +171,7 @@ class Daemon:
     async def _run_until_stopped(self, services: Services, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
-        self._lifecycle.ready(services)
+        self._lifecycle.services, self._lifecycle.phase = services, "ready"
         # It counts all rows first, which takes long in a large database.
         services.upkeep.start()
         self._loaded.set()

@@ -12,7 +12,7 @@ from aiohttp import web
 from edged.api import events, metrics
 from edged.api.access import CALLER, Access, is_loopback
 from edged.api.connections import Connection
-from edged.api.errors import ApiError, Handler, errors_as_json
+from edged.api.errors import ApiError, Handler
 from edged.api.openapi import Route
 from edged.api.request_log import PROBES, add_request_id, request_lines
 from edged.api.routes import ROUTES
@@ -53,9 +53,7 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
             await _body_in_time(request, settings.limits.body_s)
         return await handler(request)
 
-    app = web.Application(
-        middlewares=[request_lines, errors_as_json, check], client_max_size=settings.api.max_body_kb * 1024
-    )
+    app = web.Application(middlewares=[request_lines, check], client_max_size=settings.api.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)

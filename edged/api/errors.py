@@ -26,8 +26,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _SHOWN_CHARS = 200
 """Of a URL that is not there."""
-ERROR: str = "error"
-"""Where a request keeps the ApiError that it was answered with."""
 MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
     401: "TCP without a token that is known.",
@@ -119,7 +117,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "edged failed on this request; its log has the details", code="internal_error")
 
 
-def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     """What to say of what aiohttp refuses: above all a URL or method that no route has."""
     asked = f"{request.method} {request.path[:_SHOWN_CHARS]}"
     match error:
@@ -133,17 +131,6 @@ def _http_error(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError(413, "the request body is larger than api.max_body_kb allows", code="body_too_large")
         case _:
             return ApiError(error.status, error.text or error.reason or "the request failed", code="http_error")
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception of a handler becomes an answer, unless the answer has begun (streams report their own)."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        answer = _http_error(request, error) if isinstance(error, web.HTTPException) else as_api_error(error)
-        request[ERROR] = answer
-        return answer.response()
 
 
 async def send_pieces(

@@ -71,19 +71,23 @@ class ChoiceText:
         """Why it ended, in OpenAI's words."""
         return "stop" if self.stopped else self.finish.reason if self.finish else ""
 
-    def push(self, event: TokenEvent) -> None:
-        """Take one sampled token in. Tokens after a stop string are nobody's; one that ends the answer has no text."""
+    def push(self, event: TokenEvent) -> bool:
+        """Take one sampled token in; whether it completes a stop string.
+
+        Tokens after a stop string are nobody's; one that ends the answer has no text.
+        """
         if self.stopped:
-            return
+            return False
         self.token_ids.append(event.token_id)
         self.version = event.version
         if event.token_id in self._sampling.stop_token_ids:
-            return
+            return False
         piece = self._detokenizer.push(event.token_id)
         if event.logprob is not None:
             top, end = tuple(event.top or ()), self._seen + len(piece)
             self._logprobs.append(TokenLogprob(event.token_id, event.logprob, top, self._seen, end))
         self._add(piece)
+        return self.stopped
 
     def end(self, event: FinishEvent) -> None:
         """Take the end in: what was held back is certain now."""
@@ -303,9 +307,7 @@ class Generation:
 
     def _apply(self, event: Event, answer: ChoiceText) -> None:
         if isinstance(event, TokenEvent):
-            stopped = answer.stopped
-            answer.push(event)
-            if answer.stopped and not stopped:
+            if answer.push(event):
                 self.services.engine.cancel(answer.request_id, "stop")
             return
         answer.end(event)

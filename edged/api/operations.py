@@ -93,10 +93,6 @@ async def backup(request: web.Request) -> web.StreamResponse:
 def _parts(services: Services, all_versions: bool) -> Generator[Any, None, None]:
     """A backup's size in bytes, then its chunks. What it holds on the disk goes at its end. Raises BackupError."""
     store, config = services.store, to_toml(without_secrets(services.settings))
-
-    def settle() -> None:
-        store.write(lambda db: None).result()
-
-    with staged(store.path.parent, config, settle, all_versions) as folder:
+    with staged(store.path.parent, config, lambda: store.write(lambda db: None).result(), all_versions) as folder:
         yield total_bytes(folder)
         yield from stream(folder, store.path.parent)

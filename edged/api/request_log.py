@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.api.access import CALLER
-from edged.api.errors import ERROR, ApiError, Handler
+from edged.api.errors import ApiError, Handler, as_api_error, http_error
 from edged.api.services import LIFECYCLE
 from edged.runtime import logs
 
@@ -45,19 +45,25 @@ def note(request: web.Request, **fields: Any) -> None:
 
 @web.middleware
 async def request_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id and, when it ends, its line; 400 for an id that cannot be one."""
+    """Give the request its id and, when it ends, its line; 400 for an id that cannot be one.
+
+    Every exception of the handler becomes an answer, unless the answer has begun (streams report their own).
+    """
     given = request.headers.get(HEADER, "")
     valid = request[_CHOSEN] = bool(_VALID.fullmatch(given))
     request[_ID] = given if valid else f"req-{secrets.token_hex(16)}"
     token = logs.request_id.set(request[_ID])
-    started = time.monotonic()
+    started, error = time.monotonic(), None
     try:
-        if given and not valid:
-            message = f"{HEADER} {given[:40]!r} cannot be used: 1 to 128 of letters, digits and . _ : @ / + = -"
-            response: web.StreamResponse = ApiError(400, message, HEADER, "bad_request_id").response()
-        else:
+        try:
+            if given and not valid:
+                message = f"{HEADER} {given[:40]!r} cannot be used: 1 to 128 of letters, digits and . _ : @ / + = -"
+                raise ApiError(400, message, HEADER, "bad_request_id")
             response = await handler(request)
-        _write_line(request, response.status, time.monotonic() - started)
+        except Exception as failure:
+            error = http_error(request, failure) if isinstance(failure, web.HTTPException) else as_api_error(failure)
+            response = error.response()
+        _write_line(request, response.status, time.monotonic() - started, error)
         return response
     except asyncio.CancelledError:
         note(request, left=True)
@@ -73,12 +79,12 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
         response.headers[HEADER] = name
 
 
-def _write_line(request: web.Request, status: int, seconds: float) -> None:
+def _write_line(request: web.Request, status: int, seconds: float, error: ApiError | None = None) -> None:
     """Failed and slow requests are warnings; others only show at level debug."""
     route = request.match_info.route.resource
     path = route.canonical if route is not None else "unknown"
     fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
-    fields |= _refusal(request) | request.get(_NOTES, {})
+    fields |= _refusal(request, error) | request.get(_NOTES, {})
     problem = _problem(request, fields)
     level = logging.WARNING if problem else logging.DEBUG
     if problem:
@@ -95,9 +101,8 @@ def _write_line(request: web.Request, status: int, seconds: float) -> None:
     logs.event(log, level, "request", sentence, request_id=request[_ID], **fields)
 
 
-def _refusal(request: web.Request) -> dict[str, Any]:
+def _refusal(request: web.Request, error: ApiError | None) -> dict[str, Any]:
     """Of a request that was answered with an error: whose it was, and which error; of nobody known, where from."""
-    error: ApiError | None = request.get(ERROR)
     if error is None:
         return {}
     caller = request.get(CALLER)

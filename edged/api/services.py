@@ -93,10 +93,6 @@ class Lifecycle:
     services: Services | None = None
     opened_s: float = field(default_factory=time.monotonic)
 
-    def ready(self, services: Services) -> None:
-        """Requests are served from now on."""
-        self.services, self.phase = services, "ready"
-
     def problem(self) -> ApiError | None:
         """Why nothing can be served now; None when it can."""
         if self.services is not None and self.services.engine.error:
