@@ -14,12 +14,11 @@ from pathlib import Path
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal
 from edged.align.log_events import LogEvents
-from edged.api.admission import TenantQueue
+from edged.api.admission import TenantQueue, UserLimits, queue_sizes
 from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
-from edged.api.limits import UserLimits
 from edged.api.probe import VersionAnswers
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
@@ -88,13 +87,13 @@ def assemble(
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, codec, engine, event_router)
-    feedback_intake = FeedbackIntake(store, codec, engine, settings, feed.tell_outcomes)
+    feedback_intake = FeedbackIntake(store, codec, engine, live, feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)
     monitor.subscribe(governors.hear)
     governors.hear(monitor.latest)
     services = Services(
-        settings=settings,
+        live=live,
         model=name,
         vocab_size=facts["vocab_size"],
         engine=engine,
@@ -104,36 +103,30 @@ def assemble(
         feed=feed,
         feedback_intake=feedback_intake,
         monitor=monitor,
-        admission=TenantQueue.for_engine(settings.serving),
+        admission=TenantQueue(lambda: queue_sizes(live.now.serving)),
         limits=UserLimits(settings.limits),
         footprint=UserQuota(live),
         governors=governors,
         upkeep=Maintenance(store, live),
         started_at_s=time.time(),
         reload=reload,
-        live=live,
     )
     if resumed := feedback_intake.resume(facts["fingerprint"]):
         log.info("%d pairs were queued and go on", resumed)
     return services, journal
 
 
-def connect(services: Services, lifecycle: Lifecycle, reloader: Reloader) -> None:
+def connect(services: Services, reloader: Reloader) -> None:
     """Say who takes over settings that change at run time, in the order in which they do."""
     engine = services.engine
-
-    def take_over(settings: Settings) -> None:
-        services.live.now = settings
 
     async def configure_engine(settings: Settings) -> None:
         await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
 
     for apply in (
-        take_over,
         configure_engine,
-        lifecycle.configure,
-        lambda settings: services.admission.configure(settings.serving),
+        services.configure,
         lambda settings: services.limits.configure(settings.limits),
-        services.feedback_intake.configure,
+        lambda _: services.feedback_intake.release(),
     ):
         reloader.on_change(apply)

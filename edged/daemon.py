@@ -111,7 +111,7 @@ class Daemon:
             listeners = take_addresses(self._settings.api, access.has_tokens, os.environ)
             parts.callback(listeners.close)
             runner = web.AppRunner(
-                make_app(self._settings.api, self._lifecycle, access, self._settings.limits),
+                make_app(self._settings, self._lifecycle, access),
                 handle_signals=False,
                 handler_cancellation=True,
                 shutdown_timeout=_HANDLERS_END_S,
@@ -147,7 +147,7 @@ class Daemon:
         """Build the parts. Raises ModelMissing, TokenizerError, ModelRefused or OtherBase."""
         services, journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
-        connect(services, self._lifecycle, self._reloader)
+        connect(services, self._reloader)
         # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
         # 0.2 to 0.5 s. They stay for good: it need not.
         gc.collect()
@@ -157,7 +157,7 @@ class Daemon:
     async def _run_until_stopped(self, services: Services, journal: Journal, runner: web.AppRunner) -> int:
         services.engine.start()
         services.monitor.start()
-        self._lifecycle.ready(services)
+        self._lifecycle.services, self._lifecycle.phase = services, "ready"
         # It counts all rows first, which takes long in a large database.
         services.upkeep.start()
         self._loaded.set()
@@ -170,7 +170,7 @@ class Daemon:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
                 journal.retry()
-        self._lifecycle.drain()
+        self._lifecycle.phase = "draining"
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)
         logs.event(log, logging.INFO, "stopping", f"edged stops: running answers have {drain_s:g} s", drain_s=drain_s)

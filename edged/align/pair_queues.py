@@ -118,7 +118,8 @@ class AdapterQueue:
 
     def admit(self, now: float) -> None:
         """Queue the waiting pairs that the rate limit allows by `now` (seconds)."""
-        while self.waiting and self.rate.take(now):
+        while self.waiting and not self.rate.wait_s(now):
+            self.rate.take(now)
             self.queue.append(self.waiting.popleft())
 
     # -- tests -------------------------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ class PairQueues:
     def next_pair_s(self) -> float | None:
         """Time (seconds) at which the next waiting pair may be queued; None when none waits."""
         self.recount()
-        return min((self.queues[name].rate.next_s() for name in self._waiting), default=None)
+        return min((self.now + self.queues[name].rate.wait_s(self.now) for name in self._waiting), default=None)
 
     def waiting(self) -> int:
         """Number of pairs that wait for the rate limit."""

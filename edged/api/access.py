@@ -1,25 +1,125 @@
-"""Who calls, and what they may do: peers by their uid, TCP callers by their token, as `[access]` says."""
+"""Who calls, by the kernel's word or by token, and what they may do, as `[access]` says."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import grp
 import hmac
 import ipaddress
 import os
+import pwd
 import socket
-from collections.abc import Sequence
+import struct
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from edged.api.errors import ApiError
-from edged.api.peers import Accounts, Peer, gid_of, loopback_uid, uid_of, unix_peer
+from edged.api.sockets import over_tcp
 from edged.api.tokens import token_hash
-from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, AccessToken, Role
+from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
+_UCRED = struct.Struct("3i")
+"""`struct ucred` of unix(7): pid, uid, gid."""
+_KEPT_S = 30.0
+"""For how long names and groups of a uid are believed."""
+_MOST_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process of this box. `name` is its account, "" where its uid has none; `gids` are the account's groups."""
+
+    uid: int
+    name: str
+    gids: frozenset[int]
+
+    def __str__(self) -> str:
+        return f'peer "{self.name}" (uid {self.uid})' if self.name else f"peer of uid {self.uid}"
+
+
+class Accounts:
+    """Names and groups by uid, from the user database, remembered for a short time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[int, tuple[float, str, frozenset[int]]] = {}
+
+    async def peer(self, uid: int, gid: int | None = None) -> Peer:
+        """The account of a uid; `gid` is the process' own group, where the kernel told it."""
+        now = self._clock()
+        known = self._known.get(uid)
+        if known is None or now - known[0] >= _KEPT_S:
+            # The user database may be a server elsewhere.
+            account = await asyncio.to_thread(_account, uid)
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            known = self._known[uid] = (now, *account)
+        return Peer(uid, known[1], known[2] if gid is None else known[2] | {gid})
+
+
+def _account(uid: int) -> tuple[str, frozenset[int]]:
+    with contextlib.suppress(KeyError):
+        entry = pwd.getpwuid(uid)
+        return entry.pw_name, frozenset(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return "", frozenset()
+
+
+def uid_of(name: str) -> int | None:
+    """The uid of an account; None when there is none."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(name).pw_uid
+    return None
+
+
+def gid_of(name: str) -> int | None:
+    """The gid of a group; None when there is none."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrnam(name).gr_gid
+    return None
+
+
+def unix_peer(connection: socket.socket) -> tuple[int, int]:
+    """(uid, gid) that the process at the other end of a Unix socket had when it connected."""
+    _, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid, gid
+
+
+def loopback_uid(client: tuple[str, int], server: tuple[str, int], proc: Path = Path("/proc/net")) -> int | None:
+    """The uid that owns the client's end of a TCP connection within this box; None when nobody can tell.
+
+    `client` and `server` are the (address, port) of both ends as the server sees them. A socket that its process has
+    closed belongs to nobody any more, and proc(5) shows it with uid 0 and inode 0: it is never taken for root's.
+    """
+    for table in ("tcp", "tcp6"):
+        wanted = _hexadecimal(client, table), _hexadecimal(server, table)
+        try:
+            lines = (proc / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if (fields[1], fields[2]) == wanted:
+                return int(fields[7]) if fields[9] != "0" else None
+    return None
+
+
+def _hexadecimal(end: tuple[str, int], table: str) -> str:
+    """ADDRESS:PORT as proc(5) writes it: 32-bit words in the machine's byte order."""
+    address = ipaddress.ip_address(end[0])
+    packed = address.packed
+    if isinstance(address, ipaddress.IPv4Address) and table == "tcp6":
+        packed = ipaddress.IPv6Address(f"::ffff:{address}").packed
+    words = struct.unpack(f">{len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(words)}I", packed)) + f":{end[1]:04X}"
 
 
 class AccessError(ValueError):
@@ -52,18 +152,16 @@ class Caller:
         """Raises ApiError (403) unless the caller has the role."""
         if not self.may(role):
             has = ", ".join(sorted(self.roles)) or "no role"
-            raise forbidden(f'this needs the role "{role}", and {self.label} has {has} ({self.rule})', "forbidden_role")
+            message = f'this needs the role "{role}", and {self.label} has {has} ({self.rule})'
+            raise ApiError(403, message, code="forbidden_role")
 
     def demand_user(self, *users: str | None) -> None:
         """Raises ApiError (403) for the first user that the caller may not speak for, whether it exists or not."""
         for user in users:
             if user is not None and not self.speaks_for(user):
                 known = ", ".join(self.users) or "nobody"
-                raise forbidden(
-                    f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})',
-                    "forbidden_user",
-                    user,
-                )
+                message = f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})'
+                raise ApiError(403, message, code="forbidden_user", user=user)
 
 
 class Access:
@@ -71,23 +169,29 @@ class Access:
 
     def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
         """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
-        self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
-        self._tokens = settings.tokens
-        self._operator_sha256 = token_hash(admin_token) if admin_token else ""
+        self._operator: list[tuple[str, Caller]] = []
+        if admin_token:
+            self._operator = [(token_hash(admin_token), _holder(API_TOKEN, ["admin"], (), f"{API_TOKEN} is admin"))]
         self._accounts = Accounts()
         self._admin_gid = gid_of(ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
+        self.configure(settings)
 
     def configure(self, settings: AccessSettings) -> None:
-        """Go by other rules and tokens from the next request on. Raises AccessError, and nothing has changed then."""
-        other = Access(settings)
-        # api.token is not among those that can change.
-        self._rules, self._tokens = other._rules, other._tokens
+        """Go by other rules and tokens from the next request on. Raises AccessError, and nothing has changed then.
+
+        api.token is not among those that can change.
+        """
+        self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
+        self._tokens = [
+            (token.sha256, _holder(token.name, token.roles, token.users, f'access.tokens, name = "{token.name}"'))
+            for token in settings.tokens
+        ]
 
     @property
     def has_tokens(self) -> bool:
         """Whether TCP callers are known by tokens."""
-        return bool(self._tokens or self._operator_sha256)
+        return bool(self._tokens or self._operator)
 
     async def caller(self, request: web.Request) -> Caller:
         """Who sent a request. Raises ApiError (401) when nobody can tell."""
@@ -104,38 +208,35 @@ class Access:
             self._tcp_uids[transport] = await asyncio.to_thread(loopback_uid, *ends)
         owner = self._tcp_uids[transport]
         if owner is None:
-            raise _unknown("nobody can tell which account of this box connects: use the Unix socket, or make a token")
+            message = "nobody can tell which account of this box connects: use the Unix socket, or make a token"
+            raise ApiError(401, message, code="invalid_api_key")
         return self.of_peer(await self._accounts.peer(owner))
 
     def of_peer(self, peer: Peer) -> Caller:
         """What an account of this box may do."""
         own = peer.name if USER_NAME.fullmatch(peer.name) else ""
-        label, tenant = str(peer), own or f"uid:{peer.uid}"
+        account = partial(Caller, str(peer), peer.name, own or f"uid:{peer.uid}")
         if peer.uid in (0, os.geteuid()):
             who = "root" if peer.uid == 0 else "the daemon's own account"
-            return Caller(label, peer.name, tenant, frozenset({"admin"}), ("*",), f"{who} is admin")
+            return account(frozenset({"admin"}), ("*",), f"{who} is admin")
         for rule in self._rules:
             if rule.fits(peer):
                 users = tuple(own if user == SELF else user for user in rule.users if user != SELF or own)
-                return Caller(label, peer.name, tenant, rule.roles, users, rule.where)
+                return account(rule.roles, users, rule.where)
         if self._admin_gid in peer.gids:
-            return Caller(
-                label, peer.name, tenant, frozenset({"admin"}), ("*",), f'members of group "{ADMIN_GROUP}" are admins'
-            )
-        users = (own,) if own else ()
-        return Caller(label, peer.name, tenant, frozenset({"use", "train"}), users, _NO_RULE)
+            return account(frozenset({"admin"}), ("*",), f'members of group "{ADMIN_GROUP}" are admins')
+        return account(frozenset({"use", "train"}), (own,) if own else (), _NO_RULE)
 
     def of_token(self, shown: str) -> Caller:
         """What the holder of a token may do; `shown` is the Authorization header. Raises ApiError (401)."""
         kind, _, secret = shown.partition(" ")
         digest = token_hash(secret.strip()) if kind.lower() == "bearer" else ""
         # All are looked at, and each in constant time: how long it takes says nothing about any of them.
-        known = [token for token in self._tokens if hmac.compare_digest(token.sha256, digest)]
-        if digest and hmac.compare_digest(self._operator_sha256, digest):
-            return _OPERATOR
+        known = [who for sha256, who in (*self._operator, *self._tokens) if hmac.compare_digest(sha256, digest)]
         if not known:
-            raise _unknown('send "Authorization: Bearer TOKEN" with a token that [access] knows (`edged token new`)')
-        return _holder(known[0])
+            message = 'send "Authorization: Bearer TOKEN" with a token that [access] knows (`edged token new`)'
+            raise ApiError(401, message, code="invalid_api_key")
+        return known[0]
 
 
 class _Rule:
@@ -160,24 +261,10 @@ class _Rule:
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
 
 
-_OPERATOR = Caller(
-    f'token "{API_TOKEN}"', API_TOKEN, f"token:{API_TOKEN}", frozenset({"admin"}), ("*",), f"{API_TOKEN} is admin"
-)
-"""The holder of api.token."""
-
-
-def _holder(token: AccessToken) -> Caller:
-    users: Sequence[str] = ("*",) if "admin" in token.roles else token.users
-    where = f'access.tokens, name = "{token.name}"'
-    return Caller(
-        f'token "{token.name}"', token.name, f"token:{token.name}", frozenset(token.roles), tuple(users), where
-    )
-
-
-def over_tcp(request: web.Request) -> bool:
-    """Whether a request came over TCP."""
-    connection = request.transport.get_extra_info("socket") if request.transport else None
-    return connection is None or connection.family != socket.AF_UNIX
+def _holder(name: str, roles: Sequence[Role], users: Sequence[str], rule: str) -> Caller:
+    """The holder of a token."""
+    spoken_for = ("*",) if "admin" in roles else tuple(users)
+    return Caller(f'token "{name}"', name, f"token:{name}", frozenset(roles), spoken_for, rule)
 
 
 CALLER: str = "caller"
@@ -196,12 +283,3 @@ def is_loopback(name: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def forbidden(message: str, code: str, user: str | None = None) -> ApiError:
-    """The refusal of a caller who may not; `user` is for whom it wanted to speak."""
-    return ApiError(403, message, code=code, user=user)
-
-
-def _unknown(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key")

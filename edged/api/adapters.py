@@ -1,75 +1,90 @@
-"""`/v1/adapters`: what was learned for each user, going back, taking out, forgetting."""
+"""`/v1/adapters`: what was learned for each user, going back, taking out and in, forgetting."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tarfile
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
-from edged.align.adapters.adapter import UnknownAdapter
-from edged.align.adapters.peft_import import CONFIG, WEIGHTS
+from edged.align.adapters.adapter import LoraSpec, UnknownAdapter
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
 from edged.align.versions import UnknownVersion
-from edged.api import query
-from edged.api.access import Caller, caller_of
+from edged.api.access import caller_of
 from edged.api.erasure import forget_user
-from edged.api.errors import ApiError, not_found, send_pieces
-from edged.api.requests import RollbackRequest, read_body
-from edged.api.responses import Examined, Forgotten, RolledBack
+from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.requests import RollbackRequest, queried_integer, read_body
+from edged.api.responses import Examined, Forgotten, Imported, RolledBack
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers
-from edged.store.data_dir import folder_bytes
+from edged.store.data_dir import SCRATCH, folder_bytes
 
 _SERIES_PAIRS = 500
 MOST_SERIES_PAIRS = 100_000
+_TAR_OVERHEAD = 1 << 20
+_MOST_MEMBERS = 256
+_SLOWEST = 256 << 10
+"""Bytes a second: an upload that is slower on the whole is given up."""
+REASONS = ("imported", "rebuilt")
+"""What a version that came this way may be called; `edged align rebuild` says the second."""
 
 
 async def list_adapters(request: web.Request) -> dict[str, Any]:
-    """Metrics of every adapter that the caller may speak for."""
-    return {"adapters": await asyncio.to_thread(_listed, services_of(request), caller_of(request))}
+    """Every adapter with its means.
 
+    Of those that the caller may speak for, each with its size on disk and when it was taught or answered last.
+    """
+    services, caller = services_of(request), caller_of(request)
 
-def _listed(services: Services, caller: Caller) -> list[dict[str, Any]]:
-    """The caller's adapters, each with its size on disk and when it was taught or answered last."""
-    known, answered = services.store.read(metrics.summaries), services.store.read(last_answers)
-    root = services.engine.adapter_files.root
-    return [
-        {
-            **_current(services, item),
-            "disk_bytes": folder_bytes(root / item["adapter"]),
-            "last_used_at": max(item["updated_at"] or "", answered.get(item["adapter"], "")) or None,
-        }
-        for item in known
-        if caller.speaks_for(item["adapter"])
-    ]
+    def listed() -> list[dict[str, Any]]:
+        known, answered = services.store.read(metrics.summaries), services.store.read(last_answers)
+        root = services.engine.adapter_files.root
+        return [
+            {
+                **_current(services, item),
+                "disk_bytes": folder_bytes(root / item["adapter"]),
+                "last_used_at": max(item["updated_at"] or "", answered.get(item["adapter"], "")) or None,
+            }
+            for item in known
+            if caller.speaks_for(item["adapter"])
+        ]
+
+    return {"adapters": await asyncio.to_thread(listed)}
 
 
 async def get_adapter(request: web.Request) -> dict[str, Any]:
-    """One adapter's metrics, versions (newest first) and the series of its pairs (`?limit=`, oldest first)."""
-    services, name = services_of(request), _name(request)
-    limit = query.integer(request, "limit", _SERIES_PAIRS, 1, MOST_SERIES_PAIRS)
+    """One adapter with its versions and pairs.
 
-    def read(db: Database) -> dict[str, Any] | None:
+    Its versions are newest first, the series of its pairs (`?limit=`) is oldest first.
+    """
+    services, name = services_of(request), _name(request)
+    limit = queried_integer(request, "limit", _SERIES_PAIRS, 1, MOST_SERIES_PAIRS)
+
+    def read(db: Database) -> dict[str, Any]:
         summary = metrics.summary(db, name)
         if summary is None:
-            return None
+            raise _unknown(name)
         return {**summary, "versions": metrics.versions(db, name), "series": metrics.series(db, name, limit)}
 
-    found = await asyncio.to_thread(services.store.read, read)
-    if found is None:
-        raise _unknown(name)
-    return _current(services, found)
+    return _current(services, await asyncio.to_thread(services.store.read, read))
 
 
 async def rollback(request: web.Request) -> RolledBack:
-    """Serve an earlier version again, as a new one."""
+    """Serve an earlier version again.
+
+    It becomes a new one.
+    """
     services, name = services_of(request), _name(request)
     body = await read_body(request, RollbackRequest.checked)
     try:
@@ -77,12 +92,15 @@ async def rollback(request: web.Request) -> RolledBack:
     except UnknownAdapter:
         raise _unknown(name) from None
     except UnknownVersion as error:
-        raise not_found(str(error.args[0]), "version", "unknown_version") from None
+        raise ApiError(404, str(error.args[0]), "version", "unknown_version") from None
     return RolledBack(adapter=name, version=version, restored=body.version)
 
 
 async def mend(request: web.Request) -> Examined:
-    """Have the version that is served tested; where its language is broken, the newest that passes takes its place."""
+    """Test the version that is served; a good one takes the place of a broken one.
+
+    Broken is its language; the newest version that passes takes its place.
+    """
     services, name = services_of(request), _name(request)
     version = services.engine.version(name)
     if version is None:
@@ -92,21 +110,24 @@ async def mend(request: web.Request) -> Examined:
 
 
 async def export(request: web.Request) -> web.StreamResponse:
-    """The newest version that is on disk, as the tar that the import takes; `X-Edged-Version` is its number."""
+    """The newest version on disk as a tar of a PEFT folder.
+
+    It is the tar that the import takes; `X-Edged-Version` is the version's number.
+    """
     services, name = services_of(request), _name(request)
     versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
     saved = next((item for item in versions if item["on_disk"] and item["path"]), None)
     if saved is None and not versions and services.engine.version(name) is None:
         raise _unknown(name)
-    if saved is None:
-        raise _not_saved_yet(name)
-    chunks = _archive(Path(saved["path"]))
     try:
-        chunk = await asyncio.to_thread(next, chunks, b"")
+        if saved is None:
+            raise FileNotFoundError
+        chunks = _archive(Path(saved["path"]))
+        pieces = chain([await asyncio.to_thread(next, chunks, b"")], chunks)
     except FileNotFoundError:
-        # A newer one took its place meanwhile.
-        raise _not_saved_yet(name) from None
-    pieces = chain((chunk,), chunks)
+        # None was saved, or a newer one took its place meanwhile.
+        message = f'adapter "{name}" has no version on disk yet: ask again in a moment'
+        raise ApiError(409, message, code="not_saved_yet") from None
     headers = {"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
     return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
 
@@ -117,11 +138,116 @@ def _archive(folder: Path) -> Iterator[bytes]:
         yield from archive((config, weights))
 
 
+async def import_adapter(request: web.Request) -> Imported:
+    """Take a tar of a PEFT folder as a user's newest version.
+
+    It is a new version, which can be rolled back.
+    """
+    services, name = services_of(request), request.match_info["name"]
+    if not USER_NAME.fullmatch(name):
+        raise bad_request(f'"{name[:80]}" cannot name a user', "name")
+    caller_of(request).demand_user(name)
+    reason = request.query.get("reason", REASONS[0])
+    if reason not in REASONS:
+        raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
+    spec = services.engine.adapter_files.spec
+    if name in services.engine.adapter_files.left:
+        message = f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '
+        raise ApiError(409, f"{message}`edged adapters forget {name}` tries again", code="not_forgotten_yet")
+    services.claim("import")
+    try:
+        weights = await _uploaded(request, services, spec)
+    finally:
+        services.busy.discard("import")
+    version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
+    return Imported(adapter=name, version=version, reason=reason)
+
+
+async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:
+    """The weights that a request brings. Raises ApiError."""
+    most = most_bytes(spec) + _TAR_OVERHEAD
+    prefix = f"{SCRATCH}import-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:
+        archive, files = Path(name) / "upload.tar", Path(name) / "files"
+        body_s = services.settings.limits.body_s
+        size = min(most, request.content_length or most)
+        try:
+            async with asyncio.timeout(body_s + size / _SLOWEST):
+                await _receive(request, archive, most)
+            await asyncio.to_thread(_unpack, archive, files, most)
+            return await asyncio.to_thread(read_adapter, files, spec)
+        except TimeoutError:
+            allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
+            raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
+        except ImportRefused as error:
+            raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
+
+
+async def _receive(request: web.Request, target: Path, most: int) -> None:
+    """Write the body to a file. Raises ApiError for more than `most` bytes."""
+    size = 0
+    with target.open("wb") as file:
+        while piece := await request.content.read(1 << 18):
+            size += len(piece)
+            if size > most:
+                message = f"the archive is larger than any adapter of this model ({most} bytes)"
+                raise ApiError(413, message, code="body_too_large")
+            await asyncio.to_thread(file.write, piece)
+
+
+def _unpack(archive: Path, folder: Path, most: int) -> None:
+    """Take the two files of an adapter out of an archive, and nothing else. Raises ImportRefused."""
+    folder.mkdir()
+    try:
+        # "r:" and not "r": nothing is decompressed, so nothing can become larger than it was.
+        with tarfile.open(archive, "r:") as tar:
+            for number, member in enumerate(tar, 1):
+                if number > _MOST_MEMBERS:
+                    raise ImportRefused(f"the archive has more than {_MOST_MEMBERS} members: an adapter has two files")
+                _check_member(member, most)
+                # Members may lie one over the other: it is what they say together that is written.
+                most -= member.size
+                name = PurePosixPath(member.name).name
+                if name in (CONFIG, WEIGHTS):
+                    _extract(tar, member, folder / name)
+                elif name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
+                    # Its name alone is kept, so that the refusal can tell it; of its bytes nothing is.
+                    (folder / "adapter_model.bin").touch()
+    except tarfile.TarError as error:
+        raise ImportRefused(f"the upload is not a tar archive ({error}): send one that is not compressed") from None
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Write a member to a file that is not there yet. Raises ImportRefused."""
+    source = tar.extractfile(member)
+    assert source is not None
+    try:
+        with source, path.open("xb") as target:
+            shutil.copyfileobj(source, target)
+    except FileExistsError:
+        raise ImportRefused(f"{path.name} is in the archive twice: nobody can tell which one is meant") from None
+
+
+def _check_member(member: tarfile.TarInfo, most: int) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ImportRefused(f'"{member.name[:200]}" in the archive leads out of it')
+    # A sparse file is a few bytes here and any number where it is unpacked.
+    if member.issparse() or not (member.isfile() or member.isdir()):
+        raise ImportRefused(f'"{member.name[:200]}" in the archive is neither a file nor a folder')
+    if member.size > most:
+        excess = member.size - most
+        raise ImportRefused(f'with "{member.name[:200]}" the archive is {excess} bytes too large for this model')
+
+
 async def forget(request: web.Request) -> Forgotten:
-    """Delete an adapter, its versions on every base, and all completions, signals and pairs of its user."""
+    """Forget an adapter and everything that came from its user.
+
+    That is its versions on every base, and all completions, signals and pairs of its user.
+    """
     services, name = services_of(request), _name(request)
     # Whether the client still listens makes no difference: half of it would be learned again at the next start.
-    forgetting = asyncio.create_task(forget_user(services, name))
+    forgetting = asyncio.create_task(asyncio.to_thread(forget_user, services, name))
     services.forgetting.add(forgetting)
     forgetting.add_done_callback(services.forgetting.discard)
     done = await asyncio.shield(forgetting)
@@ -145,9 +271,5 @@ def _name(request: web.Request) -> str:
     return name
 
 
-def _not_saved_yet(name: str) -> ApiError:
-    return ApiError(409, f'adapter "{name}" has no version on disk yet: ask again in a moment', code="not_saved_yet")
-
-
 def _unknown(name: str) -> ApiError:
-    return not_found(f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")
+    return ApiError(404, f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")

@@ -8,42 +8,53 @@ import warnings
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
-from edged.api import events, importing, metrics, storage
-from edged.api.access import CALLER, Access, forbidden, is_loopback, over_tcp
-from edged.api.connections import header_came
-from edged.api.errors import ApiError, Handler, errors_as_json
+from edged.api import events, metrics
+from edged.api.access import CALLER, Access, is_loopback
+from edged.api.connections import Connection
+from edged.api.errors import ApiError, Handler
+from edged.api.openapi import Route
 from edged.api.request_log import PROBES, add_request_id, request_lines
-from edged.api.route import Route
 from edged.api.routes import ROUTES
 from edged.api.services import LIFECYCLE, Lifecycle
-from edged.api.single_flight import SingleFlight
+from edged.api.sockets import over_tcp
 from edged.observe.observer import Observer
-from edged.settings.load import AccessSettings, ApiSettings, LimitSettings
+from edged.settings.load import Settings
 
 # A request's caller has a plain name, which aiohttp would rather have as an object.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 _ELSEWHERE = ("cross-site", "same-site")
 _PAGE = "/"
-_ROWS: dict[tuple[str, str], Route] = {(route.method, route.name): route for route in ROUTES}
 
 
-def make_app(
-    settings: ApiSettings,
-    lifecycle: Lifecycle,
-    access: Access | None = None,
-    limits: LimitSettings | None = None,
-) -> web.Application:
+def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
-    access = access or Access(AccessSettings(), settings.token)
-    checks = (_browser_check(settings.listen, access), _caller_check(access), _phase_check)
-    body_check = _body_check((limits or LimitSettings()).body_s)
-    middlewares = [request_lines, errors_as_json, *checks, body_check]
-    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_kb * 1024)
+    access = access or Access(settings.access, settings.api.token)
+    own_name = _name_in(settings.api.listen)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """What is asked of every request before its handler has it."""
+        _refuse_other_sites(request, own_name, access.has_tokens)
+        if isinstance(request.protocol, Connection):
+            request.protocol.header_came()
+        row = _row(request)
+        # A route outside the table is for admins; a URL without a route is for anybody, and the answer is 404.
+        role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
+        if role != "anybody":
+            caller = request[CALLER] = await access.caller(request)
+            caller.demand_role(role)
+        # While the model is loading, and from SIGTERM on, nothing new is begun.
+        problem = lifecycle.problem()
+        if problem and not (row and row.always):
+            raise problem
+        if not (row and row.streamed):
+            await _body_in_time(request, settings.limits.body_s)
+        return await handler(request)
+
+    app = web.Application(middlewares=[request_lines, check], client_max_size=settings.api.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
-    app[importing.TURN], app[storage.TURN] = SingleFlight("import"), SingleFlight("backup")
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
@@ -54,55 +65,41 @@ def make_app(
 
 def _row(request: web.Request) -> Route | None:
     """The row of the table that a request is for."""
-    resource = request.match_info.route.resource
-    method = "GET" if request.method == "HEAD" else request.method
-    return _ROWS.get((method, resource.canonical)) if resource is not None else None
+    owner = getattr(request.match_info.handler, "__self__", None)
+    return owner if isinstance(owner, Route) else None
 
 
-def _caller_check(access: Access) -> Middleware:
-    """Every request has a caller, who needs the route's role."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        header_came(request)
-        row = _row(request)
-        # A route outside the table is for admins; a URL without a route is for anybody, and the answer is 404.
-        role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
-        if role != "anybody":
-            caller = request[CALLER] = await access.caller(request)
-            caller.demand_role(role)
-        return await handler(request)
-
-    return check
+async def _body_in_time(request: web.Request, body_s: float) -> None:
+    """Read a request's body. Raises ApiError (408) when it is slow."""
+    try:
+        async with asyncio.timeout(body_s):
+            await request.read()
+    except TimeoutError:
+        message = f"the body did not come within limits.body_s = {body_s:g} s"
+        raise ApiError(408, message, code="body_too_slow") from None
 
 
-def _browser_check(listen: str, access: Access) -> Middleware:
+def _refuse_other_sites(request: web.Request, own_name: str, has_tokens: bool) -> None:
     """Web pages of other sites must not reach a listener that asks for no token: TCP without one, and the Unix socket,
     which people forward to their browsers by ssh.
 
     Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
-    which must be loopback's or the name in `listen`; over the Unix socket, where programs invent one, any that is no
-    name of the Internet. What a page embeds or links to has no `Origin`: there browsers say in `Sec-Fetch-Site` where
-    it comes from, and only a link to the page itself is followed.
+    which must be loopback's or `own_name`, that in `listen`; over the Unix socket, where programs invent one, any that
+    is no name of the Internet. What a page embeds or links to has no `Origin`: there browsers say in `Sec-Fetch-Site`
+    where it comes from, and only a link to the page itself is followed. Raises ApiError (403).
     """
-    own = _name_in(listen)
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        tcp = over_tcp(request)
-        if not (tcp and access.has_tokens) and request.path not in PROBES:
-            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-            name, way_out = _name_in(host), "; or set api.token" if tcp else ""
-            if not (is_loopback(name) or (own and name == own) or (not tcp and _is_invented(name))):
-                message = f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost{way_out}'
-                raise forbidden(message, "forbidden_host")
-            if origin is not None and origin.lower() != f"http://{host.lower()}":
-                raise forbidden(f'web pages of "{origin[:200]}" may not use edged{way_out}', "forbidden_origin")
-            if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
-                raise forbidden(f"web pages of other sites may not use edged{way_out}", "forbidden_site")
-        return await handler(request)
-
-    return check
+    tcp = over_tcp(request)
+    if (tcp and has_tokens) or request.path in PROBES:
+        return
+    host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+    name, way_out = _name_in(host), "; or set api.token" if tcp else ""
+    if not (is_loopback(name) or (own_name and name == own_name) or (not tcp and _is_invented(name))):
+        message = f'host "{host[:200]}" is not this box: use 127.0.0.1 or localhost{way_out}'
+        raise ApiError(403, message, code="forbidden_host")
+    if origin is not None and origin.lower() != f"http://{host.lower()}":
+        raise ApiError(403, f'web pages of "{origin[:200]}" may not use edged{way_out}', code="forbidden_origin")
+    if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
+        raise ApiError(403, f"web pages of other sites may not use edged{way_out}", code="forbidden_site")
 
 
 def _follows_link(request: web.Request) -> bool:
@@ -125,33 +122,3 @@ def _is_invented(host: str) -> bool:
         return "." not in host or bool(ipaddress.ip_address(host))
     except ValueError:
         return False
-
-
-@web.middleware
-async def _phase_check(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """While the model is loading, and from SIGTERM on, nothing new is begun."""
-    problem, row = request.app[LIFECYCLE].problem(), _row(request)
-    if problem and not (row and row.always):
-        raise problem
-    return await handler(request)
-
-
-def _body_check(body_s: float) -> Middleware:
-    """Bodies come in time. Handlers find them read, but for those of `streamed` rows, which see to it themselves."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        row = _row(request)
-        if row and row.streamed:
-            return await handler(request)
-        try:
-            async with asyncio.timeout(body_s):
-                await request.read()
-        except TimeoutError:
-            error = ApiError(408, f"the body did not come within limits.body_s = {body_s:g} s", code="body_too_slow")
-            answer = error.response()
-            answer.force_close()
-            return answer
-        return await handler(request)
-
-    return check

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import secrets
-import time
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from edged.api import openai_format
-from edged.api.access import Caller, caller_of
+from edged.api.access import caller_of
 from edged.api.errors import as_api_error, bad_request
-from edged.api.generation import Ask, Generation
+from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
 from edged.api.requests import ChatRequest, CompletionRequest, read_body
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
-
-log = logging.getLogger("edged.api")
+from edged.store.completions import Completion
 
 _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized beside the event loop, so that they do not hold up other clients' tokens."""
@@ -29,42 +26,89 @@ _MESSAGE_CHARS = 64
 """What a message costs beside its text, in the template around it."""
 
 
+_SAMPLED = {
+    *("temperature", "top_p", "min_p", "seed", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+}
+"""Fields that a request and `Sampling` share; what is not given is as `Sampling` has it, which is OpenAI's default."""
+Body = ChatRequest | CompletionRequest
+
+
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """An answer to a conversation."""
-    services, caller = services_of(request), caller_of(request)
-    body = await read_body(request, ChatRequest.checked)
-    _demand(services, caller, body)
-    messages = tuple(message.plain() for message in body.messages)
-    chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
-    prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
-    ask = _ask(services, caller, body, prompt_ids, "chatcmpl-", messages=messages)
-    return await _answer(request, services, ask, body)
+    return await _answer(request, await read_body(request, ChatRequest.checked))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """A continuation of a text."""
+    return await _answer(request, await read_body(request, CompletionRequest.checked))
+
+
+async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     services, caller = services_of(request), caller_of(request)
-    body = await read_body(request, CompletionRequest.checked)
-    _demand(services, caller, body)
-    if isinstance(body.prompt, str):
-        prompt_ids = await _tokenize(services.codec.encode_prompt, body.prompt, len(body.prompt))
-        ask = _ask(services, caller, body, prompt_ids, "cmpl-", prompt=body.prompt)
+    limits, (model, adapter) = services.limits, split_model(services, body.model)
+    caller.demand_user(body.user, adapter)
+    tenant = body.user or adapter or caller.tenant
+    # What can be refused before the work of tokenizing.
+    limits.demand(tenant, body.choices)
+    completion = await _record(services, body, model, adapter or body.user)
+    sampling = _sampling(services, body, len(completion.prompt_ids))
+    if body.stream_options is not None and not body.stream:
+        raise bad_request('"stream_options" needs "stream": true', "stream_options")
+    generation = Generation(services, body, completion, sampling, tenant, caller.may("train"))
+    name_request(request, completion.id)
+    prompt_tokens = len(completion.prompt_ids)
+    note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
+    most_tokens = prompt_tokens + body.choices * sampling.max_tokens
+    limits.begin(tenant, body.choices, most_tokens)
+    headers = limits.headers(tenant)
+    try:
+        await generation.start()
+        if body.stream:
+            return await _stream(request, generation, headers)
+        async for _ in generation.updates():
+            pass
+        await generation.store()
+    except BaseException:
+        # The client vanished (the handler is cancelled), or it will get an error.
+        generation.abandon()
+        raise
+    finally:
+        limits.end(tenant, body.choices, most_tokens - generation.tokens)
+        note(request, **generation.facts())
+    if sampling.logprobs is None:
+        return openai_format.json_answer(openai_format.full(generation), headers=headers)
+    # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
+    text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(openai_format.full(generation)))
+    return web.json_response(text=text, headers=headers)
+
+
+async def _record(services: Services, body: Body, model: str, adapter: str | None) -> Completion:
+    """The record of a request before it has answers: its prompt is tokenized. Raises ApiError."""
+    messages, prompt = None, None
+    if isinstance(body, ChatRequest):
+        messages = tuple(message.plain() for message in body.messages)
+        chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
+        prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
+    elif isinstance(body.prompt, str):
+        prompt = body.prompt
+        prompt_ids = await _tokenize(services.codec.encode_prompt, prompt, len(prompt))
     else:
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
-        ask = _ask(services, caller, body, ids, "cmpl-")
-    return await _answer(request, services, ask, body)
-
-
-def _demand(services: Services, caller: Caller, body: ChatRequest | CompletionRequest) -> None:
-    """What can be refused before the work of tokenizing. Raises ApiError, LimitReached."""
-    caller.demand_user(body.user, split_model(services, body.model)[1])
-    services.limits.demand(_tenant(services, caller, body), body.n or 1)
-
-
-def _tenant(services: Services, caller: Caller, body: ChatRequest | CompletionRequest) -> str:
-    """Whose share a request counts as."""
-    return body.user or split_model(services, body.model)[1] or caller.tenant
+        prompt_ids = ids
+    return Completion(
+        id=("cmpl-" if messages is None else "chatcmpl-") + secrets.token_hex(16),
+        created_at="",
+        object="text_completion" if messages is None else "chat.completion",
+        model=model,
+        prompt_ids=tuple(prompt_ids),
+        choices=(),
+        user=body.user,
+        adapter=adapter,
+        messages=messages,
+        prompt=prompt,
+    )
 
 
 async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
@@ -72,49 +116,9 @@ async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
     return ids
 
 
-def _ask(
-    services: Services,
-    caller: Caller,
-    body: ChatRequest | CompletionRequest,
-    prompt_ids: list[int],
-    prefix: str,
-    messages: tuple[dict[str, str], ...] | None = None,
-    prompt: str | None = None,
-) -> Ask:
-    """The request in the engine's terms. Raises ApiError."""
-    model, adapter = split_model(services, body.model)
-    return Ask(
-        completion_id=prefix + secrets.token_hex(16),
-        object="text_completion" if messages is None else "chat.completion",
-        model=model,
-        created_s=int(time.time()),
-        prompt_ids=tuple(prompt_ids),
-        sampling=_sampling(services, body, len(prompt_ids)),
-        stops=_stops(services, body),
-        choices=body.n or 1,
-        tenant=_tenant(services, caller, body),
-        teaches=caller.may("train"),
-        user=body.user,
-        adapter=adapter or body.user,
-        messages=messages,
-        prompt=prompt,
-        service=body.service,
-    )
-
-
-def _stops(services: Services, body: ChatRequest | CompletionRequest) -> tuple[str, ...]:
-    longest = services.settings.api.max_stop_chars
-    for stop in body.stops:
-        if len(stop) > longest:
-            raise bad_request(
-                f"a stop string of {len(stop)} characters is longer than api.max_stop_chars = {longest}", "stop"
-            )
-    return body.stops
-
-
-def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_tokens: int) -> Sampling:
+def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
     """Sampling parameters with OpenAI's defaults; an answer that would not fit the context is cut short by it."""
-    context = services.engine.max_context_tokens
+    context, longest = services.engine.max_context_tokens, services.settings.api.max_stop_chars
     if prompt_tokens >= context:
         raise bad_request(
             f"the prompt has {prompt_tokens} tokens, and this model's context is {context} tokens with the answer",
@@ -127,7 +131,7 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
     max_tokens = min(wanted, context - prompt_tokens)
     alternatives, most = body.top_alternatives, services.settings.api.max_logprobs
     if alternatives is not None and not body.stream:
-        choices, each = body.n or 1, max_tokens * (1 + alternatives)
+        choices, each = body.choices, max_tokens * (1 + alternatives)
         if choices * each > most:
             raise bad_request(
                 f"n x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = "
@@ -135,79 +139,36 @@ def _sampling(services: Services, body: ChatRequest | CompletionRequest, prompt_
                 "ask for fewer, or for a stream",
                 "logprobs",
             )
+    if (chars := max(map(len, body.stops), default=0)) > longest:
+        raise bad_request(f"a stop string of {chars} characters is longer than api.max_stop_chars = {longest}", "stop")
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
     check_tokens(services, biases, "logit_bias")
     stop_ids = tuple(body.stop_token_ids or ())
     check_tokens(services, stop_ids, "stop_token_ids")
-
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min(body.min_tokens or 0, max_tokens),
-        temperature=given(body.temperature, 1.0),
-        top_p=given(body.top_p, 1.0),
         top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
-        repetition_penalty=given(body.repetition_penalty, 1.0),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=biases,
         logprobs=None if alternatives is None else min(alternatives, services.vocab_size),
-        ignore_eos=bool(body.ignore_eos),
         stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.codec.eos_ids}),
+        **body.model_dump(include=_SAMPLED, exclude_none=True),
     )
 
 
-async def _answer(
-    request: web.Request, services: Services, ask: Ask, body: ChatRequest | CompletionRequest
-) -> web.StreamResponse:
-    if body.stream_options is not None and not body.stream:
-        raise bad_request('"stream_options" needs "stream": true', "stream_options")
-    generation, limits = Generation(services, ask), services.limits
-    name_request(request, ask.completion_id)
-    note(request, completion=ask.completion_id, user=ask.user, adapter=ask.adapter, prompt_tokens=len(ask.prompt_ids))
-    most_tokens = len(ask.prompt_ids) + ask.choices * ask.sampling.max_tokens
-    limits.begin(ask.tenant, ask.choices, most_tokens)
-    headers = openai_format.rate_headers(limits.remaining(ask.tenant))
-    try:
-        await generation.start()
-        if body.stream:
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return await _stream(request, services, generation, with_usage, headers)
-        async for _ in generation.updates():
-            pass
-        await generation.store()
-    except BaseException:
-        # The client vanished (the handler is cancelled), or it will get an error.
-        generation.abandon()
-        raise
-    finally:
-        limits.end(ask.tenant, ask.choices, most_tokens - generation.tokens)
-        note(request, **generation.facts())
-    if ask.sampling.logprobs is None:
-        return openai_format.json_answer(openai_format.full(generation, services.codec), headers=headers)
-    # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
-    full = partial(openai_format.full, generation, services.codec)
-    text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(full()))
-    return web.json_response(text=text, headers=headers)
-
-
-async def _stream(
-    request: web.Request, services: Services, generation: Generation, with_usage: bool, headers: dict[str, str]
-) -> web.StreamResponse:
+async def _stream(request: web.Request, generation: Generation, headers: dict[str, str]) -> web.StreamResponse:
     """The answer in server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
+    options = generation.body.stream_options
+    with_usage = bool(options and options.include_usage)
     extra: openai_format.Json = {"usage": None} if with_usage else {}
     try:
         async for touched in generation.updates():
             if all(answer.finish for answer in generation.answers):
                 # Whoever reads the last chunk may give feedback on it at once.
                 await generation.store()
-            chunks = [item for answer in touched for item in openai_format.chunks(generation, answer, services.codec)]
+            chunks = [item for answer in touched for item in openai_format.chunks(generation, answer)]
             data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks)
             if data:
                 await response.write(data)
@@ -220,12 +181,6 @@ async def _stream(
         generation.abandon()
         answer = as_api_error(error)
         note(request, error=answer.code)
-        await _last_words(response, answer.body())
+        with contextlib.suppress(ConnectionResetError):
+            await response.write(openai_format.server_event(answer.body()))
     return response
-
-
-async def _last_words(response: web.StreamResponse, body: openai_format.Json) -> None:
-    try:
-        await response.write(openai_format.server_event(body))
-    except ConnectionResetError:
-        log.debug("a client left before it could be told of an error")

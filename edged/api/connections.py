@@ -37,9 +37,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._header_timer = self._loop.call_later(
-            self._limits.header_s, self._drop, f"no header came within limits.header_s = {self._limits.header_s:g} s"
-        )
+        reason = f"no header came within limits.header_s = {self._limits.header_s:g} s"
+        self._header_timer = self._loop.call_later(self._limits.header_s, self._drop, reason)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
@@ -55,9 +54,8 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self._loop.call_later(
-            self._limits.stalled_s, self._drop, f"it did not read for limits.stalled_s = {self._limits.stalled_s:g} s"
-        )
+        reason = f"it did not read for limits.stalled_s = {self._limits.stalled_s:g} s"
+        self._stall_timer = self._loop.call_later(self._limits.stalled_s, self._drop, reason)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -76,9 +74,8 @@ class Connection(web.RequestHandler):
             return super().handle_error(request, status, exc, message)
         # Not what was sent: a header may hold a token.
         log.info("a request could not be read: %s", type(exc).__name__)
-        problem = (
-            "the address or a header is longer than 8190 bytes" if isinstance(exc, LineTooLong) else "it is no HTTP"
-        )
+        long = "the address or a header is longer than 8190 bytes"
+        problem = long if isinstance(exc, LineTooLong) else "it is no HTTP"
         answer = ApiError(status, f"the request could not be read: {problem}", code="bad_http").response()
         answer.force_close()
         return answer
@@ -87,12 +84,6 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             log.info("a client was dropped: %s", reason)
             self.transport.abort()
-
-
-def header_came(request: web.Request) -> None:
-    """Tell a request's connection that it is no slow one."""
-    if isinstance(request.protocol, Connection):
-        request.protocol.header_came()
 
 
 class Site(web.SockSite):

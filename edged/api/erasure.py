@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sqlite_utils import Database
+
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.api.services import Services
-from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store import Store, StoreError, erasure, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER
-from edged.store.erasure import (
-    begin_forgetting,
-    empty_log,
-    end_forgetting,
-    erase_bytes,
-    search,
-    search_files,
-    unfinished,
-)
 
 log = logging.getLogger("edged.api")
 
 
-async def forget_user(services: Services, name: str) -> dict[str, Any] | None:
+def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     """Erase everything of a user; what was done and what a search found. None when nothing was known of them.
 
-    Keys: rows_deleted (by table), searched (see `edged.store.erasure.search`, with `files`), verified, vacuumed.
+    Keys: rows_deleted (by table), searched (see `edged.store.erasure.search`, with `files`), verified, vacuumed. It
+    blocks for minutes: not for the event loop.
     """
-    store, began_s, learned = services.store, time.monotonic(), True
-    now = utc_text(utc_now())
-    stages = services.forgetting_stages
+    store, began_s, stages = services.store, time.monotonic(), services.forgetting_stages
+    folder, now, learned = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), True
 
     def stage(what: str) -> None:
         stages[name] = what
@@ -43,30 +36,25 @@ async def forget_user(services: Services, name: str) -> dict[str, Any] | None:
 
     try:
         stage("deleting its rows")
-        erased = await asyncio.wrap_future(store.write(lambda db: begin_forgetting(db, name, now)))
+        erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
         # Pairs that were read before would make the adapter anew.
-        await asyncio.wrap_future(services.feedback_intake.settled())
+        services.feedback_intake.settled().result()
         stage("taking it out of the engine")
-        folder, gone = store.path.parent / ADAPTERS_FOLDER, True
         try:
-            await asyncio.wrap_future(services.engine.forget(name, erased.pair_ids))
+            gone = _deleted(name, services.engine.forget(name, erased.pair_ids).result)
         except UnknownAdapter:
-            learned = False
-        except OSError as error:
-            _tell_left(name, error)
-            gone = False
-        base = await asyncio.to_thread(store.read, served_base)
-        gone &= await asyncio.to_thread(_delete_files, folder, name, base)
+            learned, gone = False, True
+        gone &= _deleted(name, lambda: forget_files(folder, name, store.read(served_base)))
         services.engine.hold_back(name, not gone)
         # And what the engine had to say of it meanwhile.
-        await asyncio.wrap_future(store.write(lambda db: forget_learning(db, name)))
+        store.write(lambda db: forget_learning(db, name)).result()
         if not learned and gone and not any(erased.rows.values()):
-            await asyncio.wrap_future(store.write(lambda db: end_forgetting(db, name)))
+            store.write(lambda db: erasure.end_forgetting(db, name)).result()
             return None
         stage("searching for what is left")
-        searched = await asyncio.to_thread(_search, store, folder, name, erased.texts, now)
+        searched = _search(store, folder, name, erased.texts, now)
         stage("vacuuming")
-        vacuumed = await asyncio.to_thread(_vacuum, store, name, gone)
+        vacuumed = _vacuum(store, name, gone)
     finally:
         stages.pop(name, None)
     verified = not (searched["found"] or searched["files"])
@@ -79,9 +67,9 @@ def finish_forgetting(store: Store, adapters: Path) -> list[str]:
     `adapters` is their folder. Returns the users of whom files are still there, which must not be served.
     """
     stay = []
-    for name, since in store.read(unfinished):
+    for name, since in store.read(erasure.unfinished):
         log.warning("forgetting %s was interrupted: it is finished now", name)
-        gone = _delete_files(adapters, name, None)
+        gone = _deleted(name, partial(forget_files, adapters, name, None))
         store.write(partial(forget_learning, adapter=name)).result()
         # The user's texts went with the rows: only the name is left to search for.
         _search(store, adapters, name, (), since)
@@ -91,29 +79,25 @@ def finish_forgetting(store: Store, adapters: Path) -> list[str]:
     return stay
 
 
-def _delete_files(adapters: Path, name: str, but: str | None) -> bool:
-    """Whether they are gone; why not is in the log."""
+def _deleted(name: str, delete: Callable[[], object]) -> bool:
+    """Whether files could be deleted; why not is in the log."""
     try:
-        forget_files(adapters, name, but)
+        delete()
     except OSError as error:
-        _tell_left(name, error)
+        log.error(
+            "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
+            "again; let the daemon's user write there",
+            name,
+            error,
+        )
         return False
     return True
 
 
-def _tell_left(name: str, error: OSError) -> None:
-    log.error(
-        "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
-        "again; let the daemon's user write there",
-        name,
-        error,
-    )
-
-
 def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
     """What is left of a user (see `edged.store.erasure.search`, with `files`); the log has the result."""
-    searched = store.read(lambda db: search(db, name, texts, since))
-    searched["files"] = search_files(adapters, name)
+    searched = store.read(lambda db: erasure.search(db, name, texts, since))
+    searched["files"] = erasure.search_files(adapters, name)
     if searched["found"] or searched["files"]:
         log.error("forgetting %s: the search found %s", name, searched)
     else:
@@ -127,17 +111,16 @@ def _vacuum(store: Store, name: str, gone: bool) -> bool:
     Without room for a second copy of the file (or while another program reads) what was deleted is overwritten all the
     same; only its room, or the log, stays until next time.
     """
-    try:
-        store.write_alone(erase_bytes).result()
-        vacuumed = True
-    except (StoreError, RuntimeError) as error:
-        log.warning("the database keeps the room of what was deleted: %s", error)
-        vacuumed = False
+
+    def alone(work: Callable[[Database], None]) -> bool:
+        try:
+            store.write_alone(work).result()
+        except (StoreError, RuntimeError) as error:
+            log.warning("the database keeps the room of what was deleted: %s", error)
+            return False
+        return True
+
+    vacuumed = alone(erasure.erase_bytes)
     if gone:
-        store.write(lambda db: end_forgetting(db, name)).result()
-    try:
-        store.write_alone(empty_log).result()
-    except (StoreError, RuntimeError) as error:
-        log.warning("%s", error)
-        vacuumed = False
-    return vacuumed
+        store.write(lambda db: erasure.end_forgetting(db, name)).result()
+    return alone(erasure.empty_log) and vacuumed

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from aiohttp import web
 
 from edged.align.feedback.signals import FeedbackError
-from edged.api.admission import QueueFull
-from edged.api.limits import LimitReached
+from edged.api.admission import LimitReached
 from edged.api.responses import Error, ErrorDetail
 from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
 from edged.settings.load import ConfigError
@@ -24,14 +23,10 @@ from edged.text.tokenizer import TokenizerError
 log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_HTTP_CODES = {401: "unauthorized", 404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_RETRY_AFTER_S = 1.0
 _SHOWN_CHARS = 200
 """Of a URL that is not there."""
-ERROR: str = "error"
-"""Where a request keeps the ApiError that it was answered with."""
-_MEANINGS = {
+MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
     401: "TCP without a token that is known.",
     403: "This caller may not, or not that much.",
@@ -43,129 +38,99 @@ _MEANINGS = {
     500: "edged's own failure; its log has the details.",
     503: "Not now: loading, draining, stopped, or the disk cannot be written.",
 }
+"""What a status of an error says, for the OpenAPI document."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer that is an error. `param` names the field at fault, `code` is for programs, `user` is for the log."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float = _RETRY_AFTER_S,
-        user: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.user = user
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after_s = retry_after_s
-        self.kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    _: KW_ONLY
+    retry_after_s: float = 1.0
+    """Of those that may be asked again."""
+    user: str | None = None
+    allowed: str = ""
+    """The methods that a URL takes, where it is asked with another one."""
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """The JSON object."""
-        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
-        return Error(error=detail).model_dump()
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return Error(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)).model_dump()
 
-    def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
+    def response(self) -> web.Response:
         """The whole answer."""
-        headers = dict(headers or {})
+        response = web.json_response(self.body(), status=self.status)
+        if self.allowed:
+            response.headers["Allow"] = self.allowed
         if self.status in (429, 503):
-            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
-        return web.json_response(self.body(), status=self.status, headers=headers, dumps=json.dumps)
-
-
-def meaning_of(status: int) -> str:
-    """What a status of an error says, for the OpenAPI document."""
-    return _MEANINGS[status]
+            response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        if self.status == 408:
+            # The rest of the body may come at any time.
+            response.force_close()
+        return response
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request says something that cannot be done."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param, code)
 
 
-def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """404: the thing named is not there."""
-    return ApiError(404, message, param=param, code=code)
-
-
-def unavailable(message: str, code: str) -> ApiError:
-    """503: not now."""
-    return ApiError(503, message, code=code)
-
-
-def _too_much(message: str, code: str, retry_after_s: float, user: str | None = None) -> ApiError:
-    return ApiError(429, message, code=code, retry_after_s=retry_after_s, user=user)
+_ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    EngineStopping: (503, "stopping"),
+    LimitReached: (429, "rate_limit_reached"),
+    EngineBusy: (429, "queue_full"),
+    RequestRefused: (400, "request_refused"),
+    TokenizerError: (400, "bad_text"),
+    StorageFull: (403, "storage_full"),
+    ConfigError: (400, "bad_settings"),
+    StoreError: (503, "store_failed"),
+}
+"""The status and code of each exception whose message the client gets."""
 
 
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of any exception; what nobody foresaw is logged here and not told."""
+    for kind, (status, code) in _ANSWERS.items():
+        if isinstance(error, kind):
+            if isinstance(error, StoreError):
+                log.error("%s", error)
+            retry_after_s, user = getattr(error, "retry_after_s", 1.0), getattr(error, "user", None)
+            return ApiError(status, str(error), code=code, retry_after_s=retry_after_s, user=user)
     match error:
         case ApiError():
             return error
-        case EngineStopping():
-            return unavailable(str(error), "stopping")
-        case QueueFull():
-            return _too_much(str(error), "queue_full", error.retry_after_s)
-        case LimitReached():
-            return _too_much(str(error), "rate_limit_reached", error.retry_after_s, error.user)
-        case EngineBusy():
-            return _too_much(str(error), "queue_full", _RETRY_AFTER_S)
-        case RequestRefused():
-            return bad_request(str(error), code="request_refused")
         case FeedbackError():
-            status = 404 if error.kind == "unknown_completion" else 400
-            return ApiError(status, str(error), code=error.kind)
-        case TokenizerError():
-            return bad_request(str(error), code="bad_text")
-        case StorageFull():
-            return ApiError(403, str(error), code="storage_full")
-        case ConfigError():
-            return bad_request(str(error), code="bad_settings")
-        case StoreError():
-            log.error("%s", error)
-            return unavailable(str(error), "store_failed")
-        case web.HTTPException():
-            return _http_error(error)
+            return ApiError(404 if error.kind == "unknown_completion" else 400, str(error), code=error.kind)
         case ConnectionResetError():
             # Nobody will read this.
             log.debug("a client left before its answer began")
-            return unavailable("the client left", "client_left")
+            return ApiError(503, "the client left", code="client_left")
         case _:
             log.error("a request failed", exc_info=error)
             return ApiError(500, "edged failed on this request; its log has the details", code="internal_error")
 
 
-def _http_error(error: web.HTTPException) -> ApiError:
-    message = error.text or error.reason or "the request failed"
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = "the request body is larger than api.max_body_kb allows"
-    return ApiError(error.status, message, code=_HTTP_CODES.get(error.status, "http_error"))
-
-
-def _not_routed(request: web.Request, error: Exception) -> ApiError | None:
-    """What to say of a URL or method that no route has; None for any other error."""
+def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
+    """What to say of what aiohttp refuses: above all a URL or method that no route has."""
     asked = f"{request.method} {request.path[:_SHOWN_CHARS]}"
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        takes = ", ".join(sorted(error.allowed_methods))
-        return ApiError(405, f"{asked}: this URL takes {takes}", code=_HTTP_CODES[405])
-    if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"{asked}: no such URL; GET /openapi.json lists all", code=_HTTP_CODES[404])
-    return None
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception of a handler becomes an answer, unless the answer has begun (streams report their own)."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        answer = request[ERROR] = _not_routed(request, error) or as_api_error(error)
-        allowed = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
-        return answer.response(allowed)
+    match error:
+        case web.HTTPMethodNotAllowed():
+            takes = ", ".join(sorted(error.allowed_methods))
+            message, allowed = f"{asked}: this URL takes {takes}", error.headers["Allow"]
+            return ApiError(405, message, code="method_not_allowed", allowed=allowed)
+        case web.HTTPNotFound():
+            return ApiError(404, f"{asked}: no such URL; GET /openapi.json lists all", code="unknown_url")
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "the request body is larger than api.max_body_kb allows", code="body_too_large")
+        case _:
+            return ApiError(error.status, error.text or error.reason or "the request failed", code="http_error")
 
 
 async def send_pieces(

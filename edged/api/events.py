@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from aiohttp import web
 
-from edged.api import openai_format, query
+from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, Feed, Reader
+from edged.api.requests import queried_integer
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
 
@@ -26,7 +27,7 @@ _RETRY = b"retry: 2000\n\n"
 async def events(request: web.Request) -> web.StreamResponse:
     """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
     feed, caller = services_of(request).feed, caller_of(request)
-    wants, backlog = _wants(request), query.integer(request, "backlog", 0, 0, MOST_BACKLOG)
+    wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MOST_BACKLOG)
     _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     reader = Reader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)

@@ -1,48 +1,45 @@
-"""`POST /v1/feedback` and `GET /v1/feedback`."""
+"""`POST /v1/feedback`, `GET /v1/feedback`, and `GET /v1/feedback/{id}`: what became of a feedback's pairs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import UTC, datetime
+from typing import Any
 
 from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
-from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import bad_request, send_pieces, unavailable
+from edged.api.errors import ApiError, bad_request, send_pieces
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
-from edged.api.requests import PairRequest, SignalRequest, parse_feedback, read_body
-from edged.api.responses import FeedbackTaken
+from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body
+from edged.api.responses import FeedbackProgress, FeedbackTaken, PairProgress
 from edged.api.services import Services, services_of
-from edged.settings.load import FeedbackSettings
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
-from edged.store.feedback import get_pairs, pair_ids_of
-from edged.store.user_quota import UserQuota
+from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of
 
 _EXPORT_ROWS = 256
 """Pairs that are read and sent at a time."""
+_LONGEST_ID = 64
 
 
 async def post_feedback(request: web.Request) -> FeedbackTaken:
-    """Take a signal or a pair. 200 means that it is on disk."""
+    """Take a signal or a pair; 200 means that it is on disk."""
     services, caller = services_of(request), caller_of(request)
     body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
     if services.store.suspect:
-        raise unavailable(services.store.suspect, "store_suspect")
+        raise ApiError(503, services.store.suspect, code="store_suspect")
     services.limits.feedback(body.user or caller.tenant)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    weights = services.settings.feedback
-    written = services.store.write(lambda db: _record(db, body, caller, services.footprint, weights))
-    written.add_done_callback(lambda done: _learn(services, done))
+    written = services.store.write(lambda db: _record(db, body, caller, services))
+    written.add_done_callback(services.feedback_intake.learn_from)
     # Whether the client still listens makes no difference to what it reported.
     result = await asyncio.shield(asyncio.wrap_future(written))
     return FeedbackTaken(
@@ -54,19 +51,47 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     )
 
 
-async def get_feedback(request: web.Request) -> web.StreamResponse:
-    """All pairs of those whom the caller may speak for (or of `?user=NAME`, from `?since=` on) as JSON lines.
+def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
+    """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
+    footprint, settings = services.footprint, services.settings.feedback
+    users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
+    if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
+        # Nor does it say that there is such a one.
+        raise unknown_completion(body.completion_id)
+    for user in users:
+        footprint.demand_room(db, user)
+    if isinstance(body, SignalRequest):
+        report = Feedback(**body.model_dump(), account=caller.tenant)
+        result = record_signal(db, report, utc_now(), settings)
+    else:
+        messages = [message.plain() for message in body.messages] if body.messages is not None else None
+        pair = (body.user, body.chosen, body.rejected)
+        about = (messages, body.prompt, body.prompt_ids)
+        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
+    for user in users:
+        footprint.learned(db, user, () if result.duplicate else result.pair_ids)
+    return result
 
-    They have the shape that `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
+
+async def get_feedback(request: web.Request) -> web.StreamResponse:
+    """All pairs, or those of one user, as JSON lines.
+
+    They are of those whom the caller may speak for (or of `?user=NAME`, from `?since=` on), and have the shape that
+    `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
     """
     services, caller = services_of(request), caller_of(request)
-    user = query.user_name(request)
+    user = queried_user(request)
     caller.demand_user(user)
     since = _since(request.query.get("since", ""))
     ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
-    parts = (_export(services, ids[first : first + _EXPORT_ROWS]) for first in range(0, len(ids), _EXPORT_ROWS))
+    pieces = (_export(services, ids[first : first + _EXPORT_ROWS]) for first in range(0, len(ids), _EXPORT_ROWS))
     headers = {"Content-Type": "application/jsonl; charset=utf-8"}
-    return await send_pieces(request, "an export", headers, lambda: next(parts, None))
+    return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
+
+
+def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
+    pairs = services.store.read(lambda db: get_pairs(db, pair_ids))
+    return "".join(dumps(export_pair(pair)) + "\n" for pair in pairs).encode()
 
 
 def _since(text: str) -> str:
@@ -83,36 +108,75 @@ def _since(text: str) -> str:
         return ""
 
 
-def _record(
-    db: Database, body: SignalRequest | PairRequest, caller: Caller, footprint: UserQuota, settings: FeedbackSettings
-) -> FeedbackResult:
-    """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
-    users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
-    if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
-        # Nor does it say that there is such a one.
-        raise unknown_completion(body.completion_id)
-    for user in users:
-        footprint.demand_room(db, user)
-    if isinstance(body, SignalRequest):
-        said = (body.signal, body.choice, body.text, body.seconds)
-        report = Feedback(body.user, body.completion_id, *said, account=caller.tenant)
-        result = record_signal(db, report, utc_now(), settings)
-    else:
-        messages = [message.plain() for message in body.messages] if body.messages is not None else None
-        pair = (body.user, body.chosen, body.rejected)
-        about = (messages, body.prompt, body.prompt_ids)
-        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
-    for user in users:
-        footprint.learned(db, user, () if result.duplicate else result.pair_ids)
-    return result
+async def get_feedback_progress(request: web.Request) -> FeedbackProgress:
+    """What became of a feedback's pairs, or what they wait for."""
+    return await asyncio.to_thread(_progress, services_of(request), caller_of(request), request.match_info["id"])
 
 
-def _learn(services: Services, written: Future[FeedbackResult]) -> None:
-    """Once it is on disk: have new pairs learned. Runs on the store's thread."""
-    if not written.cancelled() and not written.exception() and not written.result().duplicate:
-        services.feedback_intake.learn_soon(written.result().pair_ids)
+def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress:
+    """The answer's body. Raises ApiError for a feedback that is not there, or is none of the caller's."""
+
+    def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
+        signal = get_signal(db, feedback_id)
+        return (signal, progress_of(db, signal.pair_ids)) if signal and caller.speaks_for(signal.user) else None
+
+    if not feedback_id.isascii() or len(feedback_id) > _LONGEST_ID or (found := services.store.read(read)) is None:
+        # Whether another user's feedback is there is not for everybody to know.
+        message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
+        raise ApiError(404, message, "id", "unknown_feedback")
+    signal, rows = found
+    tuning = services.engine.finetuning.report()
+    obstacle, blocked = _obstacle(services, tuning)
+    per_hour, late = services.settings.feedback.pairs_per_hour, tuning["pairs_waiting"]
+    reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
+    pairs = [_pair_progress(row, reasons) for row in rows]
+    waits = any(pair.waits_for for pair in pairs)
+    return FeedbackProgress(
+        id=signal.id,
+        object="feedback.progress",
+        user=signal.user,
+        reason=signal.reason or None,
+        settled=not waits,
+        blocked=waits and blocked,
+        pairs=pairs,
+    )
 
 
-def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
-    pairs = services.store.read(lambda db: get_pairs(db, pair_ids))
-    return "".join(dumps(export_pair(pair)) + "\n" for pair in pairs).encode()
+def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
+    """One pair with a sentence that says the same. `reasons` are what stands between any queued pair and its step."""
+    name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
+    waits_for = None
+    if row["state"] == "queued":
+        before = f"{row['before']} pair{'s' * (row['before'] > 1)} before it" if row["before"] else ""
+        waits_for = "; ".join(filter(None, (before, *reasons))) or f"the next step of {name}"
+    after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"
+    texts = {
+        "queued": f"waits: {waits_for}",
+        "trained": f"learned{f' as {name}@{version}' if version else ''}{after}",
+        "learnt": f"{f'{name}@{version}' if version else name} knew it already: {note}",
+        "held_out": f"kept as a test: {name}'s versions are measured by it, and none learns it",
+        "quarantined": f"held: {note}; if this was you: edged quarantine release --user {name}",
+        "skipped": f"not learned: {note}",
+    }
+    return PairProgress(
+        pair_id=row["id"],
+        adapter=name,
+        state=row["state"],
+        version=version,
+        seconds=seconds,
+        waits_for=waits_for,
+        text=texts[row["state"]],
+    )
+
+
+def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:
+    """(why no pair is learned just now, or ""; whether it stays so until somebody changes it)."""
+    if not services.settings.align.enabled:
+        return "learning is switched off (align.enabled = false)", True
+    if not tuning["enabled"]:
+        return f"fine-tuning is paused{': ' * bool(tuning['reason'])}{tuning['reason']}", True
+    if tuning["held"]:
+        governors = services.governors.report()
+        why = [governors["memory"]["reason"], *governors["power"]["reasons"]]
+        return f"governors hold fine-tuning back: {'; '.join(filter(None, why))}", False
+    return tuning["reason"], False

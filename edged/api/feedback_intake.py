@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, Record, TokenPair
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
+from edged.align.feedback.signals import FeedbackResult
 from edged.align.journal import load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
 from edged.engine.engine import Engine
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
@@ -27,19 +30,18 @@ _PAIRS_AT_ONCE = 32
 """Pairs whose texts are in memory at once: each may be as long as a request."""
 
 
+@dataclass(eq=False)
 class FeedbackIntake:
     """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
 
-    def __init__(
-        self,
-        store: Store,
-        codec: Tokenizer,
-        engine: Engine,
-        settings: Settings,
-        tell: Callable[[Sequence[Record]], None] = lambda records: None,
-    ) -> None:
-        """`tell` hears of pairs that cannot be learned, when that is on disk."""
-        self._store, self._codec, self._engine, self._settings, self._tell = store, codec, engine, settings, tell
+    store: Store
+    codec: Tokenizer
+    engine: Engine
+    settings: Live[Settings]
+    tell: Callable[[Sequence[Record]], None] = lambda records: None
+    """Hears of pairs that cannot be learned, when that is on disk."""
+
+    def __post_init__(self) -> None:
         self._withheld: set[int] = set()
         """Pairs that came while learning was switched off."""
         self._ref_model = ""
@@ -53,22 +55,22 @@ class FeedbackIntake:
         `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
         """
         self._ref_model = ref_model
-        on_disk = self._engine.adapters()
+        on_disk = self.engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, ref_model, self._settings.store.new_base == "learn")
+            changed = serve_base(db, ref_model, self.settings.now.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 
-        changed, lost = self._store.write(requeue).result()
+        changed, lost = self.store.write(requeue).result()
         if changed:
             log.info("another base model was served before: what was learned on it waits until it is served again")
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
-        alarm_s = self._settings.feedback.alarm_s
-        self._engine.test_with(neutral_pairs(self._codec))
-        self._engine.recall(self._store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
-        found = self._store.read(open_pairs)
+        alarm_s = self.settings.now.feedback.alarm_s
+        self.engine.test_with(neutral_pairs(self.codec))
+        self.engine.recall(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        found = self.store.read(open_pairs)
         self.learn_soon(tuple(found))
         return sum(state == "queued" for state in found.values())
 
@@ -83,20 +85,27 @@ class FeedbackIntake:
         def relearn() -> None:
             if recorded is not None:
                 recorded.result()
-            self._learn(self._store.read(lambda db: taken_back(db, adapter)))
+            self._learn(self.store.read(lambda db: taken_back(db, adapter)))
 
         self._thread.submit(relearn).add_done_callback(_report)
 
-    def learn_from(self, written: Future[tuple[int, ...]]) -> None:
-        """Learn the pairs that a write came to; nothing when it failed."""
+    def learn_from(self, written: Future[FeedbackResult] | Future[FeedbackResult | None]) -> None:
+        """Learn the pairs that a write came to; nothing when it failed, or when they are being learned already."""
         if not written.cancelled() and not written.exception():
-            self.learn_soon(written.result())
+            result = written.result()
+            if result is not None and not result.duplicate:
+                self.learn_soon(result.pair_ids)
 
-    def configure(self, settings: Settings) -> None:
-        """Take over other settings; where learning is switched on, what came before is handed over now."""
-        self._settings = settings
-        if settings.align.enabled:
-            self._thread.submit(self._release).add_done_callback(_report)
+    def release(self) -> None:
+        """Hand over what came while learning was switched off, as it is in the store by now, if it is on again."""
+
+        def hand_over() -> None:
+            withheld, self._withheld = self._withheld, set()
+            if withheld:
+                self._learn([pair_id for pair_id in self.store.read(open_pairs) if pair_id in withheld])
+
+        if self.settings.now.align.enabled:
+            self._thread.submit(hand_over).add_done_callback(_report)
 
     def settled(self) -> Future[None]:
         """Resolves when everything that was to be learned until now has reached the engine."""
@@ -109,37 +118,30 @@ class FeedbackIntake:
     def _learn(self, pair_ids: Sequence[int]) -> None:
         for first in range(0, len(pair_ids), _PAIRS_AT_ONCE):
             part = pair_ids[first : first + _PAIRS_AT_ONCE]
-            self._submit(self._store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
-
-    def _release(self) -> None:
-        """On the teacher's thread: hand over what was withheld, as it is in the store by now."""
-        withheld, self._withheld = self._withheld, set()
-        if withheld:
-            still_open = self._store.read(open_pairs)
-            self._learn([pair_id for pair_id in still_open if pair_id in withheld])
+            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
 
     def _submit(self, rows: Sequence[PairRow]) -> None:
-        if not self._settings.align.enabled:
+        if not self.settings.now.align.enabled:
             self._withheld |= {row.id for row in rows}
             return
         pairs: list[TokenPair] = []
         for row in rows:
             try:
-                pair, note = tokenize_pair(self._codec, row, self._settings.align.max_pair_tokens)
+                pair, note = tokenize_pair(self.codec, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))
                 continue
             pairs.append(pair)
             if note and note != row.note:
-                self._store.write(partial(set_pair_note, pair_id=row.id, note=note))
-        self._engine.submit_pairs(pairs)
+                self.store.write(partial(set_pair_note, pair_id=row.id, note=note))
+        self.engine.submit_pairs(pairs)
 
     def _skip(self, row: PairRow, reason: str) -> None:
         """Retire a pair that has no tokens."""
         skipped = PairRetired(row.id, row.adapter, "skipped", 0, row.epochs_done, reason)
-        written = self._store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
-        written.add_done_callback(lambda _: self._tell([skipped]))
+        written = self.store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
+        written.add_done_callback(lambda _: self.tell([skipped]))
 
 
 def _report(handed_over: Future[None]) -> None:

@@ -6,51 +6,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from sqlite_utils import Database
 
-from edged.align.feedback.signals import note_next_turn
+from edged.align.feedback.signals import FeedbackResult, note_next_turn
 from edged.align.language import repetition
-from edged.api.errors import ApiError, unavailable
-from edged.api.limits import LimitReached
+from edged.api.admission import LimitReached
+from edged.api.errors import ApiError
+from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
-from edged.scheduler.task import ServiceClass
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
 from edged.store.user_quota import StorageFull
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What is to be generated. `messages` is a chat's, `prompt` a text completion's; both None: bare token ids."""
-
-    completion_id: str
-    object: Literal["chat.completion", "text_completion"]
-    model: str
-    created_s: int
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    stops: tuple[str, ...]
-    choices: int
-    tenant: str
-    """Whose share it counts as: the user, else the adapter, else the caller."""
-    teaches: bool
-    """Whether the next turn may count against the answer before it: the caller may train."""
-    user: str | None = None
-    adapter: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-    prompt: str | None = None
-    service: ServiceClass = ServiceClass.INTERACTIVE
+_TEACHES_NOTHING = "completion %s teaches nothing about the answer before: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +38,26 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     offset: int
-
-
-@dataclass(slots=True)
-class _PendingLogprob:
-    entry: TokenLogprob
-    end: int
+    end: int = 0
     """Characters of the answer when this token was in."""
 
 
 class ChoiceText:
     """One choice's text as it grows; `take_text` and `take_logprobs` give out what is new and certain."""
 
-    def __init__(self, index: int, request_id: str, codec: Tokenizer, ask: Ask) -> None:
+    def __init__(self, index: int, request_id: str, codec: Tokenizer, sampling: Sampling, stops: Sequence[str]) -> None:
         self.index, self.request_id = index, request_id
         self.token_ids: list[int] = []
         self.text = ""
         self.finish: FinishEvent | None = None
         self.version = 0
         """The adapter's version that answered last."""
-        self._codec, self._sampling = codec, ask.sampling
-        self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(ask.stops)
-        self._fresh = ""
+        self._codec, self._sampling = codec, sampling
+        self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(stops)
+        self._taken = 0
+        """Characters that `take_text` gave out."""
         self._seen = 0
-        self._logprobs: list[_PendingLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
         self.announced = False
         """Whether a stream has shown this choice yet."""
 
@@ -96,23 +69,25 @@ class ChoiceText:
     @property
     def reason(self) -> str:
         """Why it ended, in OpenAI's words."""
-        if self.stopped:
-            return "stop"
-        return self.finish.reason if self.finish else ""
+        return "stop" if self.stopped else self.finish.reason if self.finish else ""
 
-    def push(self, event: TokenEvent) -> None:
-        """Take one sampled token in. Tokens after a stop string are nobody's; one that ends the answer has no text."""
+    def push(self, event: TokenEvent) -> bool:
+        """Take one sampled token in; whether it completes a stop string.
+
+        Tokens after a stop string are nobody's; one that ends the answer has no text.
+        """
         if self.stopped:
-            return
+            return False
         self.token_ids.append(event.token_id)
         self.version = event.version
         if event.token_id in self._sampling.stop_token_ids:
-            return
+            return False
         piece = self._detokenizer.push(event.token_id)
         if event.logprob is not None:
-            entry = TokenLogprob(event.token_id, event.logprob, tuple(event.top or ()), self._seen)
-            self._logprobs.append(_PendingLogprob(entry, self._seen + len(piece)))
+            top, end = tuple(event.top or ()), self._seen + len(piece)
+            self._logprobs.append(TokenLogprob(event.token_id, event.logprob, top, self._seen, end))
         self._add(piece)
+        return self.stopped
 
     def end(self, event: FinishEvent) -> None:
         """Take the end in: what was held back is certain now."""
@@ -121,57 +96,62 @@ class ChoiceText:
             return
         self._add(self._detokenizer.finish())
         if not self.stopped:
-            self._release(self._stops.finish())
+            self.text += self._stops.finish()
 
     def take_text(self) -> str:
         """Text that became certain since the last call."""
-        fresh, self._fresh = self._fresh, ""
+        fresh, self._taken = self.text[self._taken :], len(self.text)
         return fresh
 
     def take_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities of the tokens whose text is out."""
         count = len(self._logprobs)
         if self.finish is None or self.stopped:
-            count = next((i for i, pending in enumerate(self._logprobs) if pending.end > len(self.text)), count)
+            count = next((i for i, entry in enumerate(self._logprobs) if entry.end > len(self.text)), count)
         out, self._logprobs = self._logprobs[:count], self._logprobs[count:]
-        return [pending.entry for pending in out]
+        return out
 
     def record(self) -> Choice:
         """As the store keeps it."""
-        finish = self.finish
+        finish = self.finish or FinishEvent(self.request_id, "cancelled")
         return Choice(
             choice=self.index,
             text=self.text,
             token_ids=tuple(self._codec.ids_of_text(self.token_ids, self.text) if self.stopped else self.token_ids),
             finish_reason=self.reason or "cancelled",
             completion_tokens=len(self.token_ids),
-            cached_tokens=finish.cached_tokens if finish else 0,
-            queue_ms=finish.queue_s * 1e3 if finish else 0.0,
-            ttft_ms=finish.ttft_s * 1e3 if finish else 0.0,
-            total_ms=finish.total_s * 1e3 if finish else 0.0,
+            cached_tokens=finish.cached_tokens,
+            queue_ms=finish.queue_s * 1e3,
+            ttft_ms=finish.ttft_s * 1e3,
+            total_ms=finish.total_s * 1e3,
             repetition=repetition(self.token_ids),
         )
 
     def _add(self, piece: str) -> None:
         self._seen += len(piece)
         # As with end tokens, an answer does not stop before it has `min_tokens`.
-        if len(self.token_ids) <= self._sampling.min_tokens:
-            self._release(piece)
-        else:
-            self._release(self._stops.push(piece))
-
-    def _release(self, text: str) -> None:
-        self.text += text
-        self._fresh += text
+        self.text += piece if len(self.token_ids) <= self._sampling.min_tokens else self._stops.push(piece)
 
 
+@dataclass(eq=False)
 class Generation:
     """All choices of one completion. Use: `start`, then iterate `updates` to its end, then `store`; else `abandon`."""
 
-    def __init__(self, services: Services, ask: Ask) -> None:
-        self.ask, self._services = ask, services
+    services: Services
+    body: ChatRequest | CompletionRequest
+    completion: Completion
+    """The record of it without answers."""
+    sampling: Sampling
+    tenant: str
+    """Whose share it counts as: the user, else the adapter, else the caller."""
+    teaches: bool
+    """Whether the next turn may count against the answer before it: the caller may train."""
+
+    def __post_init__(self) -> None:
+        self.created_s = int(time.time())
         self.answers = [
-            ChoiceText(index, f"{ask.completion_id}-{index}", services.codec, ask) for index in range(ask.choices)
+            ChoiceText(index, f"{self.completion.id}-{index}", self.services.codec, self.sampling, self.body.stops)
+            for index in range(self.body.choices)
         ]
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         """Events, and the error of a choice that was not let in."""
@@ -181,9 +161,12 @@ class Generation:
         """Requests that the engine has."""
         self._outside = 0
         """Choices that have not entered, once the first has."""
-        self._written: Future[tuple[int, ...]] | None = None
-        self._signalled = False
-        """Whether the record led to a signal about the answer before."""
+        self._written: Future[FeedbackResult | None] | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it answers a conversation; else it continues a text."""
+        return self.completion.messages is not None
 
     @property
     def version(self) -> int:
@@ -197,8 +180,8 @@ class Generation:
         """
         self._unfinished = {answer.request_id: answer for answer in self.answers}
         asked_s = time.monotonic()
-        await self._services.admission.enter(self.ask.tenant, self.ask.choices)
-        self._outside = self.ask.choices - 1
+        await self.services.admission.enter(self.tenant, len(self.answers))
+        self._outside = len(self.answers) - 1
         self._submit(self.answers[0], asked_s)
         if self._outside:
             self._entering = asyncio.create_task(self._enter_others(asked_s))
@@ -207,7 +190,7 @@ class Generation:
         """Submit the other choices, each when it is the tenant's turn."""
         try:
             for answer in self.answers[1:]:
-                await self._services.admission.enter(self.ask.tenant, begun=True)
+                await self.services.admission.enter(self.tenant, begun=True)
                 self._outside -= 1
                 self._submit(answer, asked_s)
         except Exception as error:
@@ -216,15 +199,18 @@ class Generation:
 
     def _submit(self, answer: ChoiceText, asked_s: float) -> None:
         """Hand a choice that has entered to the engine."""
-        ask, services = self.ask, self._services
+        services, known, sampling = self.services, self.completion, self.sampling
+        if sampling.seed is not None:
+            # A seed must not make all choices equal.
+            sampling = replace(sampling, seed=sampling.seed + answer.index)
         request = Request(
             request_id=answer.request_id,
-            prompt_ids=ask.prompt_ids,
-            sampling=_nth(ask.sampling, answer.index),
-            adapter=ask.adapter,
-            service=ask.service,
-            tenant=ask.tenant if services.settings.cache.share_across == "user" else "",
-            user=ask.user,
+            prompt_ids=known.prompt_ids,
+            sampling=sampling,
+            adapter=known.adapter,
+            service=self.body.service,
+            tenant=self.tenant if services.settings.cache.share_across == "user" else "",
+            user=known.user,
         )
         services.event_router.expect([request.request_id], self._queue)
         self._inside.add(answer.request_id)
@@ -237,20 +223,22 @@ class Generation:
     @property
     def tokens(self) -> int:
         """Tokens of the prompt and of all answers until now."""
-        return len(self.ask.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
+        return len(self.completion.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 
     async def updates(self) -> AsyncIterator[list[ChoiceText]]:
         """Choices that something happened to, until all have ended. Raises ApiError when the engine gave one up."""
         while self._unfinished:
+            # All that are there, so that a slow reader catches up in one go.
+            events = [await self._queue.get()]
+            while not self._queue.empty():
+                events.append(self._queue.get_nowait())
             touched: dict[int, ChoiceText] = {}
-            for event in await _take_all(self._queue):
+            for event in events:
                 if isinstance(event, BaseException):
                     raise event
-                answer = self._unfinished.get(event.request_id)
-                if answer is None:
-                    continue
-                self._apply(event, answer)
-                touched[answer.index] = answer
+                if (answer := self._unfinished.get(event.request_id)) is not None:
+                    self._apply(event, answer)
+                    touched[answer.index] = answer
             if touched:
                 yield list(touched.values())
 
@@ -259,17 +247,18 @@ class Generation:
 
         One that belongs to nobody is not kept: no feedback on it is possible, and nobody could have it erased.
         """
-        if self.ask.adapter is None:
+        if self.completion.adapter is None:
             return
         try:
             await asyncio.shield(asyncio.wrap_future(self._write()))
         except StoreError as error:
-            log.error("completion %s was not stored, feedback cannot name it: %s", self.ask.completion_id, error)
+            log.error("completion %s was not stored, feedback cannot name it: %s", self.completion.id, error)
 
     def abandon(self) -> None:
         """The client is gone or will get an error: free the engine at once, keep what the client has seen."""
         self._cancel()
-        if self._written is None and self.ask.adapter is not None and any(answer.text for answer in self.answers):
+        known = self.completion.adapter is not None
+        if known and self._written is None and any(answer.text for answer in self.answers):
             try:
                 self._write()
             except StoreError as error:
@@ -289,111 +278,76 @@ class Generation:
             facts["finish_reason"] = next((answer.reason for answer in self.answers if answer.finish), "")
         return facts
 
-    def _write(self) -> Future[tuple[int, ...]]:
+    def _write(self) -> Future[FeedbackResult | None]:
         """Queue the record; what follows from it is learned even if nobody waits for this any more."""
-        taught = self._may_teach()
-        self._written = self._services.store.write(lambda db: self._record(db, taught))
-        self._written.add_done_callback(self._services.feedback_intake.learn_from)
+        taught, loop = self._may_teach(), asyncio.get_running_loop()
+
+        def settle(written: Future[FeedbackResult | None]) -> None:
+            """Only a signal counts as feedback. Where the loop has ended, nobody counts any more."""
+            if written.cancelled() or written.exception() or written.result() is None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self.services.limits.no_feedback, self.tenant)
+
+        self._written = self.services.store.write(lambda db: self._record(db, taught))
+        self._written.add_done_callback(self.services.feedback_intake.learn_from)
         if taught:
-            loop = asyncio.get_running_loop()
-            self._written.add_done_callback(lambda _: _tell(loop, self._settle_feedback))
+            self._written.add_done_callback(settle)
         return self._written
 
     def _may_teach(self) -> bool:
         """Whether this may count against the answer before it; it counts as feedback until it turns out to be none."""
-        if not (self.ask.teaches and self.ask.messages):
+        if not (self.teaches and self.completion.messages):
             return False
         try:
-            self._services.limits.feedback(self.ask.tenant)
+            self.services.limits.feedback(self.tenant)
         except LimitReached as error:
-            log.info("completion %s teaches nothing about the answer before: %s", self.ask.completion_id, error)
+            log.info(_TEACHES_NOTHING, self.completion.id, error)
             return False
         return True
 
-    def _settle_feedback(self) -> None:
-        """The record is written: only a signal counts."""
-        if not self._signalled:
-            self._services.limits.no_feedback(self.ask.tenant)
-
     def _apply(self, event: Event, answer: ChoiceText) -> None:
         if isinstance(event, TokenEvent):
-            stopped = answer.stopped
-            answer.push(event)
-            if answer.stopped and not stopped:
-                self._services.engine.cancel(answer.request_id, "stop")
+            if answer.push(event):
+                self.services.engine.cancel(answer.request_id, "stop")
             return
         answer.end(event)
         del self._unfinished[event.request_id]
         self._inside.discard(event.request_id)
-        self._services.admission.leave()
+        self.services.admission.leave()
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
-            raise unavailable("the daemon stopped before the answer was complete", "cancelled")
+            raise ApiError(503, "the daemon stopped before the answer was complete", code="cancelled")
 
     def _cancel(self) -> None:
         if self._entering is not None:
             self._entering.cancel()
-        self._services.admission.withdraw(self._outside)
+        self.services.admission.withdraw(self._outside)
         self._outside = 0
-        self._services.event_router.drop(self._unfinished)
+        self.services.event_router.drop(self._unfinished)
         for request_id in self._inside:
-            self._services.engine.cancel(request_id)
-            self._services.admission.leave()
+            self.services.engine.cancel(request_id)
+            self.services.admission.leave()
         self._inside.clear()
         self._unfinished.clear()
 
-    def _record(self, db: Database, taught: bool) -> tuple[int, ...]:
-        """Write the completion; returns the pairs that it leads to as the turn after another answer, if it may."""
-        ask, now = self.ask, utc_now()
-        completion = Completion(
-            id=ask.completion_id,
-            created_at=utc_text(now),
-            object=ask.object,
-            model=ask.model,
-            prompt_ids=ask.prompt_ids,
-            choices=tuple(answer.record() for answer in self.answers),
-            user=ask.user,
-            adapter=ask.adapter,
-            version=self.version,
-            messages=ask.messages,
-            prompt=ask.prompt,
-        )
+    def _record(self, db: Database, taught: bool) -> FeedbackResult | None:
+        """Write the completion; returns what it says about the answer before it, if it may and there is room."""
+        now, footprint = utc_now(), self.services.footprint
+        answers = tuple(answer.record() for answer in self.answers)
+        completion = replace(self.completion, created_at=utc_text(now), choices=answers, version=self.version)
         insert_completion(db, completion)
-        self._services.footprint.added(db, ask.adapter or "", completion.size)
-        return self._teach(db, completion, now) if taught else ()
-
-    def _teach(self, db: Database, completion: Completion, now: datetime) -> tuple[int, ...]:
-        """What a completion says about the answer before it, if there is room for that; the pairs it leads to."""
-        footprint = self._services.footprint
+        footprint.added(db, completion.adapter or "", completion.size)
+        if not taught:
+            return None
         try:
             for user in users_of_completion(db, completion.id):
                 footprint.demand_room(db, user)
         except StorageFull as error:
-            log.info("completion %s teaches nothing about the answer before: %s", completion.id, error)
-            return ()
-        result = note_next_turn(db, completion.id, now, self._services.settings.feedback)
+            log.info(_TEACHES_NOTHING, completion.id, error)
+            return None
+        result = note_next_turn(db, completion.id, now, self.services.settings.feedback)
         if result is None or result.duplicate:
-            return ()
-        self._signalled = True
+            return None
         footprint.learned(db, completion.learner or "", result.pair_ids)
-        return result.pair_ids
-
-
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Have the event loop call something, from any thread; where it has ended, nobody counts any more."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
-
-
-def _nth(sampling: Sampling, index: int) -> Sampling:
-    """The sampling of choice `index`: a seed must not make all choices equal."""
-    return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
-
-
-async def _take_all(queue: asyncio.Queue[Any]) -> list[Any]:
-    """Wait for an event; take all that are there, so that a slow reader catches up in one go."""
-    events = [await queue.get()]
-    while not queue.empty():
-        events.append(queue.get_nowait())
-    return events
+        return result

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from aiohttp import web
 
 from edged.api.access import caller_of
-from edged.api.errors import ApiError, bad_request, not_found
+from edged.api.errors import ApiError, bad_request
 from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
@@ -25,9 +25,7 @@ def split_model(services: Services, model: str | None) -> tuple[str, str | None]
     if not model or model == base:
         return base, None
     adapter = model.removeprefix(f"{base}:")
-    if adapter == model:
-        raise _unknown(services, model)
-    if not USER_NAME.fullmatch(adapter):
+    if adapter == model or not USER_NAME.fullmatch(adapter):
         raise _unknown(services, model)
     return model, adapter
 
@@ -39,19 +37,19 @@ def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
 
 
 def _unknown(services: Services, model: str) -> ApiError:
-    return not_found(
-        f'model "{model[:200]}" does not exist: use "{services.model}" or, with an adapter, "{services.model}:USER"',
-        "model",
-        "model_not_found",
-    )
+    base = services.model
+    message = f'model "{model[:200]}" does not exist: use "{base}" or, with an adapter, "{base}:USER"'
+    return ApiError(404, message, "model", "model_not_found")
 
 
 async def list_models(request: web.Request) -> ModelList:
-    """The base model and one model per adapter that the caller may speak for."""
+    """The base model, and one model for each adapter.
+
+    Of the adapters those that the caller may speak for.
+    """
     services, caller = services_of(request), caller_of(request)
     adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))
-    names = [services.model, *(f"{services.model}:{name}" for name in adapters)]
-    return ModelList(object="list", data=[_model(services, name) for name in names])
+    return ModelList(object="list", data=[_model(services, adapter) for adapter in (None, *adapters)])
 
 
 async def get_model(request: web.Request) -> Model:
@@ -62,17 +60,17 @@ async def get_model(request: web.Request) -> Model:
     caller_of(request).demand_user(adapter)
     if adapter is not None and services.engine.version(adapter) is None:
         raise _unknown(services, name)
-    return _model(services, name)
+    return _model(services, adapter)
 
 
-def _model(services: Services, name: str) -> Model:
-    base, adapter = services.model, name.removeprefix(f"{services.model}:")
+def _model(services: Services, adapter: str | None) -> Model:
+    base = services.model
     return Model(
-        id=name,
+        id=base if adapter is None else f"{base}:{adapter}",
         object="model",
         created=int(services.started_at_s),
         owned_by="edged",
         max_model_len=services.engine.max_context_tokens,
-        parent=base if name != base else None,
-        adapter=adapter if name != base else None,
+        parent=None if adapter is None else base,
+        adapter=adapter,
     )

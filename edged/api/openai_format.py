@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
-from edged.api.generation import Ask, ChoiceText, Generation, TokenLogprob
-from edged.api.limits import Remaining
-from edged.scheduler.task import ServiceClass
+from edged.api.generation import ChoiceText, Generation, TokenLogprob
 from edged.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -25,7 +23,7 @@ def dumps(value: Any) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"))
+        return json.dumps(to_jsonable_python(value, inf_nan_mode="null"), separators=(",", ":"))
 
 
 def dumps_piecewise(value: Any) -> str:
@@ -36,14 +34,6 @@ def dumps_piecewise(value: Any) -> str:
         dump = dumps if len(value) > _LONG_LIST else dumps_piecewise
         return "[" + ",".join(map(dump, value)) + "]"
     return dumps(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def json_answer(value: BaseModel | Json, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -57,102 +47,79 @@ def server_event(value: Json) -> bytes:
     return f"data: {dumps(value)}\n\n".encode()
 
 
-def rate_headers(remaining: Mapping[str, Remaining]) -> dict[str, str]:
-    """What is left of a user's limits, in OpenAI's headers."""
-    headers: dict[str, str] = {}
-    for name, rate in remaining.items():
-        headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
-        headers[f"x-ratelimit-remaining-{name}"] = str(rate.left)
-        headers[f"x-ratelimit-reset-{name}"] = f"{rate.reset_s:.3f}s"
-    return headers
-
-
 STREAM_END = b"data: [DONE]\n\n"
 
 
 def usage(generation: Generation) -> Json:
     """Token counts over all choices; the prompt counts once."""
-    prompt = len(generation.ask.prompt_ids)
-    output = sum(len(answer.token_ids) for answer in generation.answers)
-    cached = generation.answers[0].finish.cached_tokens if generation.answers[0].finish else 0
+    prompt = len(generation.completion.prompt_ids)
+    finish = generation.answers[0].finish
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens": generation.tokens - prompt,
+        "total_tokens": generation.tokens,
+        "prompt_tokens_details": {"cached_tokens": finish.cached_tokens if finish else 0},
     }
 
 
 def fingerprint(generation: Generation) -> str:
     """Which weights answered: `ADAPTER@VERSION`, or `base` where no adapter had learned anything."""
     version = generation.version
-    return f"{generation.ask.adapter}@{version}" if version else "base"
+    return f"{generation.completion.adapter}@{version}" if version else "base"
 
 
-def full(generation: Generation, codec: Tokenizer) -> Json:
+def full(generation: Generation) -> Json:
     """The response of a request that does not stream."""
-    ask = generation.ask
+    choices: list[Json] = []
+    for answer in generation.answers:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        said: Json = {"message": message} if generation.is_chat else {"text": answer.text}
+        logprobs = None if generation.sampling.logprobs is None else _logprobs(generation, answer.take_logprobs())
+        choices.append({"index": answer.index, **said, "logprobs": logprobs, "finish_reason": answer.reason})
     return {
-        **_head(ask, ask.object),
+        **_head(generation),
         "system_fingerprint": fingerprint(generation),
-        "service_tier": "flex" if ask.service is ServiceClass.BATCH else "default",
-        "choices": [_full_choice(ask, answer, codec) for answer in generation.answers],
+        "service_tier": "flex" if generation.body.service_tier == "flex" else "default",
+        "choices": choices,
         "usage": usage(generation),
     }
 
 
-def chunks(generation: Generation, answer: ChoiceText, codec: Tokenizer) -> list[Json]:
+def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
     """What is new of one choice, as chunks of a stream.
 
     Its end has one of its own, without text: clients stop reading there.
     """
-    ask, text, logprobs = generation.ask, answer.take_text(), answer.take_logprobs()
-    chat, first = ask.messages is not None, not answer.announced
+    text, logprobs = answer.take_text(), answer.take_logprobs()
+    first = not answer.announced
     choices: list[Json] = []
     if text or logprobs or first:
         answer.announced = True
-        said = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        told = _logprobs(ask, logprobs, codec) if logprobs else None
-        choices.append({**({"delta": said} if chat else {"text": text}), "logprobs": told, "finish_reason": None})
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        said: Json = {"delta": delta} if generation.is_chat else {"text": text}
+        shown = _logprobs(generation, logprobs) if logprobs else None
+        choices.append({**said, "logprobs": shown, "finish_reason": None})
     if answer.finish is not None:
-        end: Json = {"delta": {}} if chat else {"text": ""}
+        end: Json = {"delta": {}} if generation.is_chat else {"text": ""}
         choices.append({**end, "logprobs": None, "finish_reason": answer.reason})
-    head = _head(ask, _chunk_object(ask))
+    head = _head(generation, chunk=True)
     return [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
 
 
 def usage_chunk(generation: Generation) -> Json:
     """The last chunk of a stream that asked for usage."""
-    ask = generation.ask
-    return {
-        **_head(ask, _chunk_object(ask)),
-        "system_fingerprint": fingerprint(generation),
-        "choices": [],
-        "usage": usage(generation),
-    }
+    head = _head(generation, chunk=True)
+    return {**head, "system_fingerprint": fingerprint(generation), "choices": [], "usage": usage(generation)}
 
 
-def _chunk_object(ask: Ask) -> str:
-    return "chat.completion.chunk" if ask.object == "chat.completion" else ask.object
+def _head(generation: Generation, chunk: bool = False) -> Json:
+    known = generation.completion
+    kind = f"{known.object}.chunk" if chunk and generation.is_chat else known.object
+    return {"id": known.id, "object": kind, "created": generation.created_s, "model": known.model}
 
 
-def _head(ask: Ask, kind: str) -> Json:
-    return {"id": ask.completion_id, "object": kind, "created": ask.created_s, "model": ask.model}
-
-
-def _full_choice(ask: Ask, answer: ChoiceText, codec: Tokenizer) -> Json:
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
-    logprobs = answer.take_logprobs()
-    return {
-        "index": answer.index,
-        **({"text": answer.text} if ask.messages is None else {"message": message}),
-        "logprobs": None if ask.sampling.logprobs is None else _logprobs(ask, logprobs, codec),
-        "finish_reason": answer.reason,
-    }
-
-
-def _logprobs(ask: Ask, entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
-    return (text_logprobs if ask.messages is None else chat_logprobs)(entries, codec)
+def _logprobs(generation: Generation, entries: Sequence[TokenLogprob]) -> Json:
+    return (chat_logprobs if generation.is_chat else text_logprobs)(entries, generation.services.codec)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:

@@ -1,28 +1,31 @@
-"""The OpenAPI 3.1 document, made from the table of routes and the models of their bodies.
+"""A row of the table of routes, and the OpenAPI 3.1 document that is made of the rows and the models of their bodies.
 
-`python -m edged.api.openapi` prints it; `docs/openapi.json` is a copy of that.
+`python -m edged.api.openapi` prints the document; `docs/openapi.json` is a copy of that.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
+from aiohttp import web
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 import edged
-from edged.api.errors import meaning_of
+from edged.api.errors import MEANINGS
+from edged.api.openai_format import json_answer
 from edged.api.responses import Error
-from edged.api.route import EVENTS, Route
+from edged.settings.access import Role
 
+EVENTS = "text/event-stream"
 _JSON = "application/json"
 _ANY_ROUTE = (400, 401, 403, 429, 500, 503)
 """What every route may answer: a wrong query, a caller that may not, too many requests, a failure, not now."""
-_WITH_BODY = (413,)
-_RETRY_LATER = (429, 503)
-_REFERENCE = "#/components/schemas/{model}"
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _Schema = dict[str, Any]
 _EVENT: _Schema = {
     "type": "object",
@@ -32,9 +35,63 @@ _EVENT: _Schema = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path: how it is called, by which role, what it takes and answers.
+
+    `handler` returns a response, or a model or JSON object that becomes one with the status `status`. It checks for
+    which users the caller may speak.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse | BaseModel | dict[str, Any]]]
+    _: KW_ONLY
+    role: Role | Literal["anybody"] = "admin"
+    summary: str = ""
+    """What the document says of it; "" is the first line of the handler's docstring."""
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The schemas of the query's fields."""
+    body: tuple[type[BaseModel], ...] = ()
+    """The models of a JSON body: alternatives."""
+    answer: type[BaseModel] | None = None
+    """The model of a JSON answer."""
+    media: tuple[str, ...] = ()
+    """The other media types of an answer without an error."""
+    status: int = 200
+    errors: tuple[int, ...] = ()
+    """The statuses beyond those that every route may answer."""
+    always: bool = False
+    """Whether it answers also while the model is loading and while the daemon stops."""
+    streamed: bool = False
+    """Whether the handler reads the body itself, piece by piece, and bounds its time."""
+
+    @property
+    def name(self) -> str:
+        """The path without the patterns of its variables, as documents and the log have it."""
+        return re.sub(r":[^}]*", "", self.path)
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the route to a router, and HEAD beside a GET; a stream of events has none, for it does not end."""
+        router.add_route(self.method, self.path, self.handle)
+        if self.method == "GET" and EVENTS not in self.media:
+            router.add_route("HEAD", self.path, self.handle)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request."""
+        answer = await self.handler(request)
+        return answer if isinstance(answer, web.StreamResponse) else json_answer(answer, self.status)
+
+
 def document(routes: Sequence[Route]) -> _Schema:
-    """The OpenAPI document of the application's routes."""
-    references, schemas = _schemas(routes)
+    """The OpenAPI document of the application's routes. Bodies are what is taken, answers what is given."""
+    models: list[tuple[Any, JsonSchemaMode]] = [
+        *((model, "validation") for model in {model for route in routes for model in route.body}),
+        *((model, "serialization") for model in {route.answer for route in routes if route.answer} | {Error}),
+    ]
+    models.sort(key=lambda item: str(item[0].__name__))
+    keyed, whole = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    references = {model: schema for (model, _), schema in keyed.items()}
     paths: dict[str, _Schema] = {}
     for route in routes:
         paths.setdefault(route.name, {})[route.method.lower()] = _operation(route, references)
@@ -47,32 +104,30 @@ def document(routes: Sequence[Route]) -> _Schema:
         },
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": whole["$defs"],
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "Over TCP."}},
         },
         "security": [{}, {"token": []}],
     }
 
 
-def _schemas(routes: Sequence[Route]) -> tuple[dict[type, _Schema], dict[str, _Schema]]:
-    """A reference to each model's schema, and the schemas by name. Bodies are what is taken, answers what is given."""
-    taken = {model for route in routes for model in route.body}
-    given = {route.answer for route in routes if route.answer is not None} | {Error}
-    modes: list[tuple[Any, JsonSchemaMode]] = [(model, "validation") for model in taken]
-    modes += [(model, "serialization") for model in given]
-    modes.sort(key=lambda item: str(item[0].__name__))
-    references, whole = models_json_schema(modes, ref_template=_REFERENCE)
-    return {model: schema for (model, _), schema in references.items()}, whole["$defs"]
-
-
-def _operation(route: Route, references: dict[type, _Schema]) -> _Schema:
+def _operation(route: Route, references: Mapping[Any, _Schema]) -> _Schema:
+    summary = route.summary or (route.handler.__doc__ or "").split("\n")[0].removesuffix(".")
+    content: _Schema = {_JSON: {"schema": references[route.answer]}} if route.answer is not None else {}
+    content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
+    responses: _Schema = {str(route.status): {"description": summary, "content": content}}
+    for status in sorted({*_ANY_ROUTE, *route.errors, *((413,) if route.body else ())}):
+        answer = {"description": MEANINGS[status], "content": {_JSON: {"schema": references[Error]}}}
+        responses[str(status)] = {**answer, **({"headers": _RETRY_AFTER} if status in (429, 503) else {})}
     made: _Schema = {
-        "summary": route.summary,
+        "summary": summary,
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.name}").strip("_"),
-        "responses": _responses(route, references),
+        "responses": responses,
     }
-    names = re.findall(r"{(\w+)}", route.name)
-    parameters = [{"name": name, "in": "path", "required": True, "schema": _named(name)} for name in names]
+    parameters: list[_Schema] = []
+    for name in re.findall(r"{(\w+)}", route.name):
+        named = {"type": "string", "minLength": 1, "description": f"The {name}; unknown ones are 404."}
+        parameters.append({"name": name, "in": "path", "required": True, "schema": named})
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
     if parameters:
         made["parameters"] = parameters
@@ -81,27 +136,6 @@ def _operation(route: Route, references: dict[type, _Schema]) -> _Schema:
         schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
         made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     return made
-
-
-def _named(name: str) -> _Schema:
-    return {"type": "string", "minLength": 1, "description": f"The {name}; unknown ones are 404."}
-
-
-def _responses(route: Route, references: dict[type, _Schema]) -> _Schema:
-    content: _Schema = {_JSON: {"schema": references[route.answer]}} if route.answer is not None else {}
-    content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
-    responses: _Schema = {str(route.status): {"description": route.summary, "content": content}}
-    statuses = {*_ANY_ROUTE, *route.errors, *(_WITH_BODY if route.body else ())}
-    for status in sorted(statuses):
-        responses[str(status)] = {
-            "description": meaning_of(status),
-            "content": {_JSON: {"schema": references[Error]}},
-        }
-        if status in _RETRY_LATER:
-            responses[str(status)]["headers"] = {
-                "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}
-            }
-    return responses
 
 
 if __name__ == "__main__":

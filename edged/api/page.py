@@ -9,20 +9,12 @@ import asyncio
 
 from aiohttp import web
 
-from edged.api.errors import not_found
+from edged.api.errors import ApiError
 from edged.page import INDEX, NAMES, page_file
 
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -42,10 +34,10 @@ async def page(request: web.Request) -> web.Response:
 
 
 async def file(request: web.Request) -> web.Response:
-    """One of the files that it consists of."""
+    """A file of the page."""
     name = request.match_info["name"]
     if name not in NAMES:
-        raise not_found(f'the page has no file "{name[:80]}"', "name", "unknown_file")
+        raise ApiError(404, f'the page has no file "{name[:80]}"', "name", "unknown_file")
     return await _send(request, name)
 
 

@@ -11,7 +11,7 @@ from edged.align.feedback.pair import Record, VersionTested
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, EngineStopping, Event, FinishEvent, Request, RequestRefused
+from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
@@ -52,7 +52,7 @@ class VersionAnswers:
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
             self._event_router.expect([request_id], queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
-        except (EngineBusy, EngineStopping, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
+        except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
             self._event_router.drop([request_id])
             log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
             return
@@ -60,8 +60,8 @@ class VersionAnswers:
         while not isinstance(event := await queue.get(), FinishEvent):
             if event.version != version:
                 self._engine.cancel(request_id)
-                return self._event_router.drop([request_id])
+                self._event_router.drop([request_id])
+                return
             ids.append(event.token_id)
         answer = self._codec.decode([token for token in ids if token not in self._codec.eos_ids])
         self._store.write(lambda db: set_version_answer(db, adapter, version, answer))
-        return None

@@ -11,10 +11,9 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, PairState
-from edged.api import query
 from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, not_found
-from edged.api.requests import QuarantineRequest, UserQuarantineRequest, read_body
+from edged.api.errors import ApiError
+from edged.api.requests import QuarantineRequest, UserQuarantineRequest, queried_user, read_body
 from edged.api.responses import AllDecided, Decided, Quarantine
 from edged.api.services import Services, services_of
 from edged.store import quarantine, utc_now, utc_text
@@ -24,8 +23,11 @@ _MOST = 500
 
 
 async def list_quarantined(request: web.Request) -> Quarantine:
-    """The newest pairs that wait for a decision (of `?user=NAME`), and how many there are."""
-    user, caller = query.user_name(request), caller_of(request)
+    """Pairs that look poisoned and wait for a decision.
+
+    The newest of them (of `?user=NAME`), and how many there are.
+    """
+    user, caller = queried_user(request), caller_of(request)
     if not caller.may("admin") and not (user and caller.speaks_for(user)):
         raise ApiError(403, "only an admin sees all users' pairs: give ?user=NAME of your own")
 
@@ -37,78 +39,71 @@ async def list_quarantined(request: web.Request) -> Quarantine:
 
 
 async def decide(request: web.Request) -> Decided:
-    """Release a pair, which is learned from then, or drop it."""
+    """Release or drop such a pair.
+
+    A released one is learned from then.
+    """
     services, pair_id = services_of(request), _pair_id(request)
     body = await read_body(request, QuarantineRequest.checked)
     owner = await asyncio.to_thread(services.store.read, lambda db: quarantine.owner_of(db, pair_id))
     caller = caller_of(request)
     if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
         # Whether another user's pair is there is not for everybody to know.
-        raise not_found(f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
-    adapter, decision = owner[0], _decision(caller, owner[0], body.action)
-    decided, left = await _decide(services, adapter, decision, pair_id)
+        raise ApiError(404, f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
+    decision, decided, left = await _decide(services, caller, owner[0], body.action, pair_id)
     if not decided:
-        raise ApiError(
-            409, f"pair {pair_id} was {owner[1] or 'decided about'} already", param="pair", code="already_decided"
-        )
-    return Decided(pair_id=pair_id, adapter=adapter, decision=decision, left=left)
+        message = f"pair {pair_id} was {owner[1] or 'decided about'} already"
+        raise ApiError(409, message, "pair", "already_decided")
+    return Decided(pair_id=pair_id, adapter=owner[0], decision=decision, left=left)
 
 
 async def decide_all(request: web.Request) -> AllDecided:
-    """Release or drop all pairs of a user that wait."""
+    """Release or drop all such pairs of a user."""
     body = await read_body(request, UserQuarantineRequest.checked)
-    caller_of(request).demand_user(body.user)
-    decision = _decision(caller_of(request), body.user, body.action)
-    decided, left = await _decide(services_of(request), body.user, decision)
+    caller = caller_of(request)
+    caller.demand_user(body.user)
+    decision, decided, left = await _decide(services_of(request), caller, body.user, body.action)
     return AllDecided(user=body.user, decision=decision, pair_ids=decided, left=left)
 
 
 async def _decide(
-    services: Services, adapter: str, decision: quarantine.Decision, pair_id: int | None = None
-) -> tuple[list[int], int]:
-    """Decide about a pair, or about all of an adapter's: (ids of those that waited, how many of its still wait)."""
+    services: Services, caller: Caller, adapter: str, action: str, pair_id: int | None = None
+) -> tuple[quarantine.Decision, list[int], int]:
+    """Decide about a pair, or about all of an adapter's: (what, ids of those that waited, how many of its still wait).
+
+    Raises ApiError (403) for a release by those who may not, since it is trusted from then on: who may teach an adapter
+    that others use could otherwise poison it and wave it through.
+    """
+    if action == "release" and not caller.may("admin") and caller.tenant != adapter:
+        message = (
+            f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account'
+        )
+        raise ApiError(403, f"{message}; {caller.label} may drop it ({caller.rule})", code="forbidden_role")
+    decision: quarantine.Decision = "released" if action == "release" else "dropped"
+    state: PairState = "queued" if action == "release" else "skipped"
 
     def write(db: Database) -> tuple[list[int], int]:
         asked = quarantine.waiting_ids(db, adapter) if pair_id is None else [pair_id]
         decided = [each for each in asked if quarantine.decide(db, each, decision, utc_text(utc_now()))]
         return decided, quarantine.count_quarantined(db, adapter)
 
-    async def decide() -> tuple[list[int], int]:
+    async def decide() -> tuple[quarantine.Decision, list[int], int]:
         decided, left = await asyncio.wrap_future(services.store.write(write))
-        services.feed.tell_outcomes([_outcome(adapter, each, decision) for each in decided])
+        why = f"{decision} from quarantine"
+        services.feed.tell_outcomes([PairRetired(each, adapter, state, 0, 0, why) for each in decided])
         if decided and not left:
             services.engine.calm(adapter)
         if decision == "released":
             services.feedback_intake.learn_soon(decided)
-        return decided, left
+        return decision, decided, left
 
     # Whether the client still listens makes no difference to what it decided.
     return await asyncio.shield(decide())
 
 
-def _outcome(adapter: str, pair_id: int, decision: quarantine.Decision) -> PairRetired:
-    """What a decision makes of a pair, for those who watch."""
-    state: PairState = "queued" if decision == "released" else "skipped"
-    return PairRetired(pair_id, adapter, state, 0, 0, f"{decision} from quarantine")
-
-
-def _decision(caller: Caller, adapter: str, action: str) -> quarantine.Decision:
-    """What an action decides. Raises ApiError (403) for a release by those who may not: it is trusted from then on.
-
-    Who may teach an adapter that others use could otherwise poison it and wave it through.
-    """
-    if action == "release" and not caller.may("admin") and caller.tenant != adapter:
-        raise ApiError(
-            403,
-            f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account; '
-            f"{caller.label} may drop it ({caller.rule})",
-            code="forbidden_role",
-        )
-    return "released" if action == "release" else "dropped"
-
-
 def _pair_id(request: web.Request) -> int:
     text = request.match_info["pair"]
     if not (text.isascii() and text.isdigit() and len(text) < 18):
-        raise not_found(f'"{text[:40]}" is not the number of a pair: see GET /v1/quarantine', "pair", "unknown_pair")
+        message = f'"{text[:40]}" is not the number of a pair: see GET /v1/quarantine'
+        raise ApiError(404, message, "pair", "unknown_pair")
     return int(text)

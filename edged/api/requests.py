@@ -1,4 +1,4 @@
-"""What clients may send: the JSON bodies, checked field by field.
+"""What clients may send: the JSON bodies, checked field by field, and fields of the query.
 
 Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, ...); fields that would
 change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
@@ -12,16 +12,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from aiohttp import web
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
@@ -36,7 +27,6 @@ _MOST_BIASES = 1024
 _MOST_MESSAGES = 10_000
 _THREAD_BYTES = 1 << 16
 """Bodies from this size on are read and checked beside the event loop."""
-_TEXT_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
 _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values of unsupported fields that ask for nothing."""
@@ -73,6 +63,17 @@ def _check_user(user: str) -> str:
     return user
 
 
+def _at_most(most: int, what: str) -> Callable[[Any], Any]:
+    """A validator that refuses a list or object with more entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            _refuse(f"{len(value)} {what} are too many: at most {most}")
+        return value
+
+    return check
+
+
 UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), AfterValidator(_check_user)]
 _CLEAN = AfterValidator(_clean)
 
@@ -105,20 +106,14 @@ class TextPart(_Body):
 class Message(_Body):
     """One turn of a conversation."""
 
-    role: Annotated[str, Field(json_schema_extra={"enum": [*_TEXT_ROLES]})]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], _FAIL_FAST]
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role not in _TEXT_ROLES:
-            _refuse(f'role "{role}" is not supported: use system, user or assistant')
-        return role
 
     def plain(self) -> dict[str, str]:
         """As chat templates and the store know it: `developer` is `system`, parts are joined."""
         parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
-        return {"role": _TEXT_ROLES[self.role], "content": _clean("\n".join(parts))}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": _clean("\n".join(parts))}
 
     @model_validator(mode="after")
     def _encodable(self) -> Message:
@@ -126,13 +121,43 @@ class Message(_Body):
         return self
 
 
-def _few_messages(messages: Any) -> Any:
-    if isinstance(messages, list) and len(messages) > _MOST_MESSAGES:
-        _refuse(f"{len(messages)} messages are too many: at most {_MOST_MESSAGES}")
-    return messages
+Messages = Annotated[
+    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_at_most(_MOST_MESSAGES, "messages"))
+]
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
+def _no_empty_stop(stop: Any) -> Any:
+    if stop == "" or (isinstance(stop, list) and "" in stop):
+        _refuse("a stop string is empty")
+    return stop
+
+
+def _token_keys(biases: dict[str, float] | None) -> dict[str, float] | None:
+    if any(not (key.isascii() and key.isdigit() and len(key) < 10) for key in biases or ()):
+        _refuse('keys are token ids written as text, such as "42"')
+    return biases
+
+
+def _one_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            _refuse(f"{len(prompt)} prompts in one request are not supported: send one request each")
+        prompt = prompt[0]
+    if len(prompt) == 0:
+        _refuse("is empty")
+    return _clean(prompt) if isinstance(prompt, str) else prompt
+
+
+Stops = Annotated[
+    str | Annotated[list[str], _FAIL_FAST] | None,
+    AfterValidator(_at_most(_MOST_STOPS, "stop strings")),
+    AfterValidator(_no_empty_stop),
+]
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+    BeforeValidator(_at_most(_MOST_BIASES, "biased tokens")),
+    AfterValidator(_token_keys),
+]
 
 
 class StreamOptions(_Body):
@@ -155,14 +180,14 @@ class _Generation(_Body):
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], _FAIL_FAST] | None = None
+    stop: Stops = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases = None
     response_format: ResponseFormat | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=_MOST_TOKENS)] | None = None
@@ -180,29 +205,10 @@ class _Generation(_Body):
                 _refuse(f'"{name}" is not supported: leave it out')
         return body
 
-    @field_validator("stop")
-    @classmethod
-    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > _MOST_STOPS:
-            _refuse(f"{len(stops)} stop strings are too many: at most {_MOST_STOPS}")
-        if any(not text for text in stops):
-            _refuse("a stop string is empty")
-        return stop
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few_biases(cls, biases: Any) -> Any:
-        if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
-            _refuse(f"{len(biases)} biased tokens are too many: at most {_MOST_BIASES}")
-        return biases
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        if any(not (key.isascii() and key.isdigit() and len(key) < 10) for key in biases or ()):
-            _refuse('keys are token ids written as text, such as "42"')
-        return biases
+    @property
+    def choices(self) -> int:
+        """How many answers are wanted."""
+        return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -248,20 +254,12 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """`POST /v1/completions`: one prompt, as text or as token ids."""
 
-    prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
+    prompt: Annotated[
+        str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST],
+        AfterValidator(_one_prompt),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                _refuse(f"{len(prompt)} prompts in one request are not supported: send one request each")
-            prompt = prompt[0]
-        if len(prompt) == 0:
-            _refuse("is empty")
-        return _clean(prompt) if isinstance(prompt, str) else prompt
 
     @model_validator(mode="after")
     def _best_of_n(self) -> CompletionRequest:
@@ -379,8 +377,6 @@ def _explain(error: ValidationError) -> ApiError:
     message = str(first["msg"])
     if first["type"] == "missing":
         return bad_request(f'"{param}" is missing', param)
-    if first["type"] == "extra_forbidden":
-        return bad_request(f'unknown field "{param}"', param)
     if param is None or first["type"] == "edged":
         return bad_request(message if param is None else f'"{param}": {message}', param)
     return bad_request(f'"{param}" = {_short(first["input"])}: {message[0].lower() + message[1:]}', param)
@@ -397,3 +393,19 @@ def _short(value: Any) -> str:
     except ValueError:
         text = "a number that is too long"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def queried_user(request: web.Request) -> str | None:
+    """`?user=`, which must be a name. Raises ApiError."""
+    user = request.query.get("user")
+    if user is not None and not USER_NAME.fullmatch(user):
+        raise bad_request(f'"{user[:80]}" cannot name a user', "user")
+    return user
+
+
+def queried_integer(request: web.Request, name: str, default: int, least: int, most: int) -> int:
+    """A field of the query, a whole number between two others. Raises ApiError."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        raise bad_request(f'{name} = "{text[:40]}" is not a number from {least} to {most}', name)
+    return int(text[:9])

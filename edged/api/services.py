@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aiohttp import web
 
-from edged.api.admission import TenantQueue
-from edged.api.errors import ApiError, unavailable
+from edged.api.admission import TenantQueue, UserLimits
+from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
-from edged.api.limits import UserLimits
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.reload import ReloadResult, adopted
@@ -28,13 +27,15 @@ from edged.telemetry.device import DeviceMonitor
 from edged.text.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining"]
+_BUSY_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """The running parts. `model` is the base model's name in the API."""
 
-    settings: Settings
+    live: Live[Settings]
+    """The settings in force, for parts that read them when they decide."""
     model: str
     vocab_size: int
     engine: Engine
@@ -53,12 +54,36 @@ class Services:
     """Unix time."""
     reload: Callable[[], Awaitable[ReloadResult]]
     """Reads the settings again; raises ConfigError."""
-    live: Live[Settings]
-    """The settings in force, for parts that read them when they decide."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
     """Adapters being forgotten: the daemon ends no earlier."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)
     """What is being done just now to forget each of them."""
+    busy: set[str] = field(default_factory=set)
+    """Work that is done for one caller at a time, such as "backup", while it is under way."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self.live.now
+
+    def configure(self, settings: Settings) -> None:
+        """Have everything that reads `live` go by other settings from now on.
+
+        Under other rules or tokens nobody goes on watching by the old ones: streams end, and who still may begins anew.
+        """
+        before, self.live.now = self.live.now, adopted(self.live.now, settings)
+        if settings.access != before.access:
+            self.feed.close()
+
+    def claim(self, what: str) -> None:
+        """Begin work that `what` names and `busy` holds until its end. Raises ApiError (429) while another does it.
+
+        The others are turned away, for waiting they would hold a connection.
+        """
+        if what in self.busy:
+            message = f"another {what} is being made: try again when it is done"
+            raise ApiError(429, message, code=f"{what}_busy", retry_after_s=_BUSY_RETRY_S)
+        self.busy.add(what)
 
 
 @dataclass(slots=True)
@@ -69,34 +94,12 @@ class Lifecycle:
     services: Services | None = None
     opened_s: float = field(default_factory=time.monotonic)
 
-    def configure(self, settings: Settings) -> None:
-        """Requests from now on are answered under other settings.
-
-        Under other rules or tokens nobody goes on watching by the old ones: streams end, and who still may begins anew.
-        """
-        if self.services is not None:
-            before = self.services.settings
-            self.services = replace(self.services, settings=adopted(before, settings))
-            if settings.access != before.access:
-                self.services.feed.close()
-
-    def ready(self, services: Services) -> None:
-        """Requests are served from now on."""
-        self.services, self.phase = services, "ready"
-
-    def drain(self) -> None:
-        """New requests are refused from now on."""
-        self.phase = "draining"
-
     def problem(self) -> ApiError | None:
         """Why nothing can be served now; None when it can."""
         if self.services is not None and self.services.engine.error:
-            return unavailable(self.services.engine.error, "engine_stopped")
-        if self.phase == "ready":
-            return None
-        return unavailable(
-            "the model is being loaded" if self.phase == "loading" else "the daemon is stopping", self.phase
-        )
+            return ApiError(503, self.services.engine.error, code="engine_stopped")
+        problems = {"loading": "the model is being loaded", "draining": "the daemon is stopping"}
+        return ApiError(503, problems[self.phase], code=self.phase) if self.phase in problems else None
 
 
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
@@ -106,5 +109,5 @@ def services_of(request: web.Request) -> Services:
     """The services of a request's daemon. Raises ApiError while the model is loading."""
     lifecycle = request.app[LIFECYCLE]
     if lifecycle.services is None:
-        raise lifecycle.problem() or unavailable("the daemon has not started", "loading")
+        raise lifecycle.problem() or ApiError(503, "the daemon has not started", code="loading")
     return lifecycle.services

@@ -1,4 +1,8 @@
-"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it."""
+"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it.
+
+While a start is refused, requests on systemd's sockets are answered with 503, so that nobody waits for what does not
+come. Imports nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
+from edged.runtime import logs
 from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
 from edged.settings.load import ApiSettings
 from edged.store.lock import FileLock, LockTaken
@@ -28,6 +35,11 @@ BACKLOG = 1024
 """Clients that may wait to be accepted."""
 _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
+
+
+_TCP_MESSAGE = "edged could not start: whoever runs this box finds the reason in its log"
+_SILENT = logging.Logger("edged.api.sockets", logging.CRITICAL + 1)
+"""aiohttp would tell of every request that it cannot read, with a traceback."""
 
 
 class ListenError(RuntimeError):
@@ -47,25 +59,28 @@ class UnixListener:
         if too_long(path):
             raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(path.with_name(path.name + ".lock"))
+            with contextlib.ExitStack() as undo:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = FileLock(path.with_name(path.name + ".lock"))
+                undo.callback(self._lock.release)
+                _remove_stale(path)
+                self.socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self.socket.bind(os.fspath(path))
+                # Nobody can connect before `listen`, so that there is no moment with wider permissions.
+                os.chmod(path, mode)
+                self.socket.listen(BACKLOG)
+                self._inode = os.stat(path).st_ino
+                undo.pop_all()
         except LockTaken as error:
             raise ListenError(
                 f'socket "{path}" is served by another edged (pid {error.holder}): stop that one, or give --socket '
                 "another path"
             ) from None
         except OSError as error:
-            raise _cannot(path, error) from None
-        try:
-            _remove_stale(path)
-            self.socket = _bind(path, mode)
-            self._inode = os.stat(path).st_ino
-        except OSError as error:
-            self._lock.release()
-            raise _cannot(path, error) from None
-        except ListenError:
-            self._lock.release()
-            raise
+            raise ListenError(
+                f'cannot listen on "{path}": {error.strerror or error}; give --socket (or EDGED_SOCKET) a path in a '
+                "folder where this user may write"
+            ) from None
 
     def close(self) -> None:
         """Remove the socket's file, unless somebody put another one there, and let the path go."""
@@ -78,10 +93,10 @@ class UnixListener:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All sockets that the daemon listens on. `unix` is the one that it has made itself, if it has."""
+    """All sockets that the daemon listens on."""
 
     sockets: tuple[socket.socket, ...]
-    unix: UnixListener | None
+    _held: contextlib.ExitStack
 
     @property
     def names(self) -> list[str]:
@@ -90,10 +105,7 @@ class Listeners:
 
     def close(self) -> None:
         """Let all of them go. The files of those that systemd opened stay: it listens on."""
-        if self.unix is not None:
-            self.unix.close()
-        for item in self.sockets:
-            item.close()
+        self._held.close()
 
 
 def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str, str]) -> Listeners:
@@ -101,23 +113,18 @@ def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str
 
     A Unix socket of systemd's takes the place of `api.socket`, its TCP sockets that of `api.listen`.
     """
-    inherited = inherited_sockets(environ, os.getpid())
-    for item in inherited:
-        if item.family != socket.AF_UNIX:
+    with contextlib.ExitStack() as held:
+        taken = [held.enter_context(item) for item in inherited_sockets(environ, os.getpid())]
+        inherited_tcp = [item for item in taken if item.family != socket.AF_UNIX]
+        for item in inherited_tcp:
             _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], has_tokens)
-    taken = list(inherited)
-    if settings.listen and all(item.family == socket.AF_UNIX for item in inherited):
-        taken.append(tcp_socket(settings.listen, has_tokens))
-    unix = None
-    if not any(item.family == socket.AF_UNIX for item in inherited):
-        try:
+        if len(inherited_tcp) == len(taken):
             unix = UnixListener(socket_paths(settings.socket, environ)[0], int(settings.socket_mode, 8))
-        except ListenError:
-            for item in taken:
-                item.close()
-            raise
-        taken.insert(0, unix.socket)
-    return Listeners(tuple(taken), unix)
+            held.callback(unix.close)
+            taken.insert(0, unix.socket)
+        if settings.listen and not inherited_tcp:
+            taken.append(held.enter_context(tcp_socket(settings.listen, has_tokens)))
+        return Listeners(tuple(taken), held.pop_all())
 
 
 def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socket]:
@@ -171,19 +178,15 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
         raise ListenError(f'api.listen = "{listen}" is not HOST:PORT, such as 127.0.0.1:8080')
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
     _refuse_open_to_all(f'api.listen = "{listen}"', str(address[0]), has_tokens)
-    listener = socket.socket(family, kind, protocol)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
         raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
-    return listener
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
@@ -191,15 +194,13 @@ def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
 
     asyncio tries again every second, and tells of each connection that it could not accept then, with a traceback.
     """
-    told_s = -math.inf
+    sparing = logs.Sparing(1, _TELL_AGAIN_S)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal told_s
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTOR:
             loop.default_exception_handler(context)
-        elif loop.time() - told_s >= _TELL_AGAIN_S:
-            told_s = loop.time()
+        elif sparing.left_out("no descriptor") is not None:
             log.warning("no file descriptor is free (%s): new clients wait until others leave", error.strerror)
 
     loop.set_exception_handler(handle)
@@ -218,8 +219,7 @@ def _remove_stale(path: Path) -> None:
         try:
             probe.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             return
         except TimeoutError:
             # Somebody listens but is too busy to accept.
@@ -227,21 +227,31 @@ def _remove_stale(path: Path) -> None:
     raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
 
 
-def _bind(path: Path, mode: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def over_tcp(request: web.BaseRequest) -> bool:
+    """Whether a request came over TCP."""
+    connection = request.transport.get_extra_info("socket") if request.transport else None
+    return connection is None or connection.family != socket.AF_UNIX
+
+
+async def answer_refusals(message: str, wait_s: float, environ: Mapping[str, str]) -> None:
+    """For `wait_s`, answer on the sockets of systemd's; those who come over TCP are not told `message`.
+
+    Raises ListenError where systemd's sockets cannot be used, OSError where they cannot be listened on.
+    """
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + wait_s
+
+    async def refuse(request: web.BaseRequest) -> web.StreamResponse:
+        shown = _TCP_MESSAGE if over_tcp(request) else f"edged could not start: {message}"
+        error = {"message": shown, "type": "server_error", "param": None, "code": "start_refused"}
+        headers = {"Retry-After": str(math.ceil(max(1.0, ends_s - loop.time())))}
+        return web.json_response({"error": error}, status=503, headers=headers)
+
+    runner = web.ServerRunner(web.Server(refuse, logger=_SILENT), shutdown_timeout=0.0)
+    await runner.setup()
     try:
-        listener.bind(os.fspath(path))
-        # Nobody can connect before `listen`, so that there is no moment with wider permissions.
-        os.chmod(path, mode)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _cannot(path: Path, error: OSError) -> ListenError:
-    return ListenError(
-        f'cannot listen on "{path}": {error.strerror or error}; give --socket (or EDGED_SOCKET) a path in a folder '
-        "where this user may write"
-    )
+        for item in inherited_sockets(environ, os.getpid()):
+            await web.SockSite(runner, item, backlog=BACKLOG).start()
+        await asyncio.sleep(ends_s - loop.time())
+    finally:
+        await runner.cleanup()

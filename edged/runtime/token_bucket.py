@@ -1,36 +1,37 @@
-"""How many of a user's pairs an hour may be trained on: a token bucket that holds one hour's worth."""
+"""The token bucket behind limits of what may happen in an hour or a minute."""
 
 from __future__ import annotations
 
 import math
 
+_HAIR = 1e-9
+"""What may lack of an amount that was waited for, so that rounding never makes anybody wait twice."""
+
 
 class TokenBucket:
-    """`per_hour` 0 is no limit."""
+    """A bucket that holds at most `most` tokens, gains as many in `period_s` seconds, and is full at first.
 
-    def __init__(self, per_hour: int = 0) -> None:
-        self._most = float(per_hour)
-        self._left = self._most
-        self._counted_s: float | None = None
+    `most` 0 is no limit. It may be overdrawn by what is taken at once. `now` is of any clock that counts seconds.
+    """
 
-    def take(self, now: float) -> bool:
-        """Whether one more may be trained on at `now` (seconds); it is counted then."""
-        if not self._most:
-            return True
-        self._refill(now)
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
+    __slots__ = ("_level", "_period_s", "_seen_s", "most")
 
-    def next_s(self) -> float:
-        """When the next one may be; -inf for now, and before the first."""
-        if not self._most or self._left >= 1.0 or self._counted_s is None:
-            return -math.inf
-        return self._counted_s + (1.0 - self._left) * 3600.0 / self._most
+    def __init__(self, most: int = 0, period_s: float = 3600.0) -> None:
+        self.most = most or math.inf
+        self._level, self._period_s, self._seen_s = self.most, period_s, -math.inf
 
-    def _refill(self, now: float) -> None:
-        if self._counted_s is not None:
-            # A hair more than was asked to wait for, so that rounding never makes it wait twice.
-            self._left = min(self._most, self._left + (now - self._counted_s) * self._most / 3600.0 + 1e-9)
-        self._counted_s = now
+    def level(self, now: float) -> float:
+        """The tokens in it."""
+        if now > self._seen_s:
+            gained = (now - self._seen_s) * self.most / self._period_s
+            self._level, self._seen_s = min(self.most, self._level + gained), now
+        return self._level
+
+    def take(self, now: float, amount: float = 1.0) -> None:
+        """Take tokens out, or put them back where `amount` is negative."""
+        self._level = min(self.most, self.level(now) - amount)
+
+    def wait_s(self, now: float, wanted: float = 1.0) -> float:
+        """How many seconds pass until `wanted` tokens are in it; 0.0 for now."""
+        missing = wanted - self.level(now)
+        return missing * self._period_s / self.most if missing > _HAIR else 0.0

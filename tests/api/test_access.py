@@ -23,7 +23,7 @@ from edged.api.app import make_app
 from edged.api.routes import ROUTES
 from edged.api.services import Lifecycle, Services
 from edged.cli.main import cli
-from edged.settings.load import ApiSettings
+from edged.settings.load import Settings
 from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -169,7 +169,7 @@ def test_an_adapter_is_exported_by_its_user_alone_who_cannot_read_the_data_folde
 
 async def test_a_route_without_a_role_is_for_admins() -> None:
     lifecycle = Lifecycle()
-    app = make_app(ApiSettings(), lifecycle)
+    app = make_app(Settings(), lifecycle)
 
     async def secret(request: web.Request) -> web.Response:
         return web.Response(text="secret")
@@ -191,7 +191,7 @@ async def test_a_route_without_a_role_is_for_admins() -> None:
 
 
 def test_every_role_belongs_to_a_route_that_is_there() -> None:
-    routes = make_app(ApiSettings(), Lifecycle()).router.routes()
+    routes = make_app(Settings(), Lifecycle()).router.routes()
     served = {(route.method, route.resource.canonical) for route in routes if route.resource}
     assert {(route.method, route.name) for route in ROUTES} <= served
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edged.api.admission import QueueFull, TenantQueue
+from edged.api.admission import QueueFull, TenantQueue, queue_sizes
 from edged.settings.load import ServingSettings
 
 
@@ -15,7 +15,7 @@ class Scene:
 
     def __init__(self, at_once: int, most_waiting: int) -> None:
         self.now = 0.0
-        self.admission = TenantQueue(at_once, most_waiting, lambda: self.now)
+        self.admission = TenantQueue(lambda: (at_once, most_waiting), lambda: self.now)
         self.order: list[str] = []
 
     async def ask(self, tenant: str, choices: int = 1, begun: bool = False) -> asyncio.Task[None]:
@@ -169,7 +169,5 @@ async def test_how_long_to_wait_follows_from_the_rate_of_late() -> None:
 
 
 def test_the_engine_gets_what_it_runs_and_as_much_to_choose_from() -> None:
-    admission = TenantQueue.for_engine(ServingSettings(max_sequences=4, max_queue=10))
-    assert (admission._at_once, admission._most_waiting) == (8, 6)
-    small = TenantQueue.for_engine(ServingSettings(max_sequences=4, max_queue=1))
-    assert (small._at_once, small._most_waiting) == (5, 0)
+    assert queue_sizes(ServingSettings(max_sequences=4, max_queue=10)) == (8, 6)
+    assert queue_sizes(ServingSettings(max_sequences=4, max_queue=1)) == (5, 0)

@@ -11,14 +11,14 @@ from aiohttp.test_utils import unused_port
 
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
-from edged.settings.load import ApiSettings
+from edged.settings.load import ApiSettings, Settings
 
 
 async def answer(
     headers: dict[str, str], token: str = "", unix: Path | None = None, path: str = "/v1/status"
 ) -> tuple[int, str | None]:
     """Status and error code of the answer to a request with these headers."""
-    runner = web.AppRunner(make_app(ApiSettings(token=token), Lifecycle()))
+    runner = web.AppRunner(make_app(Settings(api=ApiSettings(token=token)), Lifecycle()))
     await runner.setup()
     port = unused_port()
     site = web.UnixSite(runner, str(unix)) if unix else web.TCPSite(runner, "127.0.0.1", port)

@@ -10,14 +10,14 @@ from edged.api.app import make_app
 from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, SignalRequest
 from edged.api.routes import ROUTES
 from edged.api.services import Lifecycle
-from edged.settings.load import ApiSettings
+from edged.settings.load import Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "api.md").read_text()
 
 
 def test_every_route_is_described() -> None:
-    routes = [route for route in make_app(ApiSettings(), Lifecycle()).router.routes() if route.method != "HEAD"]
+    routes = [route for route in make_app(Settings(), Lifecycle()).router.routes() if route.method != "HEAD"]
     headings = [line for line in TEXT.splitlines() if line.startswith("### ")]
     for route in routes:
         assert route.resource is not None

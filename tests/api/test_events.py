@@ -24,7 +24,7 @@ from edged.api import event_streams as feeds
 from edged.api.app import make_app
 from edged.api.event_streams import Event, Feed, Reader
 from edged.api.services import Lifecycle, Services
-from edged.settings.load import ApiSettings
+from edged.settings.load import Settings
 from tests.api.accounts import open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -248,7 +248,7 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
     feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)})
     lifecycle = Lifecycle(phase="ready")
     lifecycle.services = cast(Services, SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed))
-    runner = web.AppRunner(make_app(ApiSettings(), lifecycle), handler_cancellation=True)
+    runner = web.AppRunner(make_app(Settings(), lifecycle), handler_cancellation=True)
     await runner.setup()
     try:
         await web.UnixSite(runner, str(tmp_path / "s")).start()

@@ -15,7 +15,7 @@ from edged.align.feedback.signals import record_pair
 from edged.api import feedback
 from edged.api.app import make_app
 from edged.api.services import Lifecycle, Services
-from edged.settings.load import ApiSettings
+from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now
 
 
@@ -41,7 +41,7 @@ async def test_an_export_that_fails_midway_ends_without_a_second_response(
         store.write(lambda db, i=i: record_pair(db, "ann", f"good {i}", "bad", utc_now(), prompt="q")).result()
     feed = SimpleNamespace(close=lambda: None)
     services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed)
-    runner = web.AppRunner(make_app(ApiSettings(), Lifecycle("ready", cast(Services, services))))
+    runner = web.AppRunner(make_app(Settings(), Lifecycle("ready", cast(Services, services))))
     await runner.setup()
     path = str(tmp_path / "s")
     await web.UnixSite(runner, path).start()

@@ -21,6 +21,7 @@ from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.services import LIFECYCLE, Lifecycle, Services
+from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.adapters import insert_version
@@ -78,7 +79,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
         self.engine = Engine(self.store)
-        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Settings())
+        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Live(Settings()))
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.feedback_intake.learn_soon(pair.pair_ids)

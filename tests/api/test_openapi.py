@@ -27,7 +27,7 @@ from edged.api.app import make_app
 from edged.api.openapi import document
 from edged.api.routes import ROUTES
 from edged.api.services import Lifecycle
-from edged.settings.load import ApiSettings
+from edged.settings.load import Settings
 from tests.api.live import running
 from tests.models import save_tiny
 
@@ -52,7 +52,7 @@ def undocumented(app: web.Application) -> list[str]:
 
 
 def test_every_route_of_the_application_is_in_the_document() -> None:
-    app = make_app(ApiSettings(), Lifecycle())
+    app = make_app(Settings(), Lifecycle())
     missing = undocumented(app)
     assert not missing, f"give these routes their line in edged/api/routes.py: {', '.join(missing)}"
     routes = {(r.method, r.resource.canonical) for r in app.router.routes() if r.resource is not None}
@@ -65,7 +65,7 @@ def test_the_committed_copy_is_what_the_code_says() -> None:
 
 
 def test_a_route_without_a_line_is_named() -> None:
-    app = make_app(ApiSettings(), Lifecycle())
+    app = make_app(Settings(), Lifecycle())
 
     async def nothing(request: Any) -> Any:
         raise AssertionError

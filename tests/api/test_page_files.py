@@ -14,13 +14,13 @@ from aiohttp.test_utils import unused_port
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
 from edged.page import CHARTS, NAMES
-from edged.settings.load import ApiSettings
+from edged.settings.load import ApiSettings, Settings
 
 
 @asynccontextmanager
 async def listener(token: str = "") -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a daemon that is loading its model."""
-    runner = web.AppRunner(make_app(ApiSettings(token=token), Lifecycle()))
+    runner = web.AppRunner(make_app(Settings(api=ApiSettings(token=token)), Lifecycle()))
     await runner.setup()
     port = unused_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()

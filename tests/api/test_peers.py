@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edged.api.access import Access, AccessError
+from edged.api.access import Access, AccessError, Accounts, Peer, loopback_uid, unix_peer
 from edged.api.errors import ApiError
-from edged.api.peers import Accounts, Peer, loopback_uid, unix_peer
 from edged.api.tokens import token_hash
 from edged.settings.load import AccessSettings
 

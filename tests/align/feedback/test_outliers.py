@@ -128,13 +128,19 @@ def test_contradictory_and_released_pairs_are_never_held_out() -> None:
 
 
 def test_an_hours_worth_at_once_then_one_after_the_other() -> None:
-    rate = TokenBucket(60)
-    assert [rate.take(0.0) for _ in range(61)] == [True] * 60 + [False]
-    assert rate.next_s() == pytest.approx(60.0)
-    assert not rate.take(59.0)
-    assert rate.take(rate.next_s())
-    assert not rate.take(60.0)
-    assert all(TokenBucket(0).take(0.0) for _ in range(5000))
+    def take(rate: TokenBucket, now: float) -> bool:
+        may = not rate.wait_s(now)
+        if may:
+            rate.take(now)
+        return may
+
+    rate, unlimited = TokenBucket(60), TokenBucket()
+    assert [take(rate, 0.0) for _ in range(61)] == [True] * 60 + [False]
+    assert rate.wait_s(0.0) == pytest.approx(60.0)
+    assert not take(rate, 59.0)
+    assert take(rate, 59.0 + rate.wait_s(59.0))
+    assert not take(rate, 60.0)
+    assert all(take(unlimited, 0.0) for _ in range(5000))
 
 
 def test_pairs_beyond_the_rate_wait_in_their_order() -> None:

@@ -1,0 +1,99 @@
+"""`/v1/store`, `/v1/backup`, `/v1/settings`, `/v1/reload`: what an operator looks at and asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+from typing import Any
+
+from aiohttp import web
+
+from edged.api.errors import ApiError, send_pieces
+from edged.api.responses import Vacuumed
+from edged.api.services import Services, services_of
+from edged.settings.toml import to_toml, without_secrets
+from edged.store.backup import BackupError, staged, stream
+from edged.store.data_dir import folder_bytes
+
+
+async def get_settings(request: web.Request) -> dict[str, Any]:
+    """The settings in use.
+
+    They have the data folder's place, and no tokens.
+    """
+    services = services_of(request)
+    settings = without_secrets(services.settings).model_dump(mode="json")
+    settings["store"]["data_dir"] = str(services.store.path.parent.absolute())
+    return settings
+
+
+async def reload(request: web.Request) -> dict[str, Any]:
+    """Read the settings again.
+
+    Answers what was applied, and what needs a restart. 400 leaves everything as it was.
+    """
+    return (await services_of(request).reload()).report()
+
+
+async def store_report(request: web.Request) -> dict[str, Any]:
+    """The database's sizes and rows."""
+    return await asyncio.to_thread(services_of(request).upkeep.report, True)
+
+
+async def prune(request: web.Request) -> dict[str, Any]:
+    """Delete now what the settings no longer keep."""
+    upkeep = services_of(request).upkeep
+    deleted = await asyncio.to_thread(upkeep.sweep)
+    return {"deleted": deleted, "store": upkeep.report()}
+
+
+async def vacuum(request: web.Request) -> Vacuumed:
+    """Rewrite the database without free pages.
+
+    What is to be stored meanwhile waits for it.
+    """
+    before, after = await asyncio.to_thread(services_of(request).upkeep.vacuum)
+    return Vacuumed(bytes_before=before, bytes_after=after)
+
+
+async def backup(request: web.Request) -> web.StreamResponse:
+    """Database, adapters, profiles and settings as one tar.
+
+    It is consistent with itself, and has of each adapter the newest version on disk, with `?versions=all` every one.
+    `X-Edged-Bytes` is about its size. Its last member is the manifest: without that it broke off.
+    """
+    services = services_of(request)
+    services.claim("backup")
+    parts, one_at_a_time = _parts(services, request.query.get("versions") == "all"), threading.Lock()
+
+    def next_part() -> Any:
+        with one_at_a_time:
+            return next(parts, None)
+
+    def close() -> None:
+        with one_at_a_time:
+            parts.close()
+
+    try:
+        try:
+            total = await asyncio.to_thread(next_part)
+        except BackupError as error:
+            raise ApiError(503, str(error), code="no_backup") from None
+        headers = {"Content-Type": "application/x-tar", "X-Edged-Bytes": str(total)}
+        response = await send_pieces(request, "a backup", headers, next_part)
+    finally:
+        # Behind the thread that may still make the next part for a client that left.
+        closed = asyncio.get_running_loop().run_in_executor(None, close)
+        closed.add_done_callback(lambda _: services.busy.discard("backup"))
+        # Whoever has read the whole answer may ask for the next backup.
+        await asyncio.shield(closed)
+    return response
+
+
+def _parts(services: Services, all_versions: bool) -> Generator[Any, None, None]:
+    """A backup's size in bytes, then its chunks. What it holds on the disk goes at its end. Raises BackupError."""
+    store, config = services.store, to_toml(without_secrets(services.settings))
+    with staged(store.path.parent, config, lambda: store.write(lambda db: None).result(), all_versions) as folder:
+        yield folder_bytes(folder)
+        yield from stream(folder, store.path.parent)
